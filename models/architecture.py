@@ -22,7 +22,7 @@ _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's fiel
 
 @dataclass(frozen=True)
 class Architecture:
-    """The content of a Hugging Face config, translated to Megatron's fields. `build_model` logs it."""
+    """The content of a Hugging Face config, translated to Megatron's fields. `build_model` logs this object."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -94,13 +94,14 @@ class Architecture:
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return multiply-adds of one layer: (of the projections for each token, of the attention for each query-key pair)."""
+    """Return (multiply-adds of the projections per token, multiply-adds of the attention per query-key pair) of one layer."""
     d, heads = t["kv_channels"], t["num_attention_heads"]
     return t["hidden_size"] * 2 * (heads + t["num_query_groups"]) * d, 2 * heads * d
 
 
 def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return the same numbers as `_attention_multiply_adds`, but for latent attention."""
+    """Return the two numbers of `_attention_multiply_adds` for latent attention."""
+    # `shared`: size of the key part that all heads share; `key` and `value`: sizes of one head
     width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
     key = t["qk_head_dim"] + shared
     queries = (t["q_lora_rank"] or width) * heads * key + width * (t["q_lora_rank"] or 0)
@@ -122,8 +123,8 @@ class Family:
     architecture: str  # name in `architectures` of config.json
     translate: Callable[[HFConfig], Architecture]  # must read every field of the config; `read` checks this
     table: tuple[ParamMapping, ...]
-    # For each SGLang parameter that concatenates Hugging Face tensors: suffix of its name -> suffixes of the tensors in order.
-    # {expert} stands for all experts in order.
+    # For each SGLang parameter that concatenates Hugging Face tensors: suffix of the parameter's name -> suffixes of the tensors'
+    # names, in order. {expert} stands for all experts in order.
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json

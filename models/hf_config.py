@@ -1,7 +1,7 @@
 """A Hugging Face config that knows which of its fields were read.
 
-A model family must read every field that may change the logits. If it has not read a field, this is an error, except for the
-fields in IGNORED_FIELDS.
+A model family must read every field that may change the logits. A field that the family does not read is an error, except if the
+field is in IGNORED_FIELDS.
 """
 
 import json
@@ -35,7 +35,7 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
         "chunk_size_feed_forward",
     ),
     "classification heads, which a causal language model does not have": ("id2label", "label2id", "problem_type"),
-    "weight of the load-balancing loss in pretraining (in mrl, `megatron.moe_aux_loss_coeff` sets this weight)": (
+    "coefficient of the load-balancing loss in pretraining (in mrl, `megatron.moe_aux_loss_coeff` sets this coefficient)": (
         "router_aux_loss_coef",
     ),
 }
@@ -127,7 +127,7 @@ class HFConfig:
         return names[0]
 
     def rope(self, head_dim: int, *, partial: bool = False) -> Rope:
-        """Return the rotary embedding for heads of size `head_dim`. Understands the fields of all versions of transformers.
+        """Return the rotary embedding for heads of size `head_dim`. The config may be from any version of transformers.
 
         With `partial`, the family supports `partial_rotary_factor`, the fraction of each head that is rotated.
         """

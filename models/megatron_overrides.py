@@ -108,7 +108,8 @@ def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
 def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[str] = frozenset()) -> None:
     """Raise ValueError if a user cannot set one of the fields in `overrides`.
 
-    TransformerConfig may not have the field, mrl may derive it (`derived`), or it may need fixed sizes or a missing library.
+    There are four reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
+    sizes, or the field needs a missing library.
     """
     known = transformer_config_fields()
     for name in overrides:

@@ -44,7 +44,7 @@ HeadKind = Literal["vocabulary", "value"]
 
 
 class ValueHead(torch.nn.Module):
-    """Output head of a critic: one value `w . h + b` for each token, replicated on every rank.
+    """Output head of a critic: one value `w . h + b` for each token. Every rank of the last pipeline stage has a copy.
 
     The initial weights are normal with standard deviation 1 / sqrt(H + 1), and the initial bias is 0 (Huang, Liu and von Werra
     2023, "The N Implementation Details of RLHF with PPO"). The initial weights are the same on every rank and in every layout.
@@ -75,10 +75,10 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not has_cuda(),
         perform_initialization=False,  # weights are always loaded from a checkpoint
-        calculate_per_token_loss=True,  # losses are sums that are already divided by global denominators
+        calculate_per_token_loss=True,  # losses are sums over tokens, already divided by the mini-batch's denominator
         **_layout_fields(dims),
         # Fused kernels need NVIDIA's libraries. Without these libraries, Megatron uses plain torch.
-        apply_rope_fusion=False,  # the fused kernel computes one angle for each position; packs need one for each token
+        apply_rope_fusion=False,  # the fused kernel has one angle for each position, but packs need one for each token
         gradient_accumulation_fusion=libraries.fused_wgrad,
         bias_activation_fusion=libraries.transformer_engine,
         bias_dropout_fusion=libraries.transformer_engine,
@@ -109,7 +109,7 @@ def _layout_fields(dims: ParallelDims) -> dict:
         # Interleaved stages send in both directions at the same time, and batched sends of a pair of ranks would not match.
         overlap_p2p_comm=dims.vpp > 1,
         batch_p2p_comm=dims.vpp == 1,
-        deallocate_pipeline_outputs=has_cuda(),  # with gloo, freeing a tensor during its send silently corrupts it
+        deallocate_pipeline_outputs=has_cuda(),  # with gloo, freeing a tensor during its send corrupts the message
     )
 
 
@@ -163,7 +163,7 @@ def _layer_spec(
     parts: frozenset[str],
     moe: bool,
 ) -> ModuleSpec:
-    # Latent attention needs a separate norm module before it, because several matrices read the output of this norm.
+    # Before latent attention there is a separate norm module, because several matrices read the output of this norm.
     has_latent_attention = attention.module is PackedLatentAttention
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
@@ -264,7 +264,7 @@ def _build_stage(
     if head == "value" and is_last:
         model.output_layer = ValueHead(config.hidden_size)
     for name, param in model.named_parameters():
-        # Megatron itself sets this attribute only if ep > 1. With it, the optimizer state is the same in every layout.
+        # Megatron itself sets this attribute only if ep > 1. With the attribute, the optimizer state is the same in all layouts.
         if ".experts." in name:
             param.allreduce = False  # type: ignore[missing-attribute]
     return model

@@ -1,8 +1,8 @@
 """Exact attention over packed sequences, with shared prompts and context parallelism.
 
 Under context parallelism, every rank gathers all keys and values of the pack and computes the attention of its own queries. The
-backward pass reduce-scatters the gradients of keys and values. In shapes, L is the number of tokens on this rank, n and g are its
-numbers of query heads and key/value heads, and d is the number of channels per head.
+backward pass reduce-scatters the gradients of keys and values. In shapes, L is the number of tokens on this rank, n and g are the
+numbers of query heads and key/value heads on this rank, and d is the number of channels per head.
 """
 
 import math
@@ -73,7 +73,7 @@ def _supports_varlen(query: Tensor) -> bool:
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, calls: tuple[AttentionCall, ...], scale: float, dropout: float
 ) -> Tensor:  # [L, n, d]
-    """Run all calls in one flash-attention kernel. The kernel aligns its causal mask at the last key, as AttentionCall needs."""
+    """Run all calls in one flash-attention kernel. Its causal mask aligns last query and last key, as AttentionCall needs."""
     from torch.nn.attention.varlen import varlen_attn  # imports Triton
 
     def cumulative(sizes: list[int]) -> Tensor:

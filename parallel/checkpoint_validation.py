@@ -1,9 +1,9 @@
 """Validates a torch_dist checkpoint before any library reads it: required files, file sizes, and safe pickles.
 
 A pickle can call any function that it names. torch's distributed checkpoints contain two kinds of pickles that torch loads
-without a check: `.metadata`, and the objects that are stored next to the tensors. This module rejects a checkpoint if its
-pickles name types that are not in the module's two tables. The module reads archives with torch's archive reader, so that it
-checks the same pickle that torch loads later. It does not import Megatron.
+without a check: `.metadata`, and the objects that are stored next to the tensors. For each kind, this module has a table of
+allowed types, and it rejects a checkpoint with a pickle that names another type. Archives are read with torch's archive reader,
+because this check must see the same pickle that torch loads later. This module does not import Megatron.
 """
 
 import importlib

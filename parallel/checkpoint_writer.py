@@ -35,7 +35,7 @@ from parallel.durable_files import fsync_path
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, so that the child loads nothing
 _PR_SET_PDEATHSIG = 1  # option of prctl(): the signal that the child gets when its parent ends
-_CHILD_NICENESS = 10  # lower priority than training
+_CHILD_NICENESS = 10  # nice value of the child: a lower priority than training
 
 
 class ForkedWriter[T]:
@@ -130,8 +130,8 @@ class CheckpointSaveError(RuntimeError):
 class CheckpointSave:
     """One save of a checkpoint into `folder`. Every rank creates this object for its own shards, and then calls `finish`.
 
-    Megatron's functions plan and write the shards. Only the last part of Megatron's save is replaced here, because it reports
-    errors to rank 0 only. The other ranks would wait forever if, for example, the disk of rank 0 is full.
+    Megatron's functions plan and write the shards. Only the last part of a save is replaced here, because Megatron's code for
+    this part reports errors to rank 0 only. With that code, the other ranks would wait forever if the disk of rank 0 is full.
     """
 
     def __init__(self, folder: Path, state: dict, files: Mapping[str, bytes], asynchronous: bool) -> None:
@@ -232,8 +232,8 @@ def _view_as_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    # This makes a second storage over the same bytes. The write passes this storage to NumPy, and after that the storage cannot
-    # be resized. Offloading must resize the original storage.
+    # This makes a second storage over the same bytes. The write passes the second storage to NumPy, and after that it cannot be
+    # resized. The original storage can still be resized, as offloading needs.
     shared = torch.from_dlpack(flat)
     return shared.view(tensor.dtype).view(tensor.shape)
 

@@ -2,8 +2,8 @@
 
 For each process group, the log contains the last collective and the number of collectives so far. torch calls a hook before it
 issues a collective, with any backend. The hook writes 48 bytes into a memory-mapped file, and the file keeps these bytes if the
-process is killed. On a GPU, a collective is issued before it runs. Even so, the others wait for the rank that has issued the
-fewest collectives.
+process is killed. On a GPU, the log tells which collectives were issued, and not which ones have run. If ranks wait for each
+other, the rank that has issued the fewest collectives is the one that the others wait for.
 """
 
 import atexit
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 RECORD = struct.Struct("<QQqqqd")
-"""48 bytes for one process group; the fields are those of LastCollective from `num_collectives` on."""
-MAX_GROUPS = 1024
-HOOK_ID = 0x6D726C  # torch identifies hooks by a number; this number is "mrl" in ASCII
+"""48 bytes for one process group: the fields of LastCollective from `num_collectives` on, with the operation as an integer."""
+MAX_GROUPS = 1024  # number of records in the file; further process groups are not logged
+HOOK_ID = 0x6D726C  # torch identifies each hook by an integer; this integer is "mrl" in ASCII
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LastCollective:
     num_collectives: int  # number of collectives issued so far, without point-to-point messages
     num_messages: int  # number of sends and receives so far
     operation: str  # torch's name of the last operation
-    peer: int  # group rank of the other end of a message, or of the root of a broadcast; else -1
+    peer: int  # group rank of the other end of a message, or of the root of a broadcast; -1: neither of them
     nbytes: int  # bytes of the first tensor of the last operation
     issued_at: float  # time.time() when the last operation was issued
 
@@ -103,7 +103,7 @@ def _remove_hook(group: Any) -> None:
 def _make_hook(memory: mmap.mmap, offset: int, message_operations: set[int]) -> Any:
     collectives = messages = 0
 
-    # A call takes 4 microseconds. It would take 5 if it stored the name of the operation instead of the number.
+    # A call takes 4 microseconds. It would take 5 if it stored the name of the operation instead of the integer.
     def on_collective(call: Any) -> None:
         nonlocal collectives, messages
         operation = int(call.name)

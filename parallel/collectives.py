@@ -17,7 +17,7 @@ from parallel.device import backend
 def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
     """Serve a key-value store from this process, on `address` only. (torch's constructor would listen on all addresses.)
 
-    If `port` is 0, the store uses a free port, and `store.port` is its number. If `world_size` is given, the call waits
+    If `port` is 0, the store uses a free port, and `store.port` is that port. If `world_size` is given, the call waits
     until `world_size` processes have joined, including this one. Raises OSError if this machine does not have the address,
     or if the port is in use.
     """
@@ -76,7 +76,7 @@ def _all_reduced(values: Tensor, group: ProcessGroup) -> Tensor:
 
 @contextmanager
 def raise_on_all_ranks(make_error: Callable[[str], Exception]) -> Iterator[None]:
-    """If the block raises on any rank, raise the error of the lowest such rank on every rank at the end of the block.
+    """If the block raises on any rank, every rank raises the error of the lowest failed rank at the end of the block.
 
     Without this context manager, the other ranks would wait for the failed rank in their next collective. Every rank must
     run the block. A ValueError reports a mistake of the user and stays a ValueError. Any other error becomes

@@ -61,12 +61,12 @@ def etp_group() -> ProcessGroup:
 
 
 def is_first_stage(vp_stage: int | None = None) -> bool:
-    """Whether virtual stage `vp_stage` of this process holds the embedding; None: whether any of its stages does."""
+    """Whether virtual stage `vp_stage` of this process (None: any of its virtual stages) holds the embedding."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
 
 
 def is_last_stage(vp_stage: int | None = None) -> bool:
-    """Whether virtual stage `vp_stage` of this process holds the output layer; None: whether any of its stages does."""
+    """Whether virtual stage `vp_stage` of this process (None: any of its virtual stages) holds the output layer."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
 
 

@@ -3,11 +3,12 @@
 The output layer, the softmax and their gradients are computed for `chunk_size` positions at a time, so at most `chunk_size` rows
 of logits exist at once (as in Liger Kernel's fused linear cross-entropy, Hsu et al. 2024). The backward pass computes the logits
 again (as in Cut Cross-Entropy, Wijmans et al. 2024). In addition to the inputs and their gradients, at most three float32 tensors
-`[chunk_size, V/tp]` exist at a time. Without entropies, these are two tensors, and half a tensor more for 16-bit inputs.
+`[chunk_size, V/tp]` exist at a time. Without entropies, there are at most two, and for 16-bit inputs also a 16-bit tensor of this
+shape.
 
 Formulas for the logits x = hidden @ weight.T / temperature, with p = softmax(x) and log p_j = x_j - log sum_k exp x_k:
-    entropy H = -sum_j p_j log p_j = log sum_k exp x_k - sum_j p_j x_j
-    d log p_t / d x_j = [j = t] - p_j        d H / d x_j = -p_j (log p_j + H)
+    entropy E = -sum_j p_j log p_j = log sum_k exp x_k - sum_j p_j x_j
+    d log p_t / d x_j = [j = t] - p_j        d E / d x_j = -p_j (log p_j + E)
 
 In shapes, T is the number of positions, n the number of positions in a chunk, H the hidden size, and V/tp the number of
 vocabulary rows on this rank.
@@ -81,7 +82,7 @@ class _Head:
     def locate(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Return two tensors [n, 1]: the weight row of each target, and whether this rank has the row.
 
-        If this rank does not have the row, the returned row number is arbitrary.
+        If this rank does not have the row of a target, the returned row index is arbitrary.
         """
         row = (targets - self.first_row)[:, None]
         return row.clamp(0, rows - 1), (row >= 0) & (row < rows)

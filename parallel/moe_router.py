@@ -22,7 +22,8 @@ class PackedRouter(TopKRouter):
     """Megatron's router, which weights the load-balancing loss by the number of real tokens in the whole pack.
 
     Megatron 0.19 multiplies the token count of one rank by the number of ranks. This is wrong if there is padding. In some cases
-    the count is then already the sum over all ranks (an in-place all-reduce); in others it differs between ranks.
+    the count is then already the sum over all ranks, because of an in-place all-reduce. In other cases the count differs
+    between ranks.
 
     The correction bias, if the model has one, stays in float32 for any dtype of the model.
     """
@@ -41,7 +42,7 @@ class PackedRouter(TopKRouter):
             real = logits[..., 0].numel() if padding_mask is None else (~padding_mask).sum()
             total = torch.as_tensor(real, dtype=torch.float32, device=logits.device)
             dist.all_reduce(total, group=self.tp_cp_group)
-            self._tokens_per_rank = total / self.tp_cp_group.size()
+            self._tokens_per_rank = total / self.tp_cp_group.size()  # Megatron multiplies by the number of ranks
         return super().routing(logits, padding_mask)
 
     def attach_and_log_load_balancing_loss(self, *args, valid_token_count=None, **kwargs) -> Tensor:
@@ -66,7 +67,7 @@ def replay_routing(chunk: DistributedDataParallel, routing: Tensor | None) -> It
     """Use the experts in `routing` [L, layers, topk] for one forward pass of `chunk`.
 
     If `routing` is None, the router chooses the experts. After the block, the experts stay stored until the backward pass of the
-    same pack has recomputed its layers. This needs backward passes in the order of the forward passes.
+    pack has recomputed the layers. Backward passes must be in the order of the forward passes.
     """
     if routing is None:
         yield

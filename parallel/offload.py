@@ -1,7 +1,7 @@
 """Offloads a Megatron model from its device to the host and loads it back bit-exactly, so that processes can share a GPU.
 
-Parameters, buffers and optimizer state are copied to the host. Gradients are dropped, because each step accumulates them from
-zero. Storages are then resized to zero in place, so all tensors and views over them stay valid. Parameters are views of
+Parameters, buffers and optimizer state are copied to the host. Gradients are dropped, because each optimizer step accumulates new
+ones from zero. Storages are then resized to zero in place, so all tensors and views over them stay valid. Parameters are views of
 Megatron's flat buffers, and the optimizer has views of parts of these buffers. On a CPU, the same code moves host memory.
 
 A process keeps some device memory: CUDA's context, and tables that layers compute only once (rotary angles). If NCCL is older
@@ -20,7 +20,8 @@ from parallel.device import device, host_memory, release_cached_memory, synchron
 from parallel.optimizer import optimizer_tensors
 from parallel.trainer_config import OffloadLevel
 
-BLOCK_BYTES = 1 << 26  # a power of two, because torch rounds up allocations of pinned memory to powers of two
+# size of one block of host memory; a power of two, because torch rounds up allocations of pinned memory to powers of two
+BLOCK_BYTES = 1 << 26
 
 
 class ModelOffloader:
@@ -31,7 +32,7 @@ class ModelOffloader:
     ) -> None:
         """`chunks` are this rank's virtual stages. `get_optimizer` returns their optimizer, or None if they have none."""
         self._chunks, self._get_optimizer = chunks, get_optimizer
-        self._weights, self._state = _HostCopy(), _HostCopy()
+        self._weights, self._state = _HostCopy(), _HostCopy()  # `_state` is for the optimizer state
         self._dropped_gradients: list[tuple[UntypedStorage, int]] = []  # (storage, its bytes)
         self._suspended = False
 
@@ -68,7 +69,10 @@ class ModelOffloader:
         return self._remaining_bytes()
 
     def _storages_of_state(self) -> list[UntypedStorage]:
-        """Return the storages of moments and master parameters, except of masters that are views of fp32 weights."""
+        """Return the storages of the optimizer's moments and master parameters, without the storages of the weights.
+
+        (The master parameters of fp32 weights are views of the weights.)
+        """
         optimizer = self._get_optimizer()
         weights = _storages(_weight_tensors(self._chunks))
         state = _storages(optimizer_tensors(optimizer)) if optimizer else []
@@ -194,7 +198,7 @@ def _without(storages: Iterable[UntypedStorage], others: Iterable[UntypedStorage
 
 
 def _storage_id(storage: UntypedStorage) -> int:
-    """Return a number that is the same for all tensors over one storage, also while the storage is empty."""
+    """Return an identifier that is the same for all tensors over one storage, also while the storage is empty."""
     return storage._cdata
 
 

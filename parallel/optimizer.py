@@ -41,7 +41,7 @@ def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
         ]
     for chunk in wrapped:
         chunk.broadcast_params()
-    # Losses are already divided by global denominators, so the reduction must not divide gradients by token counts.
+    # Losses are already divided by the denominator of the mini-batch, so the reduction must not divide gradients by token counts.
     chunks[0].config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
         model, None, force_all_reduce=kwargs.get("force_all_reduce", False)
     )
@@ -91,20 +91,21 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
-    """Set the learning rate of the next step."""
+    """Set the learning rate of the next optimizer step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def num_optimizer_steps(optimizer: MegatronOptimizer) -> int:
-    """Return the number of optimizer steps so far. Every parameter group stores it, except groups without parameters."""
+    """Return the number of optimizer steps so far. Every parameter group with parameters stores this number."""
     return max((int(group.get("step", 0)) for group in _groups(optimizer)), default=0)
 
 
 def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
     """Return the sharded tensors that this rank writes. They share memory with the optimizer. Every rank calls this.
 
-    `weights` are the sharded weights of all virtual stages of this rank. Before the first step, the state is created as zeros.
+    `weights` are the sharded weights of all virtual stages of this rank. Before the first optimizer step,
+    the optimizer state is created as zeros.
     """
     initialize_optimizer_state(optimizer)
     description_of_param = _description_of_param(weights)
@@ -135,7 +136,10 @@ def restore_optimizer_state(optimizer: MegatronOptimizer, state: dict, steps: in
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield the tensors that a step updates: moments and master parameters. Masters of fp32 weights are views of the weights."""
+    """Yield the tensors that an optimizer step updates: moments and master parameters.
+
+    The master parameters of fp32 weights are views of the weights.
+    """
     for part in _optimizers(optimizer):
         for group in part.optimizer.param_groups:
             yield from (param.data for param in group["params"])
@@ -144,7 +148,7 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def initialize_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Create the state that the first step would create."""
+    """Create the optimizer state that the first optimizer step would create."""
     for part in _optimizers(optimizer):
         part.init_state_fn(part.optimizer, part.config)
 
@@ -203,7 +207,10 @@ def _param_shards(part: DistributedOptimizer) -> Iterator[tuple[Tensor, list[_Pa
 
 
 def _own_ranges(part: DistributedOptimizer, number: int) -> Iterator[tuple[int, int] | None]:
-    """Yield for each parameter of buffer `number` the elements (start, end) that this rank updates, or None."""
+    """Yield for each parameter of `part.buffers[number]` the elements (start, end) that this rank updates.
+
+    Yields None for a parameter without such elements.
+    """
     (buckets,) = part.gbuf_ranges[number].values()
     range_of_param = ChainMap(*(bucket["param_map"] for bucket in buckets))
     for param in part.buffers[number].param_index_map:
@@ -232,8 +239,8 @@ def _assembled(own_shard: Tensor, shards: list[_ParamShard], group: dist.Process
 def _describe_state(weight: ShardedDescription, key: str, flat: Tensor, rank: int) -> ShardedDescription:
     """Return a description of the state `flat`, with the shape of `weight` and its position in the whole model.
 
-    Every data-parallel rank has a replica of a weight, and only the rank with replica number 0 writes the weight. The state
-    exists only on this rank. Therefore its description gets replica number 0.
+    Every data-parallel rank has a replica of a weight, and only the rank with replica id 0 writes the weight. The state `flat`
+    exists only on this rank. Therefore the description of the state gets replica id 0.
     """
     *others, replica = weight.replica_id
     assert replica == rank, f"{weight.key}: replica {weight.replica_id} on data-parallel rank {rank}"

@@ -5,7 +5,7 @@ ancestors. A plain sequence is one segment. A prompt with G responses is a segme
 
 Context parallelism splits every segment into `2 * cp` chunks of equal length. Rank r holds chunks `r` and `2 * cp - 1 - r`. This
 zig-zag order balances the work, because early tokens attend to few tokens and late tokens attend to many. If the length of a
-segment is not a multiple of `2 * cp`, padding tokens are added at its end. No other token attends to them.
+segment is not a multiple of `2 * cp`, padding tokens are added at its end. No real token attends to a padding token.
 
 In shapes, S is the number of real tokens in all segments, and L is the number of tokens on this rank, including padding.
 """
@@ -28,7 +28,7 @@ class Segment:
     """A consecutive run of tokens in a pack."""
 
     length: int
-    parent: int | None = None  # index of the earlier segment that this segment continues; None: it continues none
+    parent: int | None = None  # index of the earlier segment that this segment continues; None: no parent
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PackedSequences(PackedSeqParams):
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0))  # [L] position of each token in its sequence
     # [L] index of the token among the S real tokens; -1: padding
     source: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    calls: tuple[AttentionCall, ...] = ()
+    calls: tuple[AttentionCall, ...] = ()  # together, they compute the attention of all L queries
     # [L] indices of the queries, in the order in which the calls read them; None: the queries are in this order
     query_index: Tensor | None = None
     # [K] indices of the keys, in the order in which the calls read them; None: the keys are in this order. The indices count
@@ -84,10 +84,10 @@ def pack(
 ) -> PackedSequences:
     """Return the description of a pack of these segments, for context-parallel rank `cp_rank`.
 
-    Padding after the last segment makes L a multiple of `multiple`. Sequence parallelism needs a multiple of the
-    tensor-parallel size, and FP8 kernels need a larger one. With `cu_seqlens`, the fields for Transformer Engine's attention
-    are set; that attention does not support segments with a parent. Raises ValueError if the pack or a segment is empty, or if
-    a parent does not precede its child.
+    Padding after the last segment makes L a multiple of `multiple`. For sequence parallelism, `multiple` must be a multiple of
+    the tensor-parallel size, and FP8 kernels need a larger multiple. With `cu_seqlens`, the fields for Transformer Engine's
+    attention are set. That attention does not support segments with a parent. Raises ValueError if the pack or a segment is
+    empty, or if a parent does not precede its child.
     """
     _check_segments(segments)
     assert not cu_seqlens or all(s.parent is None for s in segments), "cu_seqlens cannot describe shared prompts"
@@ -180,8 +180,8 @@ class _PackLayout:
     def attention(self, rank: int) -> tuple[list[tuple[int, int]], list[Ints], list[Ints]]:
         """Return three lists with one entry for each chunk on `rank`.
 
-        The entries are: (number of queries, number of keys); the rows of the queries on this rank; the rows of the keys in the
-        concatenated keys of all context-parallel ranks.
+        The first list contains (number of queries, number of keys). The second list contains the rows of the queries on this
+        rank. The third list contains the rows of the keys in the concatenated keys of all context-parallel ranks.
         """
         local = int(self.padded.sum()) // self.cp_size
         # the first row of each segment is the same on every rank
@@ -198,7 +198,7 @@ class _PackLayout:
         return shapes, queries, keys
 
     def _rows(self, segment: int, count: int, first: Ints, local: int) -> Ints:
-        """Return the rows of the first `count` tokens of a segment in the concatenation of the tokens of all ranks."""
+        """For the first `count` tokens of a segment, return their rows in the concatenated tokens of all ranks."""
         inside = np.arange(count)
         if self.cp_size == 1:
             return first[segment] + inside
@@ -209,5 +209,5 @@ class _PackLayout:
         return rank * local + first[segment] + late * size + offset_in_chunk
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        """Return the cumulative lengths for Transformer Engine: of whole segments, over all ranks, padding included."""
+        """Return the cumulative lengths of the whole segments for Transformer Engine, padding on all ranks included."""
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)).to(device)

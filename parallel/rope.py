@@ -71,9 +71,9 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """RoPE of Llama 3.1. The frequencies of long waves are divided by `factor`, and those of short waves stay unchanged.
+    """RoPE of Llama 3.1. Frequencies of long waves are divided by `factor`, and frequencies of short waves stay unchanged.
 
-    The frequencies of other waves are interpolated.
+    Waves between the two limits have an interpolated frequency.
     """
 
     factor: float
@@ -114,8 +114,9 @@ class YarnRope(Rope):
     beta_fast: float | None = None  # None: 32
     beta_slow: float | None = None  # None: 1
     attention_factor: float | None = None  # the amplitude; None: see `derived_amplitude`
-    mscale: float | None = None  # weight in the formula of the amplitude; used only together with mscale_all_dim
-    mscale_all_dim: float | None = None  # second weight in this formula
+    # If both fields are set, derived_amplitude is yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim).
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     truncate: bool = True  # the ramp begins and ends at whole pairs
 
     @property

@@ -52,9 +52,10 @@ def run_forward_backward[O](
     the gradient reduction. Therefore replicas may have different numbers of micro-batches, except if `ParallelDims.lockstep`
     is true.
 
-    `aux_scale` multiplies the load-balancing losses of the experts. Megatron multiplies the loss of a pack by its number of
-    tokens, so `aux_scale` = 1 / (tokens of the step) gives the mean over tokens. With `all_reduce_gradients`, every replica
-    gets the whole summed gradient, and not only the shard that its optimizer needs.
+    `aux_scale` multiplies the load-balancing losses of the experts. Megatron multiplies the load-balancing loss of a pack by the
+    pack's number of tokens, so `aux_scale` = 1 / (tokens of all packs of the optimizer step) gives the mean over tokens.
+
+    With `all_reduce_gradients`, every replica gets the whole summed gradient, and not only the shard that its optimizer needs.
     """
     config = chunks[0].config
     config.moe_grad_scale_func = lambda: aux_scale

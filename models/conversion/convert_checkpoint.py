@@ -28,7 +28,7 @@ from models.families import family_of
 from models.hf_config import HFConfig
 
 LOGITS_LIMIT = 1e-5
-"""Largest allowed difference between two logits, relative to the largest logit."""
+"""Limit of `check_logits`: the largest difference must not exceed LOGITS_LIMIT * max(1, largest logit)."""
 
 
 def to_megatron(
@@ -45,7 +45,7 @@ def to_megatron(
 
     Raises:
         ValueError: the folder is not a complete model of a known family, the output exists, an interrupted conversion had other
-            inputs, or the disk is too small.
+            inputs, or the disk has too little free space.
     """
     refuse_existing(output)
     weights = HFWeights(config.path.parent)
@@ -89,7 +89,7 @@ def to_hf(
 
     Raises:
         ValueError: the checkpoint belongs to another model, the output exists, an interrupted conversion had other inputs, or the
-            disk is too small.
+            disk has too little free space.
     """
     refuse_existing(output)
     arch = family_of(config).read(config)
@@ -197,7 +197,7 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
     """Compare the logits of the Megatron model and of transformers for random tokens, in float32 in this process.
 
     The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this process has no process group, the
-    check creates one and destroys it at the end.
+    check creates a process group and destroys it at the end.
     """
     vocab = family_of(config).read(config).vocab_size
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))

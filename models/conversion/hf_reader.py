@@ -27,7 +27,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Supported dtypes of weights in the spelling of safetensors -> names of torch's dtypes."""
 _SINGLE_FILE = "model.safetensors"
-_LENGTH_BYTES = 8  # a file begins with the length of its header in this number of bytes
+_LENGTH_BYTES = 8  # number of bytes at the beginning of a file that contain the length of the header
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAP_NORESERVE = 0x4000  # Linux flag: a private mapping may be larger than the free memory
 
@@ -161,7 +161,7 @@ class HFWeights:
         return name in self._file_of
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the tensor. It shares memory with the mapped file, but changes to it are not written to the file."""
+        """Return the tensor, which shares memory with the mapped file. Changes to the tensor are not written to the file."""
         import torch  # only processes that read tensors import it
 
         entry = self._entries[name]

@@ -26,7 +26,7 @@ from models.conversion.resumable_folder import ResumableFolder
 from models.families import family_of
 from models.hf_config import HFConfig
 
-MAX_SHARD_BYTES = 2_000_000_000
+MAX_SHARD_BYTES = 2_000_000_000  # default of the largest size of a weight file
 TensorKind = tuple[str, tuple[int, ...]]  # (dtype in the spelling of safetensors, shape)
 _COPIED_FILES = ("config.json", "generation_config.json", "chat_template.json", "*.jinja", "tokenizer*", "vocab*")
 _COPIED_FILES += ("merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
@@ -45,6 +45,7 @@ class HFFolderWriter:
         """`tensors` are all tensors of the folder, in order. A tensor larger than `max_shard_bytes` gets a file of its own."""
         self.partial, self.tensors = partial, tensors
         self._file_of: dict[str, str] = {}
+        # file name -> (bytes before the first tensor, tensor name -> header entry)
         self._layouts: dict[str, tuple[bytes, dict[str, TensorEntry]]] = {}
         shards = list(_assign_shards(tensors, max_shard_bytes))
         for number, names in enumerate(shards, 1):
@@ -82,7 +83,7 @@ class HFFolderWriter:
             self._open[file].write(prefix)
         out = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
         self._open[file].seek(entries[name].start)
-        # NumPy makes a storage that it uses impossible to resize, so it gets a second storage over the same bytes.
+        # A storage that NumPy uses cannot be resized any more. Therefore NumPy gets a second storage over the same bytes.
         alias = torch.from_dlpack(out.reshape(-1).view(torch.uint8))
         self._open[file].write(alias.numpy().data)
         self._missing[file].remove(name)

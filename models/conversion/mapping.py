@@ -1,8 +1,9 @@
-"""Conversion rules between Hugging Face tensors and Megatron parameters, and boxes (slices of tensors). Does not communicate.
+"""Conversion rules between Hugging Face tensors and Megatron parameters, and boxes (slices of tensors).
 
 A rule has two steps. First, each Hugging Face tensor is split into tensor-parallel shards along `axis`. (If `axis` is None, every
 rank has the whole tensor.) Then `merge` combines the shards on one rank into a Megatron tensor. The inverse of the first step is
-concatenation along `axis`, and the inverse of `merge` is `split`. Therefore one rule works in both directions.
+concatenation along `axis`, and the inverse of `merge` is `split`. Therefore one rule works in both directions. This module does
+not communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 class ParamMapping:
     """One row of a family's table: a Megatron parameter and the Hugging Face tensors that it combines.
 
-    This base class is for parameters that contain a single Hugging Face tensor in the same layout.
+    This base class is for parameters that are equal to a single Hugging Face tensor.
     """
 
     megatron: str  # parameter name; {layer} and {expert} stand for indices in the whole model
     hf: tuple[str, ...]  # Hugging Face tensor names, in the order in which `merge` needs the tensors
-    shapes: tuple[tuple[str, ...], ...]  # shapes of the Hugging Face tensors, in the symbols of Architecture.sizes
+    shapes: tuple[tuple[str, ...], ...]  # shapes of the Hugging Face tensors, as keys of Architecture.sizes
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
     # which models or layers have this parameter; untied models have separate embedding and output weights
     present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = "all"
@@ -159,7 +160,7 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class VocabMapping(ParamMapping):
-    """Parameter with one row for each token. Megatron pads the rows to a multiple of the tensor-parallel size."""
+    """Parameter with one row per token of the vocabulary. Megatron pads the rows to a multiple of the tensor-parallel size."""
 
     def _padded(self, tensor: Tensor, tp_size: int) -> Tensor:
         missing = -tensor.size(0) % tp_size

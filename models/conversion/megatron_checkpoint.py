@@ -2,7 +2,8 @@
 
 The format is independent of the layout: each key names a tensor of the whole model, and the tensor is stored in one or several
 chunks. The keys are the Megatron names in the family's table, with two exceptions. Layers are stacked if all have the same
-structure: they share one key, and the first dim of its tensor is the layer. The experts of a layer share one key in the same way.
+structure: they share one key, and the first dim of the stored tensor is the layer. The experts of a layer share one key in the
+same way.
 A stored tensor has the shape that it has in a single process. Only the vocabulary may have padding rows at its end.
 """
 
@@ -39,6 +40,7 @@ from parallel.durable_files import fsync_path
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
+# keys of a checkpoint that do not name weights
 _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun_state|.*\._extra_state)\b")
 
 
@@ -62,7 +64,7 @@ class TensorLocation:
             key, index, counts = f"decoder.layers.{layer[2]}", (int(layer[1]),), (arch.num_layers,)
         if row.expert is not None:
             match = _EXPERT.fullmatch(key)
-            assert match, f"{key} has no expert number"
+            assert match, f"{key} has no expert index"
             key, index, counts = f"{match[1]}.experts.{match[2]}", (*index, row.expert), (*counts, arch.num_experts)
         return cls(key, index, counts)
 
@@ -76,7 +78,7 @@ class TensorLocation:
 
 
 def layers_are_stacked(arch: Architecture) -> bool:
-    """Whether Megatron 0.19 stacks the layers of this model. It does not if moe_layer_freq is a list of one entry per layer."""
+    """Whether Megatron 0.19 stacks the layers of this model: if moe_layer_freq is not a list with one entry per layer."""
     return not isinstance(arch.transformer.get("moe_layer_freq", 1), list)
 
 
@@ -192,7 +194,7 @@ class TensorToWrite:
 
 
 class MegatronWriter:
-    """Writes a checkpoint without optimizer state that any layout can load. At most one tensor is in memory.
+    """Writes a checkpoint that any layout can load, without optimizer state. At most one tensor is in memory.
 
     (torch's own FileSystemWriter keeps all tensors of a file in memory until the file is complete.)
     """

@@ -46,7 +46,7 @@ class ResumableFolder:
         return cls(target, target.with_name(target.name + ".partial"), made_from)
 
     def __enter__(self) -> "ResumableFolder":
-        """Create or resume the folder. Raises ValueError if its `made_from` differs, or if another process writes it now."""
+        """Create or resume the folder. Raises ValueError if its `made_from` differs, or if another process writes the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_folder(self.folder)
         manifest = self.folder / _MANIFEST

@@ -19,7 +19,8 @@ from models.model_builder import HeadKind
 from parallel import groups
 from parallel.dims import ParallelDims
 
-# Megatron has two naming schemes: sequential experts are separate modules, grouped experts are numbered parameters of a module.
+# Megatron has two naming schemes for experts: sequential experts are separate modules, and grouped experts are parameters of one
+# module, with the index of the expert at the end of the name.
 _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))$")
 _OUTPUT_WEIGHT = "output_layer.weight"
 # The last pipeline stage has a copy of a tied embedding.
@@ -44,6 +45,7 @@ class WeightBridge:
         arch = family.read(config)
         self.family, self.arch = family, arch
         self.dims, self.sizes = dims, arch.sizes | {"one": 1}
+        # numbers of experts of a layer: in the whole model, and on each rank
         self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
         self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
         self.rows = family.param_mappings(arch)
@@ -73,7 +75,7 @@ class WeightBridge:
     def load(self, weights: HFWeights) -> None:
         """Load this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
 
-        If the checkpoint has no value head, a value head of the model keeps its initial values.
+        If the model has a value head but the checkpoint has none, the value head keeps its initial values.
         """
         for row in [*self.rows, *self.copies]:
             param = self.params.get(row.megatron)
@@ -93,8 +95,8 @@ class WeightBridge:
     def reader(self) -> Callable[[str, Box], Tensor]:
         """Return a function that reads slices of Hugging Face tensors from the current weights of this rank.
 
-        The slices may share memory with the parameters. A reader caches the tensors of the last row that it has split.
-        Therefore the caller must make a new reader after each update of the weights.
+        The slices may share memory with the parameters. A reader caches the tensors of the last row that the reader has split.
+        Therefore the caller must make a new reader after each change of the parameters.
         """
         last: tuple[str, list[Tensor]] = ("", [])  # (Megatron name of the cached row, its Hugging Face shards)
 
@@ -128,7 +130,7 @@ class WeightBridge:
 
         `tensor_of` may replace each parameter by another tensor, such as its gradient. `dtype` is the dtype of these tensors
         (None: the dtype of the parameters). With `tensor_of`, buffers are left out, because they have no gradient. The yielded
-        tensors may share memory with the parameters, so the caller must use or copy them before the next update.
+        tensors may share memory with the parameters, so the caller must use or copy them before the parameters change.
         """
         rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
         tensor_of = tensor_of or Tensor.detach

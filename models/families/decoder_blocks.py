@@ -11,7 +11,7 @@ from models.conversion.mapping import GatedMLPMapping, ParamMapping, QKVMapping,
 from models.hf_config import HFConfig
 from parallel.rope import Rope
 
-_HIDDEN, _HEAD_DIM = ("hidden",), ("head_dim",)  # shapes
+_HIDDEN, _HEAD_DIM = ("hidden",), ("head_dim",)  # shapes, as keys of Architecture.sizes
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _HF_ATTENTION, _HF_MLP = f"{_HF_LAYER}.self_attn", f"{_HF_LAYER}.mlp"
 _MEGATRON_ATTENTION, _MEGATRON_MLP = f"{_MEGATRON_LAYER}.self_attention", f"{_MEGATRON_LAYER}.mlp"
@@ -172,8 +172,8 @@ def read_decoder(
 ) -> Architecture:
     """Translate the config of a decoder that consists of these blocks. Raises ValueError if a value is not supported.
 
-    `parts` are the optional parts of this model. `rope` is its rotary embedding (None: RoPE over all components of a head).
-    `transformer` contains further fields of Megatron's config.
+    `parts` are the optional parts of this model. `rope` is the model's rotary embedding (None: RoPE over all components of a
+    head). `transformer` contains further fields of Megatron's config.
     """
     config.expect(hidden_act="silu", attention_dropout=0.0, is_encoder_decoder=False, tie_encoder_decoder=False)
     heads = config["num_attention_heads"]
@@ -216,8 +216,8 @@ def read_decoder(
 
 # "Sigmoid experts" are the MoE layers of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is a
 # sigmoid. The score of an expert is its affinity plus a correction bias. The router first chooses the groups of experts whose two
-# best scores have the largest sum, and then the experts with the best scores in these groups. The weights of the chosen experts
-# are their affinities without the bias, normalized and scaled. Shared experts process every token and form one MLP.
+# best scores have the largest sum, and then the experts with the best scores in these groups. The outputs of the chosen experts
+# are weighted by the affinities without the bias, normalized and scaled. Shared experts process every token and form one MLP.
 SIGMOID_EXPERTS = (
     *moe_mlp("mlp", *_EXPERT_MATRICES),
     ParamMapping(

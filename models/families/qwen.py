@@ -1,7 +1,8 @@
 """Qwen2, Qwen2.5 and Qwen3: RMSNorm, grouped-query attention, gated SiLU MLP, RoPE.
 
-In Qwen2 and Qwen2.5, the query, key and value projections have biases. Qwen3 has query/key norms. It has dense and MoE models. In
-Qwen3-MoE, the config says which layers are MoE layers, and whether the weights of the chosen experts sum to 1 (`norm_topk_prob`).
+In Qwen2 and Qwen2.5, the query, key and value projections have biases. Qwen3 has query/key norms. Qwen3 has dense and MoE models.
+In Qwen3-MoE, the config says which layers are MoE layers, and whether the router's weights for the chosen experts sum to 1
+(`norm_topk_prob`).
 """
 
 from models.architecture import Architecture, Family
