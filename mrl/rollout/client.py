@@ -34,7 +34,7 @@ RETRYABLE_STATUSES = (408, 425, 429)
 
 
 class EngineFaultError(EngineError):
-    """The engine failed, and the request is valid. Another engine may answer it, or the same engine later."""
+    """The engine failed, and the request is valid. Another engine may answer the request, or the same engine later."""
 
 
 class EngineUnreachableError(EngineError):

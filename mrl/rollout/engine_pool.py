@@ -1,4 +1,4 @@
-"""The engine pool: sends requests to the engines of one rollout worker, retries them, and takes failed engines out of service.
+"""The engine pool: sends requests to the engines, retries failed requests, and takes failed engines out of service.
 
 An engine has failed if its processes have ended, or if it answered several requests in a row with errors. An engine with
 pending requests has also failed if its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow
@@ -81,9 +81,7 @@ class EnginePool:
     def __init__(self, spec: RolloutSpec) -> None:
         """Start the engines. Returns before the engines are ready; `wait_ready` waits for them."""
         self.spec = spec
-        self.paused = (
-            False  # whether the driver has paused the engines; a paused engine that computes nothing has not failed
-        )
+        self.paused = False  # whether the driver has paused the engines; an idle engine then counts as healthy
         self.engines: list[PooledEngine] = []  # changed in the event loop only
         self._servers = EngineServers(spec)
         self._loop = EventLoopThread("engines")
@@ -158,8 +156,8 @@ class EnginePool:
         """Sample one completion of each prompt, with one HTTP request. Returns the completions in the order of the prompts.
 
         Must run in the pool's event loop (see `submit`). Completions that `cache` holds are not sampled again. `numbers`:
-        serial numbers of the responses, under which `cache` stores completions. `session` selects the engine; without a session, the
-        least busy engine is used. `expected_work`: work that this request adds to the engine; its default is the response count.
+        serial numbers of the responses, under which `cache` stores completions. `session` selects the engine; without a session,
+        the least busy engine is used. `expected_work`: work that this request adds to the engine; default: number of responses.
         Raises NoEngineError if no engine is left. Raises EngineError if an engine refuses the request, or if the request fails
         `fault_tolerance.max_response_attempts` times.
         """
@@ -346,7 +344,7 @@ class EnginePool:
         return [engine for engine in self.engines if engine.failure is None]
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop and wait for it. Raises EngineError after `rollout.request_timeout_s`."""
+        """Run a coroutine in the event loop and return its result. Raises EngineError after `rollout.request_timeout_s`."""
 
         async def run() -> T:
             async with asyncio.timeout(self.spec.request_timeout_s):
@@ -381,7 +379,7 @@ class EnginePool:
     def close(self) -> None:
         """End every engine that this pool started."""
         if self._http is not None:
-            with suppress(TimeoutError):  # a failed engine may hang while it ends; its supervisor then kills it
+            with suppress(TimeoutError):  # a failed engine may hang while it ends; its supervisor then kills the engine
                 self.submit(self._close_requests()).result(CLOSE_TIMEOUT_S)
         self._loop.close()
         self._servers.stop()

@@ -73,7 +73,7 @@ class RolloutWorkerHandle:
         return self.call(RolloutWorker.wait_ready, timeout_s, timeout_s=timeout_s + 60)
 
     def replace_engines(self, urls: Sequence[str]) -> list[str]:
-        """Replace these engines by new ones, and wait until all engines take requests. Returns the URLs of all engines."""
+        """Replace these engines by new engines, and wait until all engines take requests. Returns the URLs of all engines."""
         start_s = self._start_timeout_s
         return self.call(RolloutWorker.replace_engines, list(urls), start_s, timeout_s=start_s + 60)
 

@@ -148,9 +148,8 @@ class RolloutPipeline:
         self._waited_scoring_s = 0.0  # seconds of scoring during these waits
         self._scoring_s = 0.0  # seconds of scoring since the start
         self._changed = threading.Condition()  # guards the buffer and the fields below
-        self._running: dict[
-            int, Future[None]
-        ] = {}  # serial number of a prompt request -> the coroutine that samples its group
+        # Serial number of a prompt request -> the coroutine that samples its group
+        self._running: dict[int, Future[None]] = {}
         self._error: BaseException | None = None  # error that `wait_step` raises
         self._num_restarts = 0  # calls of `restart`; groups that were requested before the last call are ignored
         # (`_num_restarts` when the groups were requested, sampled groups); None tells the scoring thread to end
@@ -307,7 +306,7 @@ class RolloutPipeline:
         self._changed.notify_all()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
-        """Cancel the HTTP requests of these prompt requests. If an HTTP request also serves other prompt requests, it goes on."""
+        """Cancel the HTTP requests of these prompt requests. HTTP requests that also serve other prompt requests go on."""
         for number in numbers:
             running: Future[Any] | None = self._running.pop(number, None)
             if running is not None and running not in self._running.values():

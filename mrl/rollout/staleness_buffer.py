@@ -27,16 +27,15 @@ class PromptRequest:
 
     number: int  # serial number: position in the order of drawing, from 0, since the run began
     row: int  # row of the data set
-    min_weight_version: (
-        int  # lowest weight version that may sample the responses; usually the weight version at the time of drawing
-    )
+    # Lowest weight version that may sample the responses; usually the weight version at the time of drawing
+    min_weight_version: int
 
 
 @dataclass
 class StalenessBuffer[T]:
-    """The prompt requests that are drawn and not yet trained. The caller samples them and stores the finished groups.
+    """The prompt requests that are drawn and not yet trained. The caller samples their groups and stores the finished groups.
 
-    T is the type of a group. It is Group in runs and None in simulations.
+    T, the type of a group, is Group in runs and None in simulations.
 
     - `extra_groups` (over-sampling): this many more groups are in flight than the steps need. A step takes the groups that
       finish first. Other groups are dropped when they are too old for the next step. Without over-sampling no group is dropped:
@@ -52,10 +51,8 @@ class StalenessBuffer[T]:
     in_order: bool = False
     max_replaced: int = 0
     num_drawn: int = 0  # number of prompts drawn since the run began; also the serial number of the next prompt request
-    # The keys of these dicts are serial numbers of prompt requests
-    in_flight: dict[int, PromptRequest] = field(
-        default_factory=dict
-    )  # requests whose groups are not sampled and scored yet
+    # The keys of the following dicts are serial numbers of prompt requests
+    in_flight: dict[int, PromptRequest] = field(default_factory=dict)  # groups that are not sampled and scored yet
     _finished: dict[int, tuple[PromptRequest, T]] = field(default_factory=dict)  # in the order of finishing
     _filtered: dict[int, T] = field(default_factory=dict)  # groups of this step that the rollout filter rejected
 

@@ -82,18 +82,16 @@ def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
 class LengthBias:
     """Measures how much shorter trained responses are because steps train the groups that finish first.
 
-    It compares the trained groups of the last `num_steps` steps with the groups of as many prompt requests that were
-    drawn one after another. The mean length of a dropped group is unknown. An underestimate replaces it: max(mean lengths of the
-    trained groups) of the step that dropped the group.
+    The trained groups of the last `num_steps` steps are compared with the groups of as many prompt requests that were drawn one
+    after another. The mean length of a dropped group is unknown. An underestimate is used instead: the maximum of the mean
+    lengths of the groups that the same step trained.
     """
 
     num_steps: int = 4  # number of last steps that are compared
-    _lengths: dict[int, float] = field(
-        default_factory=dict
-    )  # serial number of a prompt request -> mean length of its group
-    _trained: deque[list[float]] = field(
-        default_factory=deque
-    )  # for each of the last steps, the mean lengths of the groups that it trained
+    # Serial number of a prompt request -> mean length of its group
+    _lengths: dict[int, float] = field(default_factory=dict)
+    # For each of the last steps, the mean lengths of the groups that the step trained
+    _trained: deque[list[float]] = field(default_factory=deque)
 
     def update(self, step: StepGroups[Group], finished: Mapping[int, Group]) -> dict[str, float]:
         """Add a step, and return the metric `rollout/length_selected_ratio`.

@@ -33,7 +33,7 @@ class Trajectory:
     logprobs: list[float]  # log-probabilities of the sampled tokens, as the engine reports them
     truncated: bool  # whether the token limit or the turn limit ended the response
     weight_version: int  # weight version that sampled the first token
-    sampled: list[bool] | None = None  # for each token, whether the policy sampled it; None: it sampled all tokens
+    sampled: list[bool] | None = None  # for each token, whether the policy sampled the token; None: all tokens
     turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty if the response has a single turn
     turn_ends: tuple[int, ...] = ()  # index in `logprobs` of the last token of each assistant turn
     routed_experts: NDArray[np.int16] | None = None  # see Completion.routed_experts

@@ -44,8 +44,8 @@ from mrl.rollout.trajectory import (
 class RolloutWorker:
     """Samples responses from its engines, scores them, and puts token blocks into Ray's object store.
 
-    In each step, the driver calls three methods. It repeats `sample` until the result is 0. Then `collect` returns the step's
-    responses, and `estimate` computes their advantages.
+    In each step, the driver calls three methods. The driver repeats `sample` until the result is 0. Then `collect` returns the
+    step's responses, and `estimate` computes their advantages.
     """
 
     def __init__(self, spec: RolloutSpec) -> None:
@@ -61,7 +61,7 @@ class RolloutWorker:
         self.train, self.test = spec.train, spec.test
         self.train.decode([])  # loads the tokenizer while the engines start
         self._scorer = Scorer(spec.reward, **asdict(spec.scoring))
-        self._scorer.start()  # while the engines start
+        self._scorer.start()  # starts the processes of the reward while the engines start
         self._scorer_lock = threading.Lock()  # the scoring thread and `evaluate` share the scorer
         self._log = RolloutLog(Path(spec.run_dir) / "rollout_log", spec.log_key)
         self._cache = CompletionCache(self._log.folder)
@@ -75,9 +75,8 @@ class RolloutWorker:
         self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._passes_filter)
         self._length_bias = LengthBias()
         self._rounds = 0  # how often prompts were drawn for the step that is being sampled
-        self._logged: StepGroups[Group] | None = (
-            None  # groups of the step that is being sampled, if the rollout log has them
-        )
+        # Groups of the step that is being sampled, if the rollout log has them
+        self._logged: StepGroups[Group] | None = None
         self._sampled = SampledStep()  # groups of the last step for which `sample` returned 0
         # The groups of `_sampled`, with the serial numbers of their prompt requests
         self._taken: StepGroups[Group] = StepGroups([], [], [], [], [])
@@ -90,7 +89,7 @@ class RolloutWorker:
         return self.engines.wait_ready(timeout_s)
 
     def replace_engines(self, urls: list[str], timeout_s: float) -> list[str]:
-        """Replace these engines by new ones, and wait until every engine takes requests. Returns the URLs of all engines."""
+        """Replace these engines by new engines, and wait until every engine takes requests. Returns the URLs of all engines."""
         return self.engines.replace(urls, timeout_s)
 
     def take_failed_engines(self) -> dict[str, str]:

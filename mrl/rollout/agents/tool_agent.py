@@ -49,9 +49,9 @@ class ToolAgent:
             raise ValueError(f"parser.tool={named!r} is not a tool; the tools are {', '.join(self.tools)}.")
 
     def prepare(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> "Conversation":
-        """Return the agent bound to the tokenizer of a model. `template_args`: variables of the chat template, the same as for
-        prompts.
+        """Return the agent bound to the tokenizer of a model.
 
+        `template_args`: variables of the chat template, the same as for prompts.
         Raises ValueError if the chat template or the vocabulary cannot express tool calls.
         """
         stops = tuple(_single_token(tokenizer, text) for text in self.parser.stops)
@@ -150,8 +150,7 @@ class Conversation:
     async def __call__(
         self, generate_turn: GenerateTurn, prompt: list[int], params: SamplingParams, tool_limit: asyncio.Semaphore
     ) -> Trajectory:
-        """Sample one response. `params.max_new_tokens` limits the number of tokens of the response, tool results
-        included.
+        """Sample one response. `params.max_new_tokens` limits the length of the response, tool results included.
 
         `generate_turn` samples one turn. `tool_limit` limits the number of tool calls that run at the same time. Raises
         RuntimeError if a turn is empty or was aborted.

@@ -42,7 +42,7 @@ MAX_PADDING_FACTOR = 2.0
 """Limit of padding: scores of a tile <= MAX_PADDING_FACTOR * (its scores without padding) + FREE_PADDING_SCORES."""
 
 FREE_PADDING_SCORES = 1 << 13
-"""Number of padding scores that is always allowed, because they cost less time than one more SDPA call."""
+"""This many padding scores are always allowed, because they cost less time than one more SDPA call."""
 
 
 class QueryRow(NamedTuple):
@@ -58,8 +58,8 @@ class QueryRow(NamedTuple):
 class Tile:
     """Rows that share one SDPA call. A tile has N * Q entries; each entry is a query token of the batch or padding.
 
-    Padding repeats the last query token and the last key of a row. Therefore each padding entry is a real token, and each slot
-    that is read has been written.
+    Padding repeats the last query token and the last key of a row. Therefore a padding entry has a valid token index, and all
+    slots that are read have been written.
     """
 
     num_rows: int  # N
@@ -74,7 +74,7 @@ class Tile:
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # window -> mask that `mask` computed
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the additive causal mask [N, 1, Q, L]. With `window`, a query sees only its own key and `window` keys before."""
+        """Return the additive causal mask [N, 1, Q, L]. With `window`, a query sees its own key and `window` earlier keys."""
         if window not in self.masks:
             keys_L, queries_NQ1 = torch.arange(self.slots_NL.size(1)), self.query_positions_NQ[:, :, None]
             hidden = keys_L > queries_NQ1

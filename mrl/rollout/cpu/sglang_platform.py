@@ -109,7 +109,7 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     """Return the 32-bit MurmurHash3 of the 16 bytes (seed, position, column index), as SGLang's GPU kernel computes it.
 
     SGLang derives the random number of each token from this hash. On a CPU, SGLang would call the hash function of the
-    package sgl_kernel, but this package is not installed on a CPU. This function replaces SGLang's call.
+    package sgl_kernel, but this package is not installed on a CPU. This function replaces the function of sgl_kernel.
 
     Args:
         seed: [B], 64 bits, the seed of each request in the engine's batch.

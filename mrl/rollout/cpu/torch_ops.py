@@ -1,8 +1,8 @@
 """RMS norm, rotary embedding and experts for SGLang on a CPU, with fewer passes over memory than SGLang's torch versions.
 
-`register` adds these functions to SGLang's operator registry, for the platform `CpuPlatform`. They compute the common float32
-cases, and call SGLang's torch version (`forward_native`) in all other cases. Their results differ from SGLang's torch version by
-float32 rounding.
+`register` adds these functions to SGLang's operator registry, for the platform `CpuPlatform`. The functions compute the common
+float32 cases, and call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the results of
+`forward_native` by float32 rounding.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class EngineServers:
     def replace(self, url: str) -> None:
         """End the server at this URL and start another server.
 
-        Does nothing for an unknown URL, because its server was replaced already. Does nothing for an external server, because it
-        may recover.
+        Does nothing for an unknown URL, because its server was replaced already. Does nothing for an external server, because an
+        external server may recover.
         """
         with self._replacing:
             for index, server in enumerate(self.servers):
@@ -184,7 +184,7 @@ class EngineNodeActor:
 
 
 class RayEngine:
-    """One engine on device slots of a Ray cluster. It has the methods of EngineServer that the engine pool calls.
+    """One engine on device slots of a Ray cluster. RayEngine has the methods of EngineServer that the engine pool calls.
 
     The slots are looked up when the engine starts. The engine stays on these slots until it ends.
     """

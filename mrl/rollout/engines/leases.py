@@ -66,7 +66,7 @@ SCRATCH_PREFIX = "mrl-engine-"
 LOCK_FILE = "held"  # file in the scratch directory that is locked while the supervisor of the server lives
 SHARED_MEMORY_LIST = "shared_memory"  # file that lists the server's files in /dev/shm; supervisor.py has the same value
 MAX_PARENT_LENGTH = 60
-"""A folder may contain scratch directories only if its path has fewer characters than this.
+"""A folder may contain scratch directories only if its path has fewer characters than this. Otherwise they are in /tmp.
 
 SGLang creates Unix sockets in the scratch directory, and the path of a Unix socket has at most 107 characters.
 """

@@ -106,7 +106,7 @@ def default_server_args(
         weight_version="0",
         load_snapshot_publish_interval=5,  # forward passes between two changes of the value that EngineClient.heartbeat reads
         disable_shared_experts_fusion=True,  # the trainer keeps shared experts separate from routed experts, too
-        custom_weight_loader=[WEIGHT_LOADER],  # function of the scheduler processes that receives new weights
+        custom_weight_loader=[WEIGHT_LOADER],  # function of the scheduler processes that receives new model weights
         log_level="warning",
     )
     if device == "cuda":
