@@ -78,6 +78,7 @@ class FunctionTestCase:
     arguments: list[Any]
     expected: Any
     stdin: str = ""
+    # Secret text that is printed before the result, so that other output of the program is not read as the result.
     marker: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
@@ -101,12 +102,12 @@ class FunctionTestCase:
 def read_cases(ground_truth: str | Mapping[str, Any]) -> list[CodeTestCase]:
     """Return the test cases of a ground truth, which is a dict or the JSON text of a dict.
 
-    It has one of these forms:
+    The dict has one of these forms:
 
     - {"inputs": [stdin, ...], "outputs": [stdout, ...]}: the program reads an input and prints an output.
-    - {"inputs": [...], "outputs": [...], "fn_name": name}: the function is called. Either each input is a list of
-      arguments, and its output is a value; or each input is a text with one JSON value per line, and its output is a
-      JSON text.
+    - {"inputs": [...], "outputs": [...], "fn_name": name}: the function is called. If an input is a list, it is the list of
+      arguments, and the output is the expected result. If an input is a text, each line is one argument as JSON, and the
+      output is the expected result as JSON.
     - {"asserts": [statements, ...]}: the statements must not raise. The key may also be "functional".
 
     Raises ValueError for any other form.
@@ -178,10 +179,10 @@ def part_name(reason: str) -> str:
 
 @dataclass(frozen=True)
 class CodeExecution:
-    """1 if the program in the response passes all test cases of its row, else 0.
+    """1 if the program in the response passes all test cases of the ground truth, else 0.
 
     With `partial`, the score is the fraction of the test cases that the program passes. The parts of the score tell how
-    the program ended. `ended` is 1 if it ended normally in all test cases that were run. Otherwise `code_<reason>` is 1
+    the program ended. `ended` is 1 if the program ended normally in all test cases that were run. Otherwise `code_<reason>` is 1
     for the first reason that occurred; REASONS lists the reasons. Scoring fails only if the test cases cannot be read or
     the sandbox does not start.
 
@@ -216,7 +217,7 @@ class CodeExecution:
             code = response.text if self.whole_text else find_code(response.text)
             passed, reason = (0, NO_CODE) if code is None else self._run_cases(code, cases)
         except (ValueError, RuntimeError, OSError) as error:
-            # The ground truth or the sandbox raised, not the program.
+            # The error is in the ground truth or in the sandbox. Errors of the program do not raise here.
             return Score.failed(str(error))
         parts = {"ended": float(reason is None)} | {part_name(each): float(each == reason) for each in REASONS}
         return Score(passed / len(cases) if self.partial else float(passed == len(cases)), parts=parts)

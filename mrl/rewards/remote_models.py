@@ -32,8 +32,8 @@ class HttpService:
     A call is repeated after a network error, a timeout, or an answer with the status 408, 425, 429 or 5xx. The pauses
     between attempts grow.
 
-    Raises ValueError for a malformed URL, for a limit that is not positive, if the variable `api_key_env` is not set, and
-    if its value is not valid in an HTTP header.
+    Raises ValueError for a malformed URL, for a limit that is not positive, and if the environment variable that
+    `api_key_env` names is not set or has a value that is not valid in an HTTP header.
     """
 
     url: str  # base URL of the server, for example http://HOST:PORT
@@ -41,7 +41,7 @@ class HttpService:
     timeout_s: float = 60.0  # time limit of one attempt in seconds
     attempts: int = 3  # largest number of attempts per call
     deadline_s: float = 240.0  # time limit of a whole batch in seconds; calls without an answer then fail
-    api_key_env: str | None = None  # name of an environment variable; its value is sent as Bearer token
+    api_key_env: str | None = None  # name of an environment variable, whose value is sent as Bearer token
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -207,7 +207,7 @@ class RewardModel(HttpService):
     in_process: ClassVar[bool] = True  # it only waits for the network
 
     tokenizer: str  # Hugging Face folder of the reward model, with tokenizer and chat template
-    scale: float = 1.0  # factor that the score is multiplied by
+    scale: float = 1.0  # the output of the model is multiplied by this factor
     max_tokens: int | None = None  # limit of the tokens of a conversation; scoring fails for longer conversations
 
     def __post_init__(self) -> None:

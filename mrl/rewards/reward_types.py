@@ -26,12 +26,12 @@ class Turn:
 class Response:
     """One sampled response, with the ground truth and metadata of its prompt."""
 
-    data_source: str
+    data_source: str  # value of the column data_source, or else the name of the data set in the config
     text: str  # decoded response, without special tokens; for a multi-turn response, its last turn
     ground_truth: Any  # text, list or dict, as it is in the data set
     extra_info: dict[str, Any] = field(default_factory=dict)
     prompt: list[dict[str, Any]] = field(default_factory=list)  # messages {role, content}
-    group: int = 0  # number of the group: responses to the same prompt have the same number
+    group: int = 0  # index of the group: responses to the same prompt have the same index
     num_tokens: int = 0  # number of sampled tokens
     truncated: bool = False  # whether the response was cut at the token limit
     turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty: the response has one turn, `text`
@@ -45,7 +45,7 @@ class Score:
     failure: str | None = None  # why scoring failed; None: scoring succeeded
     parts: dict[str, float] = field(default_factory=dict)  # named components of the score, logged as reward/<name>_mean
     turn_values: tuple[float, ...] | None = None  # value of each assistant turn; their sum is `value`
-    # for a Weighted reward: name of a part -> its value, without weight
+    # for a Weighted reward: name of a part -> value of the part, not multiplied by its weight
     terms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -67,8 +67,8 @@ class Reward(Protocol):
 
     By default, the reward is called in a worker process with a time limit, and one call gets all responses of a batch.
     All responses to one prompt are adjacent. If this call raises, hangs or crashes, the reward is called once for the
-    responses to each prompt. If one of these calls fails, the reward is called once for each of its responses. So only
-    the responses that cause the failure get failed scores.
+    responses to each prompt. If one of these calls fails, the reward is called once for each response of that call. So
+    only the responses that cause the failure get failed scores.
 
     A class may declare attributes that change this behaviour:
 
@@ -116,7 +116,7 @@ def _validate(score: Score, response: Response) -> Score:
 
 
 def _rename_parts(parts: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts. Characters that a metric name cannot have are replaced in their names."""
+    """Return the parts. In each name, characters that a metric name cannot have are replaced by underscores."""
     return {re.sub(r"\W+", "_", str(name)): as_number(value) for name, value in parts.items()}
 
 
@@ -159,12 +159,13 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 class Weighted:
     """Weighted sum of named rewards, which are its parts. The mean of each part is logged as `reward/<name>_mean`.
 
-    The logged mean does not include the weight. Every score also has the values of the parts without weights as its
-    `terms`; GDPO normalises each term separately. If a part fails for a response, the response has a failed score, and
-    the term of this part is 0. If a part has parts itself, they get the names `<name>_<part>`. If a part has a value for
-    each turn, these values are summed per turn; values of other parts are added to the last turn.
+    The logged mean is not multiplied by the weight. Every score also has `terms`: the values of the parts, not multiplied by
+    their weights. GDPO normalises each term separately. If a part fails for a response, the response has a failed score, and
+    the term of this part is 0. If a part has inner parts, these get the names `<name>_<inner part>`. If a part has a value
+    for each turn, these values are added to the same turns of the sum. The value of any other part is added to the last turn.
 
-    Raises ValueError if parts and weights have different names, or if a name is not valid in a metric name.
+    Raises ValueError if `weights` is not empty and its names differ from those of `parts`, or if a name is not valid in a
+    metric name.
     """
 
     parts: Mapping[str, Reward]
@@ -188,7 +189,7 @@ class Weighted:
                 raise ValueError(f"weights.{name}={weight!r}: expected a number.")
 
     def __call__(self, responses: list[Response]) -> list[Score]:
-        """Call the parts one after another. No part may be a coroutine function. (A Scorer runs the parts in parallel.)"""
+        """Call the parts one after another. A Scorer runs the parts in parallel instead. No part may be a coroutine function."""
         part_scores: dict[str, list[Score]] = {}
         for name, part in self.parts.items():
             values: Any = part(responses)
@@ -196,7 +197,7 @@ class Weighted:
         return self.combine(part_scores)
 
     def combine(self, part_scores: Mapping[str, list[Score]]) -> list[Score]:
-        """Return the total score of each response. `part_scores` maps the name of a part to its score of each response."""
+        """Return the total score of each response. `part_scores`: name of a part -> its score for each response."""
         count = len(next(iter(part_scores.values())))
         return [self._total({name: scores[i] for name, scores in part_scores.items()}) for i in range(count)]
 

@@ -27,8 +27,8 @@ class ExactMatch:
 class GSM8K:
     """1 if the final number of the response equals the ground truth, else 0.
 
-    The final number is the last number after `####`. With `strict=False`, the final number of a response without `####`
-    is its last number.
+    The final number is the last number after `####`. With `strict=False`, if a response has no `####`, the final number is
+    the last number of the response.
     """
 
     in_process: ClassVar[bool] = True
@@ -144,7 +144,7 @@ def _silence_warnings() -> None:
 # Pattern of an option letter, which may be inside brackets or markup. Possessive quantifiers (`*+`) prevent exponential
 # backtracking on responses with many brackets.
 _WRAPPED = r"[\s$*_`\"'({\[]*+(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*+\{\s*+)*+[\s(]*+([%s])(?![A-Za-z'’])"
-_FORMS = (  # forms of an answer, in order of priority; %s is a wrapped letter; the last match of a form counts
+_FORMS = (  # forms of an answer, in order of priority, where %s is a wrapped letter. The last match of a form counts
     r"\\boxed\s*+\{%s",
     r"<answer>%s",
     r"(?i:answer|choice|option)\b[*_]*+(?i:\s++(?:is|would be|must be))?+[*_]*+\s*+:?+(?i:\s*+option)?+%s",
@@ -208,11 +208,11 @@ class Format:
     in this order, and there is only white space between and around the tags. With `pattern`, the form is a regular
     expression that matches the whole response; `.` also matches line breaks.
 
-    Raises ValueError for an invalid regular expression, if both `tags` and `pattern` are given, and if none is given.
+    Raises ValueError for an invalid regular expression, if both `tags` and `pattern` are given, and if neither is given.
     """
 
-    tags: tuple[str, ...] = ()  # names of the tags; a single tag may be a text
-    pattern: str | None = None
+    tags: tuple[str, ...] = ()  # names of the tags; a str is the name of a single tag
+    pattern: str | None = None  # regular expression for the whole response
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", (self.tags,) if isinstance(self.tags, str) else tuple(self.tags))
@@ -234,11 +234,11 @@ class Format:
     def _has_tags(self, text: str) -> bool:
         tags = [tag for name in self.tags for tag in (f"<{name}>", f"</{name}>")]
         outside = ""  # text outside the tags
-        for number, tag in enumerate(tags):
+        for index, tag in enumerate(tags):
             before, found, text = text.partition(tag)
             if not found or any(other in before for other in tags):
                 return False
-            outside += before if number % 2 == 0 else ""  # text before an opening tag
+            outside += before if index % 2 == 0 else ""  # text before an opening tag
         return not (outside + text).strip()
 
 

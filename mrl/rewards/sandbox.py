@@ -182,7 +182,7 @@ def _sealed_file(name: str, text: str) -> Iterator[int]:
 def _start(
     folder: Path, source: int, stdin: int, limits: SandboxLimits, path: tuple[str, ...]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start sandbox_child.py. Return the process, and the descriptor to read its message RESTRICTED from."""
+    """Start sandbox_child.py. Return the process, and the descriptor from which its message RESTRICTED can be read."""
     read_end, write_end = os.pipe()
     stdlib = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib")
     stack = min(64 << 20, limits.memory_bytes // 4)
@@ -223,11 +223,11 @@ class _RunningProgram:
     """A process of the sandbox that runs a program."""
 
     process: subprocess.Popen[bytes]
-    folder: Path  # its temporary folder
+    folder: Path  # temporary folder of the process
     limits: SandboxLimits
-    stdin: os.stat_result  # status of the file that is its standard input
+    stdin: os.stat_result  # os.fstat of the file that is the standard input of the process
     output: dict[int, bytearray] = field(default_factory=dict)  # descriptor of stdout or stderr -> bytes read from it
-    stopped: tuple[Reason, str] | None = None  # why this module ended the process; None: it did not end the process
+    stopped: tuple[Reason, str] | None = None  # why this module ended the process; None: it has not ended the process
     started: float = 0.0  # time.monotonic() when the program started
     checked: float = 0.0  # time.monotonic() of the last check of the limits
 
@@ -341,7 +341,10 @@ class _RunningProgram:
         return False
 
     def _thread_folders(self) -> list[str]:
-        """Return the /proc folders of the threads. If the main thread has ended before other threads, its folder is empty."""
+        """Return the /proc folders of the threads.
+
+        If the main thread has ended before other threads, the folder of the main thread is empty.
+        """
         with suppress(OSError):  # the process has ended
             return [entry.path for entry in os.scandir(f"/proc/{self.process.pid}/task")]
         return []

@@ -64,6 +64,7 @@ ALLOWED_COMMON = {
     "mseal": 462,
 }
 
+# Constants of Linux, for argument_rules.
 _SOCK_STREAM, _F_SETOWN, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 1, 8, 15, 0x8901, 0x8902
 _THREAD = 0x10000 | 0x400  # CLONE_THREAD and CLONE_FILES; a thread with its own descriptors could hide open files
 _ALL_BITS = 0xFFFFFFFF
@@ -94,16 +95,17 @@ def argument_rules(pid: int) -> list[Rule]:
     ]
 
 
-_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # codes of BPF instructions
+_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026  # verdicts of a seccomp filter
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """Return one BPF instruction. A comparison skips `if_true` or `if_false` of the following instructions."""
     return struct.pack("HBBI", code, if_true, if_false, value)
 
 
 def denied(column: int) -> list[int]:
-    """Return the numbers of the calls in DENIED. `column`: 0 for x86_64, 1 for aarch64."""
+    """Return the numbers of the calls in DENIED. `column` is 0 for x86_64, and 1 for aarch64."""
     entries = [entry.split()[-3:] for entry in DENIED.replace(",\n", ",").replace("\n", ",").split(",") if entry]
     return [int(entry[1 + column]) for entry in entries if entry[1 + column] != "-"]
 
@@ -140,7 +142,8 @@ def seccomp_program(machine: str, pid: int) -> bytes:
 
 # -- Landlock: files ------------------------------------------------------------------------------------------------------
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls of Landlock
+# File rights of Landlock.
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
 # ABI version of Landlock -> bit mask of all file rights that exist from this version on.
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
@@ -181,9 +184,10 @@ def _allow_path(ruleset: int, path: str, rights: int) -> None:
 
 
 def restrict_files(work: str, readable: list[str]) -> None:
-    """Restrict access to files. Only the paths `readable` and plain files in the folder `work` can be read.
+    """Restrict access to files.
 
-    Only plain files in the folder `work` can be written.
+    After this call, the process can read only the paths `readable` and plain files in the folder `work`. It can write only
+    plain files in `work`, and /dev/null.
     """
     abi = landlock_abi()
     handled = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= abi)]
@@ -225,7 +229,7 @@ def drop_capabilities() -> None:
 
 
 def restrict_system_calls() -> None:
-    """Install the seccomp filter. It cannot be removed."""
+    """Install the seccomp filter, permanently."""
     program = seccomp_program(os.uname().machine, os.getpid())
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))

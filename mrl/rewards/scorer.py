@@ -1,4 +1,4 @@
-"""Runs a reward on batches of responses. If the reward fails, responses get failed scores, and the run continues."""
+"""The scorer runs a reward on batches of responses. If the reward fails, responses get failed scores; the run continues."""
 
 import inspect
 import logging
@@ -15,7 +15,7 @@ from mrl.rewards.worker_pool import DEADLINE_PASSED, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-SHOWN_FAILURES = 3  # number of failures that one call of a Scorer logs
+SHOWN_FAILURES = 3  # largest number of failures that one call of a Scorer logs
 
 
 class Scorer:
@@ -24,8 +24,9 @@ class Scorer:
         with Scorer(reward) as scorer:
             scores = scorer(responses)
 
-    If the reward raises, hangs, crashes or returns an invalid result, the responses that cause this get failed scores:
-    `failure` is the reason, and the value is 0. A call of the scorer takes at most a little longer than `timeout_s`.
+    If the reward raises, hangs, crashes or returns an invalid result, the responses that cause this get failed scores.
+    A failed score has the value 0, and its `failure` is the reason. A call of the scorer takes at most a little longer than
+    `timeout_s`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Scorer:
         )
 
     def start(self) -> None:
-        """Start the worker processes now, so that the first call does not wait for them. Some rewards need none."""
+        """Start the worker processes now, so that the first call does not wait for them. Rewards with `in_process` need none."""
         if self._pool:
             self._pool.start()
 
@@ -127,7 +128,7 @@ def _call_in_process(reward: Reward, responses: list[Response]) -> CallResult:
 
 
 BatchKey = Callable[[int], Hashable]
-"""Function of the number of a response. One call of the reward scores all responses with the same result."""
+"""Function of the index of a response. Responses for which it returns the same key are scored by one call of the reward."""
 
 
 def _retry_in_smaller_batches(
@@ -136,9 +137,9 @@ def _retry_in_smaller_batches(
     keys: list[BatchKey],
     deadline: float,
 ) -> list[Score]:
-    """Score the responses in the batches of the first of `keys`. Repeat failed batches with the next of `keys`."""
+    """Score the responses in batches, which the first of `keys` defines. Score failed batches again, divided by the next key."""
     scores: dict[int, Score] = {}
-    unscored = list(range(len(responses)))  # numbers of the responses without a score
+    unscored = list(range(len(responses)))  # indices of the responses without a score
     failed: set[tuple[int, ...]] = set()  # batches whose call failed
     for attempt, key in enumerate(keys):
         if not unscored or (attempt and time.monotonic() > deadline):
@@ -157,24 +158,24 @@ def _retry_in_smaller_batches(
     return [scores[i] for i in range(len(responses))]
 
 
-def _group_by_key(numbers: list[int], key: BatchKey) -> list[tuple[int, ...]]:
+def _group_by_key(indices: list[int], key: BatchKey) -> list[tuple[int, ...]]:
     batches: dict[Hashable, list[int]] = {}
-    for number in numbers:
-        batches.setdefault(key(number), []).append(number)
+    for index in indices:
+        batches.setdefault(key(index), []).append(index)
     return [tuple(batch) for batch in batches.values()]
 
 
 def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]:
     """Yield the keys to try in turn: all responses in one batch, one batch per prompt, one batch per response."""
     if not _declares(reward, "per_sample"):
-        yield lambda number: None
-        yield lambda number: responses[number].group
+        yield lambda index: None
+        yield lambda index: responses[index].group
     if not _declares(reward, "whole_groups"):
-        yield lambda number: number
+        yield lambda index: index
 
 
 def _single_rewards(reward: Reward) -> Iterator[Reward]:
-    """Yield the rewards of a weighted sum, also of nested sums. Any other reward is yielded itself."""
+    """Yield the rewards in a weighted sum and in its nested sums. If the reward is no weighted sum, yield only the reward."""
     if isinstance(reward, Weighted):
         for part in reward.parts.values():
             yield from _single_rewards(part)

@@ -24,10 +24,10 @@ class Function:
     """Scores each response by `compute_score(data_source, solution_str, ground_truth, extra_info, **args)`.
 
     The function returns a number, a bool, or a dict with the key `score`. Other numbers in the dict become parts of the
-    score. A coroutine function is called for up to `concurrency` responses at the same time. Each of its calls may take
+    score. A coroutine function is called for up to `concurrency` responses at the same time, and each call may take
     `timeout_s` seconds.
 
-    Raises ValueError if the file or module cannot be imported, if it has no such function, or if the function does not
+    Raises ValueError if the file or module cannot be imported, if it has no function `name`, or if the function does not
     accept these arguments.
     """
 

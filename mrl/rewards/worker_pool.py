@@ -16,8 +16,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from mrl.rewards.reward_types import CallResult, Response, Reward, call_reward, describe_error
 
-DEADLINE_PASSED = "not scored before the deadline of the whole batch (scoring.timeout_s)."
-
+DEADLINE_PASSED = "not scored before the deadline of the whole batch (scoring.timeout_s)."  # reason of a failed score
 
 _rewards: list[Reward] | str = []  # only set in a worker process: the rewards, or the reason why they cannot be loaded
 
@@ -36,7 +35,7 @@ def _init_worker(pickled: bytes, memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, hard))
     try:
         _rewards = pickle.loads(pickled)
-    except Exception as error:  # an error of the user's module; every call returns it as the reason of its failure
+    except Exception as error:  # an error of the user's module; every call of a reward returns this text as its failure
         _rewards = f"the reward cannot be loaded in a worker process: {type(error).__name__}: {error}"
 
 
@@ -79,10 +78,10 @@ class WorkerPool:
             assert self._started_pool().active, "the pool is started"
 
     def run(self, index: int, batches: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
-        """Call reward number `index` once for each batch of responses.
+        """Call the reward with index `index` in `rewards` once for each batch of responses.
 
-        The time limit of a call is `sample_s` seconds per response, but at most half of the time until `deadline`
-        (a time of time.monotonic), so that time remains for a second attempt. Calls that still run at the deadline are
+        `deadline` is a time of time.monotonic. The time limit of a call is `sample_s` seconds per response, but at most half
+        of the time until the deadline, so that time remains for a second attempt. Calls that still run at the deadline are
         ended.
         """
         results = self._run(index, batches, sample_s, deadline)
