@@ -20,14 +20,14 @@ from mrl.config.secrets import engine_key
 from mrl.weight_sync.engine_control import PeerError
 from parallel.collectives import open_tcp_store
 
-POLL_S = 0.5  # seconds; a waiting rank checks at this interval whether the rank that it waits for has failed
-SIGNATURE_BYTES = 32  # SHA-256
+POLL_S = 0.5  # seconds; a rank that waits for another rank checks at this interval whether the other rank has failed
+SIGNATURE_BYTES = 32  # length of an HMAC-SHA-256
 RECEIVER_TIMEOUT_FACTOR = 3
 """An engine rank waits this many times longer for a bucket than a sender waits for an acknowledgement.
 
-The sender may first have to wait for another engine."""
+Before the sender sends the bucket, it may have to wait for another engine."""
 
-OPENING = "open"  # used instead of the name of a push while the session is opened
+NO_PUSH = "open"  # in a failure_key, stands for the name of a push if the failure belongs to no push
 TRANSPORT_KEY = "transport"  # key of the SharedSlotsSetup or ProcessGroupSetup with which receivers connect to senders
 
 
@@ -79,7 +79,7 @@ def ack_key(push: str, bucket: str, engine_rank: int) -> str:
 
 
 def receipt_key(push: str, engine_rank: int) -> str:
-    """Return the key of an engine rank's receipt: the chunks that differ from the sent weights, normally an empty list."""
+    """Return the key of an engine rank's receipt: a list of the chunks that differ from the sent weights."""
     return f"{push}/receipt/{engine_rank}"
 
 
@@ -89,7 +89,10 @@ def failure_key(push: str, engine_rank: int) -> str:
 
 
 class ControlChannel:
-    """Key-value store with one namespace per session. A wait raises PeerError after `timeout_s` seconds."""
+    """Key-value store with one namespace per session. A wait raises PeerError after `timeout_s` seconds.
+
+    `session` is the unique name of a session.
+    """
 
     def __init__(self, store: Store, session: str, timeout_s: float) -> None:
         self.store, self.session = PrefixStore(session, store), session

@@ -23,7 +23,7 @@ import torch
 
 from mrl.config.process_schema import PauseMode
 from mrl.weight_sync.control_channel import (
-    OPENING,
+    NO_PUSH,
     RECEIVER_TIMEOUT_FACTOR,
     ControlChannel,
     EngineAction,
@@ -44,13 +44,14 @@ from mrl.weight_sync.engine_control import (
 from mrl.weight_sync.receiver import EngineRankInfo
 
 logger = logging.getLogger(__name__)
+# `call_all` excludes an engine after one of these errors, and raises all other errors.
 ENGINE_FAILURES = (EngineError, PeerError, httpx.HTTPError, TimeoutError)
 
 
 class Coordinator:
-    """Sends requests to all engines in parallel. An engine is excluded from all further requests after one has failed.
+    """Sends requests to all engines in parallel. After a failed request, its engine is excluded from all further requests.
 
-    `failed` maps the number of each excluded engine to the reason.
+    `failed` maps the index of each excluded engine to the reason.
     """
 
     def __init__(
@@ -72,18 +73,18 @@ class Coordinator:
         # There are two connections: threads of the pool report failures on one while this thread waits on the other.
         self._wait_channel, self._failure_channel = (join_channel(), join_channel()) if join_channel else (None, None)
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(urls)), thread_name_prefix="weight_sync")
-        # Engine number -> the request with its last message. The engine may not have answered it yet.
+        # Engine index -> the last request of `_send_to_all` to this engine, which may still be unanswered.
         self._last_message: dict[int, Future[None]] = {}
 
     @property
     def alive(self) -> list[int]:
-        """Numbers of the engines that are not excluded."""
-        return [number for number in range(len(self.engines)) if number not in self.failed]
+        """Indices of the engines that are not excluded."""
+        return [index for index in range(len(self.engines)) if index not in self.failed]
 
     @property
     def failures(self) -> dict[str, str]:
         """URL of each excluded engine -> reason."""
-        return {self.engines[number].url: reason for number, reason in self.failed.items()}
+        return {self.engines[index].url: reason for index, reason in self.failed.items()}
 
     def engine_ranks(self, engines: Iterable[int]) -> list[int]:
         """Return the ranks of these engines. Ranks are numbered over all engines."""
@@ -92,58 +93,58 @@ class Coordinator:
     def begin_session(self, connection: dict[str, Any]) -> dict[int, EngineRankInfo]:
         """Begin a session with every engine, and return what each engine rank reports about itself.
 
-        An earlier trainer may have died during a push and left an update session open. This method closes such a session. The
-        engine stays paused until the next push. Raises WeightSyncError if an engine fails.
+        An earlier trainer may have died during a push and left an update session open in an engine. This method closes that
+        update session. The engine stays paused until the next push. Raises WeightSyncError if an engine fails.
         """
         message = dict(connection, action=EngineAction.BEGIN_SESSION, tp=self.tp)
         self.call_all(EngineControl.abandon_weight_update)
         self.call_all(EngineControl.begin_weight_update)
         self.call_all(lambda engine: self._send(engine, message | {"engine": self.engines.index(engine)}))
-        infos = {rank: self._receive(rank_info_key(rank), rank, OPENING) for rank in self.engine_ranks(self.alive)}
+        infos = {rank: self._receive(rank_info_key(rank), rank, NO_PUSH) for rank in self.engine_ranks(self.alive)}
         self._raise_failures("begin a session")
         return infos
 
     def check_plan(self) -> None:
-        """Have every engine read its part of the plan, and compare the destinations with the checkpoint that it loaded.
+        """Have every engine read its part of the plan, and compare the destinations with the checkpoint that the engine loaded.
 
         Raises WeightSyncError if an engine fails.
         """
         self.call_all(lambda engine: self._send(engine, dict(action=EngineAction.CHECK_PLAN)))
         for rank in self.engine_ranks(self.alive):
-            self._receive(plan_checked_key(rank), rank, OPENING)
+            self._receive(plan_checked_key(rank), rank, NO_PUSH)
         self._raise_failures("check the plan")
 
     def connect_receivers(self) -> None:
         """Tell every engine to connect to the senders. `wait_connected` waits until the engines have connected."""
-        self._send_to_all(dict(action=EngineAction.CONNECT), OPENING)
+        self._send_to_all(dict(action=EngineAction.CONNECT), NO_PUSH)
 
     def wait_connected(self) -> None:
         """Wait until every engine rank has connected to the senders. Raises WeightSyncError if an engine fails."""
         for rank in self.engine_ranks(self.alive):
-            self._receive(connected_key(rank), rank, OPENING)
+            self._receive(connected_key(rank), rank, NO_PUSH)
         self.call_all(EngineControl.end_weight_update)
         self._raise_failures("connect to the senders")
 
     def begin_push(self, push: str, base: str | None) -> None:
-        """Pause the engines and tell them to receive the buckets of `push`. Does not wait until they have received any.
+        """Pause the engines and tell them to receive the buckets of `push`. Does not wait for their arrival.
 
         `base` is the earlier push to which the sent differences refer. It is None if the weights are sent in full.
         """
-        for number in self.failed:  # an earlier push excluded this engine, so senders must not wait for it in this push
-            self._announce_failure(number, push)
+        for index in self.failed:  # an earlier push excluded this engine, so senders must not wait for it in this push
+            self._announce_failure(index, push)
         self.call_all(lambda engine: engine.pause(self.pause_mode), push)
         self.call_all(EngineControl.begin_weight_update, push)
         self._send_to_all(dict(action=EngineAction.LOAD, push=push, base=base), push)
 
     def wait_receipts(self, push: str) -> None:
-        """Wait until every engine has verified its new weights. Raises WeightMismatchError if some are wrong."""
+        """Wait until every engine has verified its new weights. Raises WeightMismatchError if an engine holds wrong ones."""
         wrong: dict[str, list[str]] = {}
         for rank in self.engine_ranks(self.alive):
-            number = rank // self.tp
+            index = rank // self.tp
             if names := self._receive(receipt_key(push, rank), rank, push):
-                wrong[f"{self.engines[number].url} rank {rank % self.tp}"] = names
-        for number in self.alive:
-            self._result(self._last_message[number], number, push)
+                wrong[f"{self.engines[index].url} rank {rank % self.tp}"] = names
+        for index in self.alive:
+            self._result(self._last_message[index], index, push)
         if wrong:
             self.call_all(EngineControl.end_weight_update, push)  # the engines stay paused
             named = "; ".join(f"{engine}: {', '.join(names)}" for engine, names in wrong.items())
@@ -162,14 +163,14 @@ class Coordinator:
         if resume:
             self.call_all(EngineControl.resume, push)
 
-    def call_all[T](self, call: Callable[[EngineControl], T], push: str = OPENING) -> dict[int, T]:
-        """Run `call` in parallel for all engines that are not excluded; return the results by engine number.
+    def call_all[T](self, call: Callable[[EngineControl], T], push: str = NO_PUSH) -> dict[int, T]:
+        """Run `call` in parallel for all engines that are not excluded; return the results by engine index.
 
         An engine is excluded if its call fails.
         """
-        futures = {number: self._pool.submit(call, self.engines[number]) for number in self.alive}
-        results = {number: self._result(future, number, push) for number, future in futures.items()}
-        return {number: result for number, result in results.items() if number not in self.failed}
+        futures = {index: self._pool.submit(call, self.engines[index]) for index in self.alive}
+        results = {index: self._result(future, index, push) for index, future in futures.items()}
+        return {index: result for index, result in results.items() if index not in self.failed}
 
     def close(self) -> None:
         """Close the connections."""
@@ -183,45 +184,45 @@ class Coordinator:
 
     def _send_to_all(self, message: dict[str, Any], push: str) -> None:
         """Send a message to all engines without waiting for answers. An engine is excluded as soon as its request fails."""
-        for number in self.alive:
-            future = self._pool.submit(self._send, self.engines[number], message, RECEIVER_TIMEOUT_FACTOR + 1)
-            future.add_done_callback(lambda done, number=number: self._check_future(done, number, push))
-            self._last_message[number] = future
+        for index in self.alive:
+            future = self._pool.submit(self._send, self.engines[index], message, RECEIVER_TIMEOUT_FACTOR + 1)
+            future.add_done_callback(lambda done, index=index: self._check_future(done, index, push))
+            self._last_message[index] = future
 
     def _receive(self, key: str, rank: int, push: str) -> Any:
         """Wait for a value that an engine rank puts on the control channel. Returns None if the engine has failed."""
         assert self._wait_channel is not None, "engines answer on the control channel"
-        number = rank // self.tp
-        if number in self.failed:
+        index = rank // self.tp
+        if index in self.failed:
             return None
         try:
             value = self._wait_channel.get(key, [failure_key(push, rank)])
         except PeerError as error:
-            return self._exclude(number, error, push)
+            return self._exclude(index, error, push)
         self._wait_channel.delete([key])
         return value
 
-    def _result(self, future: Future[Any], number: int, push: str) -> Any:
+    def _result(self, future: Future[Any], index: int, push: str) -> Any:
         try:
             return future.result(self.timeout_s)
         except ENGINE_FAILURES as error:
-            return self._exclude(number, error, push)
+            return self._exclude(index, error, push)
 
-    def _check_future(self, done: Future[None], number: int, push: str) -> None:
+    def _check_future(self, done: Future[None], index: int, push: str) -> None:
         if not done.cancelled() and (error := done.exception()):
-            self._exclude(number, error, push)
+            self._exclude(index, error, push)
 
-    def _exclude(self, number: int, error: BaseException, push: str) -> None:
+    def _exclude(self, index: int, error: BaseException, push: str) -> None:
         """Exclude an engine from all further requests, and tell the senders not to wait for it."""
-        if number not in self.failed:
-            self.failed[number] = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-            logger.warning("engine %s is excluded from %s: %r", self.engines[number].url, push, error)
-            self._announce_failure(number, push)
+        if index not in self.failed:
+            self.failed[index] = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+            logger.warning("engine %s is excluded from %s: %r", self.engines[index].url, push, error)
+            self._announce_failure(index, push)
 
-    def _announce_failure(self, number: int, push: str) -> None:
+    def _announce_failure(self, index: int, push: str) -> None:
         if self._failure_channel is not None:
-            for rank in self.engine_ranks([number]):
-                self._failure_channel.put(failure_key(push, rank), self.failed[number])
+            for rank in self.engine_ranks([index]):
+                self._failure_channel.put(failure_key(push, rank), self.failed[index])
 
     def _raise_failures(self, action: str) -> None:
         if self.failed:

@@ -1,8 +1,7 @@
 """Weight sync through the disk: rank 0 writes a Hugging Face folder, and the engines load it.
 
 Use this transport if engines share only a file system with the trainer, or to inspect the weights that are sent. SGLang loads
-the folder itself (/update_weights_from_disk). The transport therefore works even if an engine stores weights in a form that mrl
-does not know.
+the folder itself (/update_weights_from_disk). This works even if an engine stores weights in a form that mrl does not know.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
 
-KEPT_VERSIONS = 2  # number of folders that stay on the disk: the newest version and the version before
-MAX_NAMES = 8  # an error message names at most this many parameters
+KEPT_VERSIONS = 2  # weight versions whose folders stay on the disk: the newest version and the version before
+MAX_NAMES = 8  # an error message lists at most this many parameters
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -36,7 +35,7 @@ class ExportsWeights(Protocol):
     """The methods of a trainer rank's model that DiskSync uses."""
 
     def consume_on_rank_0[T](self, consume: Callable[[NamedTensors], T]) -> T | None:
-        """Gather all tensors on rank 0 and call `consume` with them there. Returns None on the other ranks."""
+        """Gather all tensors on rank 0, and call `consume` with these tensors on rank 0. Returns None on the other ranks."""
         ...
 
     def write_hf(self, tensors: NamedTensors, folder: Path) -> None:
@@ -73,16 +72,16 @@ class DiskSync:
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Write the current weights to `folder/<version>` and have every engine load them. All ranks call this.
 
-        `engines_offloaded`: the engines had released their weights. They then stay paused, because they have no KV cache yet.
-        Raises WeightMismatchError if an engine holds other weights than were written.
+        `engines_offloaded`: the engines had released their weights. The engines then stay paused, because they have no KV cache
+        yet. Raises WeightMismatchError if an engine holds other weights than the folder has.
         """
         report = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
         return report or SyncReport()
 
     def _push(self, tensors: NamedTensors, version: int, resume: bool) -> SyncReport:
-        assert version >= self._version, f"versions only grow: {version} was pushed after {self._version}"
+        assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         start, folder = time.perf_counter(), self._folder / str(version)
-        if folder.exists():  # an earlier push wrote it, but did not reach all engines
+        if folder.exists():  # an earlier push wrote this folder, but did not reach all engines
             shutil.rmtree(folder)
         expected, totals = self._expected_checksums(), Counter[str]()
         self._model.write_hf(_count(expected.observe(tensors) if expected else tensors, totals), folder)
@@ -109,8 +108,8 @@ class DiskSync:
         engines.call_all(lambda engine: engine.pause(PauseMode.retract))
         engines.call_all(lambda engine: engine.update_weights_from_disk(str(folder)))
         if expected:
-            for number, reported in engines.call_all(EngineControl.checksums).items():
-                expected.compare(reported, engines.engines[number].url)
+            for index, reported in engines.call_all(EngineControl.checksums).items():
+                expected.compare(reported, engines.engines[index].url)
         engines.call_all(lambda engine: engine.set_weight_version(str(version)))
         engines.call_all(lambda engine: engine.flush_cache(engines.timeout_s))
         if resume:
@@ -118,7 +117,7 @@ class DiskSync:
         return engines.failures
 
     def _expected_checksums(self) -> ExpectedChecksums | None:
-        """Return a new ExpectedChecksums. Returns None for engines on GPUs, whose checksums the trainer cannot compute."""
+        """Return a new ExpectedChecksums. If the engines are on GPUs, return None: the trainer cannot compute their checksums."""
         if self._server_info["device"] != "cpu":
             return None
         return ExpectedChecksums(self._layout_of(self._topology), getattr(torch, self._server_info["dtype"]))
@@ -153,7 +152,7 @@ class ExpectedChecksums:
                 by_name.setdefault(shard.name, []).append(shard)
         # By rank: parameter -> number of its shards that have not been observed yet.
         self._missing = [Counter(s.param for shards in by_name.values() for s in shards) for by_name in self._shards]
-        # By rank: parameter -> its values, of which some shards are still missing.
+        # By rank: parameter -> values of the parameter, which still lacks some shards.
         self._incomplete: list[dict[str, Tensor]] = [{} for _ in ranks]
         self._checksums: list[dict[str, str]] = [{} for _ in ranks]  # by rank, by parameter
 
@@ -175,7 +174,10 @@ class ExpectedChecksums:
             self._checksums[rank][shard.param] = sglang_hash(incomplete.pop(shard.param))
 
     def compare(self, reported: Sequence[Mapping[str, Any]], engine: str) -> None:
-        """Raise WeightMismatchError if checksums that an engine's ranks reported are not the expected ones."""
+        """Raise WeightMismatchError if the checksums in `reported`, by rank, differ from the expected checksums.
+
+        `engine` is the URL of the engine that reported them, for the error message.
+        """
         for rank, (expected, actual) in enumerate(zip(self._checksums, reported, strict=True)):
             wrong = sorted(name for name in expected | dict(actual) if actual.get(name) != expected.get(name))
             if wrong:

@@ -19,13 +19,13 @@ from mrl.config.process_schema import PauseMode
 from mrl.config.secrets import ENGINE_KEY, authorization
 
 RETRY_S = 0.02  # seconds between two attempts of a request that a busy engine refuses
-CONNECT_RETRIES = 3  # attempts to open a connection; nothing has been sent then, so every request may be repeated
+CONNECT_RETRIES = 3  # attempts to open a connection; a request is sent only after one succeeds, so never twice
 
 WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 """Value of the server argument `custom_weight_loader`, with which engines must be started for live weight sync."""
 
 MemoryTag = Literal["kv_cache", "weights"]
-"""Parts of an engine's GPU memory that can be released and allocated again. Their contents are then lost."""
+"""Parts of an engine's GPU memory that can be released and allocated again. Releasing a part loses its contents."""
 
 
 @cache
@@ -70,14 +70,14 @@ class EngineControl:
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Release GPU memory until `resume_memory`.
 
-        The engine must be paused in another mode than `in_place`. It may have queued requests.
+        The engine must be paused in another mode than `in_place`. The engine may have queued requests.
 
         SGLang frees the memory only if the engine was started with enable_memory_saver. On a CPU nothing is freed.
         """
         self._call("/release_memory_occupation", tags=list(tags))
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Allocate memory that was released. The values of weights in it are undefined.
+        """Allocate released memory again. The values of weights in this memory are then undefined.
 
         If the memory was not released before, the SGLang process exits.
         """
@@ -96,7 +96,9 @@ class EngineControl:
 
         A paused engine stays paused, because it may hold only a part of a push.
         """
-        with suppress(EngineError):  # no session is open; after any other error, `begin_weight_update` fails, too
+        with suppress(
+            EngineError
+        ):  # raised if no session is open; after any other error, `begin_weight_update` fails, too
             self.end_weight_update()
 
     def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float) -> None:
@@ -106,7 +108,7 @@ class EngineControl:
         self._parse(path, self._post(path, body, timeout_s))
 
     def update_weights_from_disk(self, folder: str) -> None:
-        """Have the engine load a Hugging Face folder that it can read. No weight update session is needed."""
+        """Have the engine load a Hugging Face folder, which it must be able to read. No weight update session is needed."""
         self._call("/update_weights_from_disk", model_path=folder, flush_cache=False)
 
     def set_weight_version(self, version: str) -> None:
@@ -141,7 +143,9 @@ class EngineControl:
 
     def checksums(self) -> list[dict[str, str]]:
         """Return one dict for each tensor-parallel rank: SGLang's name of a tensor -> hash of its values."""
-        ranks = self._call("/weights_checker", action="checksum")["ranks"]  # each data-parallel group reports all ranks
+        ranks = self._call("/weights_checker", action="checksum")[
+            "ranks"
+        ]  # every data-parallel group reports all ranks
         by_rank = {_first(rank["parallelism_info"])["tp_rank"]: rank["checksums"] for rank in ranks}
         return [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -200,7 +204,7 @@ def _first(value: Any) -> Any:
 
 
 class WeightSyncError(RuntimeError):
-    """The weights did not reach every engine. `failed` maps the URL of each engine that failed to the reason."""
+    """The weights did not reach every engine. `failed`: URL of each engine that failed -> reason."""
 
     def __init__(self, message: str, failed: dict[str, str] | None = None) -> None:
         super().__init__(message, failed or {})

@@ -18,7 +18,9 @@ VOCAB_PADDING = 64
 """SGLang appends rows of zeros to the embedding and to the output layer, up to a multiple of this number of rows."""
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the embedding and of the output layer, the same in a Hugging Face folder and in SGLang."""
 KEY_VALUE_SUFFIXES = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+"""Suffixes of the Hugging Face tensors that are sharded by key/value heads."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Topology:
     """Parallel sizes of one engine."""
 
     tp: int = 1  # number of ranks
-    ep: int = 1  # number of expert-parallel groups; each has num_experts / ep experts, sharded over its tp / ep ranks
-    dp: int = 1  # number of data-parallel attention groups; each has all heads, sharded over its tp / dp ranks
+    ep: int = 1  # number of expert-parallel groups; a group has num_experts / ep experts, sharded over tp / ep ranks
+    dp: int = 1  # number of data-parallel attention groups; a group has all heads, sharded over tp / dp ranks
 
     def __post_init__(self) -> None:
         for name, size in (("ep_size", self.ep), ("dp_size", self.dp)):
@@ -69,7 +71,7 @@ def check_heads(arch: Architecture, topology: Topology) -> None:
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
             f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {heads} query heads and {kv_heads} key/value heads "
-            "evenly; use a number that divides them."
+            "evenly; use a number of ranks that divides both."
         )
 
 
@@ -79,11 +81,12 @@ class EngineLayout:
 
     rows: Sequence[ParamMapping]  # the family's table, expanded to all layers and experts of the model
     sizes: dict[str, int]  # sizes of the model by name, see Architecture.sizes
-    fusions: dict[str, tuple[str, ...]]  # suffix of an SGLang parameter -> suffixes of the tensors that it fuses
+    # Suffix of an SGLang parameter -> suffixes of the Hugging Face tensors that are fused into this parameter
+    fusions: dict[str, tuple[str, ...]]
     topology: Topology
     kv_heads: int  # number of key/value heads of the model
     num_experts: int
-    output_copy: bool = False  # the embeddings are tied, but the engine stores a copy of them as its output layer
+    output_copy: bool = False  # whether the engine stores a copy of the embedding as its output layer
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
@@ -120,7 +123,7 @@ class EngineLayout:
     def engine_names(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Name of a Hugging Face tensor -> (SGLang parameter, Hugging Face tensors in this parameter, in order).
 
-        A parameter that stacks experts has tensors of all experts; only those of the same expert are listed.
+        A parameter that stacks experts has tensors of all experts; only the tensors of the same expert are listed.
         """
         return {name: self._engine_name(name) for name in self.row_of}
 
@@ -130,7 +133,7 @@ class EngineLayout:
         if expert is not None:
             index = len(path) - 1 - path[::-1].index(str(expert))
             path[index] = "{expert}"
-        # The longest suffix comes first, because it distinguishes an expert's gate_proj from that of a dense MLP.
+        # The longest suffix is tried first, to tell the gate_proj of an expert from the gate_proj of a dense MLP.
         for start in range(len(path)):
             if fused := self._fused_suffix_of.get(".".join(path[start:])):
                 prefix = "".join(f"{part}." for part in path[:start])
@@ -180,7 +183,7 @@ class EngineLayout:
         if row.expert is not None and row.expert // self._experts_per_group != self._expert_group(rank):
             return None
         param, parts = self.engine_names[name]
-        rows_before = 0  # rows of the tensors that precede this one in a fused parameter
+        rows_before = 0  # rows of the tensors that precede tensor `name` in a fused parameter
         for part in parts:
             if part == name:
                 break

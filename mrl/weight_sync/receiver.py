@@ -1,9 +1,11 @@
 """Receiver: receives weights on an engine rank, inside SGLang's scheduler process.
 
-SGLang calls `handle_message` as a custom weight loader. The engine is started with `custom_weight_loader=[WEIGHT_LOADER]`
-(mrl/weight_sync/engine_control.py). A request to /update_weights_from_tensor with `load_format=WEIGHT_LOADER` then delivers a
-message to every tensor-parallel rank. No exception leaves this module, because it would end the SGLang server: failures and
-results are reported on the control channel. There is one session at a time; a new session replaces the last one.
+SGLang calls `handle_message` as a custom weight loader. The engine is started with `custom_weight_loader=[WEIGHT_LOADER]`;
+WEIGHT_LOADER is the import path of `handle_message` (mrl/weight_sync/engine_control.py). A request to
+/update_weights_from_tensor with `load_format=WEIGHT_LOADER` then delivers a message to every tensor-parallel rank.
+
+No exception leaves this module, because it would end the SGLang server. Failures and results are reported on the control
+channel. There is one session at a time; a new session replaces the last one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from models.conversion.hf_reader import HFWeights
 from mrl.weight_sync.control_channel import (
-    OPENING,
+    NO_PUSH,
     TRANSPORT_KEY,
     ControlChannel,
     EngineAction,
@@ -38,17 +40,17 @@ from mrl.weight_sync.control_channel import (
 from mrl.weight_sync.sender import BucketHeader, checksum, chunk_views, decode_delta
 from mrl.weight_sync.transfer_plan import Bucket, Destination, TensorChunk
 from mrl.weight_sync.transports import (
-    ProcessGroupEnd,
+    ProcessGroupEndpoint,
     ProcessGroupSetup,
     ProcessLocation,
-    RecvEnd,
-    SharedSlotsRecvEnd,
+    RecvEndpoint,
+    SharedSlotsRecvEndpoint,
     SharedSlotsSetup,
 )
 
 logger = logging.getLogger(__name__)
-MAX_NAMES = 8  # an error message names at most this many wrong chunks
-_NUMBER = re.compile(r"\d+")
+MAX_NAMES = 8  # an error message lists at most this many wrong chunks
+_INDEX_IN_NAME = re.compile(r"\d+")  # index of a layer or expert in the name of a tensor
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,11 @@ class ReceiverSession:
 
     channel: ControlChannel
     engine_rank: int  # numbered over all engines
-    buckets: Sequence[tuple[Bucket, list[Destination]]] = ()  # in the order in which they arrive
-    recv_end: RecvEnd | None = None
-    verified_push: str | None = None  # the last push, if checksums have verified that the model holds its weights
+    # The buckets in order of arrival, each with the destinations of its chunks
+    buckets: Sequence[tuple[Bucket, list[Destination]]] = ()
+    recv_endpoint: RecvEndpoint | None = None
+    # Name of the push whose weights the model holds, as checksums have verified. None: the weights are not verified
+    verified_push: str | None = None
     headers: dict[str, BucketHeader] = field(default_factory=dict)  # headers of the current push, by Bucket.key
 
 
@@ -92,8 +96,8 @@ def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
 
     global _session
     last, _session = _session, None
-    if last is not None and last.recv_end is not None:
-        last.recv_end.close()
+    if last is not None and last.recv_endpoint is not None:
+        last.recv_endpoint.close()
     channel = ControlChannel.join(message["address"], message["port"], message["session"], message["timeout_s"])
     _session = ReceiverSession(channel, message["engine"] * message["tp"] + get_parallel().tp_rank)
     info = EngineRankInfo(
@@ -117,8 +121,8 @@ def _check_plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
     misplaced = misplaced_chunks(folder, _parameters(model), session.buckets) if unchanged and folder.is_dir() else []
     if misplaced:
         raise ValueError(
-            f"{len(misplaced)} parameters differ from the files in {folder}, e.g. {misplaced[0]}: this engine stores weights in "
-            "a different form; use weight_sync.transport=disk."
+            f"{len(misplaced)} parts of parameters differ from the files in {folder}, e.g. {misplaced[0]}: this engine stores "
+            "weights in a different form; use weight_sync.transport=disk."
         )
     session.channel.put(plan_checked_key(session.engine_rank), None)
 
@@ -132,12 +136,12 @@ def misplaced_chunks(
     family's table says. Names and shapes alone would not show it: a gate projection and an up projection have the same shape.
 
     Only the first and the last chunk of each kind of tensor are compared. Tensors are of one kind if their names differ only
-    in the numbers of layer and expert.
+    in the indices of layer and expert.
     """
     first_and_last: dict[str, list[tuple[TensorChunk, Destination]]] = {}
     for bucket, destinations in buckets:
         for chunk, destination in zip(bucket.chunks, destinations, strict=True):
-            first_last = first_and_last.setdefault(_NUMBER.sub("#", f"{chunk.name} {destination.param}"), [])
+            first_last = first_and_last.setdefault(_INDEX_IN_NAME.sub("#", f"{chunk.name} {destination.param}"), [])
             first_last[1:] = [(chunk, destination)]
     weights = HFWeights(folder)
     return [
@@ -158,38 +162,41 @@ def _connect(model: torch.nn.Module, message: dict[str, Any]) -> None:
     session = _current_session()
     setup: SharedSlotsSetup | ProcessGroupSetup = session.channel.get(TRANSPORT_KEY)
     if isinstance(setup, SharedSlotsSetup):
-        session.recv_end = SharedSlotsRecvEnd({b.sender: setup.handles[b.sender] for b, _ in session.buckets})
+        session.recv_endpoint = SharedSlotsRecvEndpoint({b.sender: setup.handles[b.sender] for b, _ in session.buckets})
     else:
+        # A slot is a memory area for one bucket. This rank copies a bucket before it receives the next one, so one slot suffices.
         slot_bytes = max((bucket.nbytes for bucket, _ in session.buckets), default=0)
         rank, device = setup.num_senders + session.engine_rank, next(model.parameters()).device
-        session.recv_end = ProcessGroupEnd(session.channel.store, setup, rank, slot_bytes, device, num_slots=1)
+        session.recv_endpoint = ProcessGroupEndpoint(
+            session.channel.store, setup, rank, slot_bytes, device, num_slots=1
+        )
     session.channel.put(connected_key(session.engine_rank), None)
 
 
 def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Receive every bucket of a push. Then compare the checksums of the model's weights with those from the senders."""
+    """Receive every bucket of a push. Then compare the checksums of the model's weights with the checksums from the senders."""
     from sglang.srt.model_loader.loader import post_load_weights  # can be imported only inside SGLang
 
     session, push = _current_session(), message["push"]
-    assert session.recv_end is not None, "weights arrive before the session was opened"
+    assert session.recv_endpoint is not None, "weights arrive before this rank has connected to the senders"
     global _weights_were_pushed
     _weights_were_pushed = True
     session.verified_push, base, parameters = None, session.verified_push, _parameters(model)
     failure = failure_key(push, session.engine_rank)
     for bucket, destinations in session.buckets:
         header: BucketHeader = session.channel.get(header_key(push, bucket.key), [failure])
-        data = session.recv_end.receive(bucket.sender, bucket.number, header.nbytes)
+        data = session.recv_endpoint.receive(bucket.sender, bucket.index, header.nbytes)
         if header.encoding == "delta":
             if base != message["base"]:
                 raise ValueError(
-                    f"the engine received the difference from {message['base']}, but it holds the weights of {base}."
+                    f"the engine received the difference from {message['base']}, but the engine holds the weights of {base}."
                 )
             _apply_delta(parameters, bucket, destinations, decode_delta(data, bucket))
         else:
             for destination, chunk in zip(destinations, chunk_views(data, bucket), strict=True):
                 _view(parameters, destination).copy_(chunk.view(destination.box.sizes))
         if data.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the copy must end before the sender reuses the slot
+            torch.cuda.current_stream().synchronize()  # after the acknowledgement, the sender may overwrite `data`
         session.channel.put(ack_key(push, bucket.key, session.engine_rank), None)
         session.headers[bucket.key] = header
     post_load_weights(model)  # some models compute further tensors from their weights
@@ -237,8 +244,8 @@ def _current_session() -> ReceiverSession:
 def _report_failure(message: dict[str, Any], error: Exception) -> None:
     if _session is None:
         return  # there is no channel to report on; the coordinator's wait ends at its deadline
-    with suppress(Exception):  # the store is lost; the process that hosts it notices that
-        key = failure_key(message.get("push", OPENING), _session.engine_rank)
+    with suppress(Exception):  # if this fails, the store is lost; the coordinator's wait ends at its deadline
+        key = failure_key(message.get("push", NO_PUSH), _session.engine_rank)
         _session.channel.put(key, f"{type(error).__name__}: {error}")
 
 

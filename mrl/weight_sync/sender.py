@@ -20,10 +20,10 @@ from torch import Tensor
 from models.conversion.mapping import Box
 from mrl.weight_sync.control_channel import ControlChannel, ack_key, failure_key, header_key
 from mrl.weight_sync.transfer_plan import Bucket
-from mrl.weight_sync.transports import NUM_SLOTS, SendEnd
+from mrl.weight_sync.transports import NUM_SLOTS, SendEndpoint
 
 ZSTD_LEVEL = 1  # the lowest of 22 levels; higher ones take more time than they save on a network
-_CHUNK_WORDS = 1 << 24  # number of 4-byte words that a GPU hashes at once
+_HASH_BLOCK_WORDS = 1 << 24  # number of 4-byte words that a GPU hashes at once
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # the 64-bit golden-ratio constant, as an int64
 
 ReadTensor = Callable[[str, Box], Tensor]
@@ -44,7 +44,7 @@ class SendStats:
     """Traffic and waiting time of one trainer rank in one push."""
 
     sent_bytes: int = 0  # summed over receivers
-    uncompressed_bytes: int = 0  # sent_bytes before compression
+    uncompressed_bytes: int = 0  # as `sent_bytes`, but before compression
     messages: int = 0
     waited_s: float = 0.0  # seconds of waiting for acknowledgements
 
@@ -54,10 +54,10 @@ class BucketSender:
     """Sends the buckets of one trainer rank. An engine rank that fails or acknowledges too late is left out of the push."""
 
     channel: ControlChannel
-    send_end: SendEnd
+    send_endpoint: SendEndpoint
     buckets: Sequence[Bucket]
     delta: bool = False  # send differences from the last push
-    _last_sent: dict[int, Tensor] = field(default_factory=dict)  # bucket number -> its bytes in the last push
+    _last_sent: dict[int, Tensor] = field(default_factory=dict)  # Bucket.index -> bytes of the bucket in the last push
     _failed: set[int] = field(default_factory=set)  # engine ranks left out of the current push
 
     def send_all(self, push: str, read: ReadTensor, full: bool) -> SendStats:
@@ -65,29 +65,29 @@ class BucketSender:
         stats, self._failed = SendStats(), set()
         with torch.no_grad():
             for bucket in self.buckets:
-                if bucket.number >= NUM_SLOTS:
-                    self._wait_acks(push, self.buckets[bucket.number - NUM_SLOTS], stats)
+                if bucket.index >= NUM_SLOTS:
+                    self._wait_acks(push, self.buckets[bucket.index - NUM_SLOTS], stats)
                 self._send(push, bucket, read, full, stats)
         for bucket in self.buckets[-NUM_SLOTS:]:
             self._wait_acks(push, bucket, stats)
         return stats
 
     def _send(self, push: str, bucket: Bucket, read: ReadTensor, full: bool, stats: SendStats) -> None:
-        slot = self.send_end.slots[bucket.number % NUM_SLOTS]
+        slot = self.send_endpoint.slots[bucket.index % NUM_SLOTS]
         checksums = fill_buffer(slot, bucket, read)
         nbytes, encoding = bucket.nbytes, "raw"
         if self.delta:
             raw = slot[:nbytes].cpu().clone()
-            packed = None if full else encode_delta(raw, self._last_sent[bucket.number], bucket)
-            self._last_sent[bucket.number] = raw
+            packed = None if full else encode_delta(raw, self._last_sent[bucket.index], bucket)
+            self._last_sent[bucket.index] = raw
             if packed is not None:
                 nbytes, encoding = len(packed), "delta"
                 slot[:nbytes].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         receivers = [rank for rank in bucket.receivers if rank not in self._failed]
-        # The header goes first: a rank receives the bucket after it has read the header, and with NCCL the first send to a rank
-        # blocks until that rank receives.
+        # The header goes first, because a rank receives the bucket only after it has read the header. With NCCL, the first
+        # send to a rank blocks until that rank receives.
         self.channel.put(header_key(push, bucket.key), BucketHeader(nbytes, checksums, encoding))
-        self.send_end.send(bucket.number, nbytes, receivers)
+        self.send_endpoint.send(bucket.index, nbytes, receivers)
         stats.sent_bytes += nbytes * len(receivers)
         stats.uncompressed_bytes += bucket.nbytes * len(receivers)
         stats.messages += len(receivers)
@@ -123,31 +123,31 @@ def fill_buffer(buffer: Tensor, bucket: Bucket, read: ReadTensor) -> tuple[int, 
 def checksum(tensor: Tensor) -> int:
     """Return a 64-bit hash of a tensor's bytes: XXH3 on a CPU, a weighted sum on a GPU.
 
-    Sender and receiver use the same kind of device, so they compute the same hash.
+    Sender and receiver have the same kind of device. So both compute the same kind of hash.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return _weighted_sum(data) if data.is_cuda else xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
 
 
 def _weighted_sum(data: Tensor) -> int:
-    """Return a weighted sum of the 4-byte words of `data`, modulo 2**64.
+    """Return sum(factor * word) over the 4-byte words of `data`, plus the number of bytes, modulo 2**64.
 
-    The weight of a word is an odd number that depends on the position of the word. The last word is padded with zeros, and the
-    number of bytes is added to the sum.
+    The factor of a word is an odd number that depends on the position of the word. The last word is padded with zeros.
     """
     words = torch.nn.functional.pad(data, (0, -data.numel() % 4)).view(torch.int32)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), _CHUNK_WORDS):
-        chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
-        position = torch.arange(start, start + chunk.numel(), device=data.device)
-        total += (chunk * ((position * _GOLDEN_RATIO) ^ (position >> 7)).mul_(2).add_(1)).sum()
+    for start in range(0, words.numel(), _HASH_BLOCK_WORDS):
+        block = words[start : start + _HASH_BLOCK_WORDS].to(torch.int64)
+        position = torch.arange(start, start + block.numel(), device=data.device)
+        total += (block * ((position * _GOLDEN_RATIO) ^ (position >> 7)).mul_(2).add_(1)).sum()
     return int(total.item()) & (2**64 - 1)
 
 
 def encode_delta(new: Tensor, old: Tensor, bucket: Bucket) -> bytes | None:
-    """Compress the XOR of `new` and `old`, the bytes of a bucket on a CPU: uint8 [nbytes].
+    """Compress the XOR of `new` and `old`.
 
-    Returns None if the compressed form is not smaller than the bucket.
+    `new` and `old` are uint8 [nbytes] on a CPU: the bytes of the bucket in this push and in the last push. Returns None if the
+    compressed form is not smaller than the bucket.
     """
     # A plane has the bytes of one significance: the first bytes of all elements, then their second bytes, and so on.
     planes = torch.cat([plane for part, width in _chunk_bytes(new ^ old, bucket) for plane in part.view(-1, width).T])
@@ -167,5 +167,5 @@ def decode_delta(packed: Tensor, bucket: Bucket) -> Tensor:
 
 
 def _chunk_bytes(buffer: Tensor, bucket: Bucket) -> list[tuple[Tensor, int]]:
-    """Return for each chunk: its bytes in `buffer`, and the number of bytes per element."""
+    """Return a pair for each chunk: (view of the bytes of the chunk in `buffer`, number of bytes per element)."""
     return [(buffer[s : s + c.nbytes], c.itemsize) for s, c in zip(bucket.offsets, bucket.chunks, strict=False)]

@@ -39,12 +39,12 @@ from mrl.weight_sync.receiver import EngineRankInfo
 from mrl.weight_sync.sender import BucketSender, ReadTensor
 from mrl.weight_sync.transfer_plan import Bucket, compile_transfer_plan, trainer_shards
 from mrl.weight_sync.transports import (
-    CudaIpcSendEnd,
-    ProcessGroupEnd,
+    CudaIpcSendEndpoint,
+    ProcessGroupEndpoint,
     ProcessGroupSetup,
     ProcessLocation,
-    SendEnd,
-    SharedMemorySendEnd,
+    SendEndpoint,
+    SharedMemorySendEndpoint,
     SharedSlotsSetup,
     choose_transport,
 )
@@ -52,7 +52,7 @@ from parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
-"""A trainer rank waits this many times `timeout_s` for another trainer rank, which may be waiting for engines."""
+"""A trainer rank waits RANK_TIMEOUT_FACTOR * weight_sync.timeout_s for another trainer rank, which may wait for engines."""
 
 LayoutOf = Callable[[Topology], EngineLayout]
 """Function that returns the layout of an engine with a given topology."""
@@ -96,10 +96,10 @@ class LiveSync:
             channel, locations = opener.join_channel()
             choice = opener.ranks.on_rank_0(lambda: opener.distribute_plan(layout_of, channel, locations))
             buckets: list[Bucket] = channel.get(sender_plan_key(opener.ranks.rank))
-            self.send_end = opener.open_transport(choice, channel, buckets)
-            self._closing = stack.pop_all()
+            self.send_endpoint = opener.open_transport(choice, channel, buckets)
+            self._closing = stack.pop_all()  # closes everything that was opened
         self._ranks, self._coordinator = opener.ranks, opener.coordinator
-        self.sender = BucketSender(channel, self.send_end, buckets, settings.delta)
+        self.sender = BucketSender(channel, self.send_endpoint, buckets, settings.delta)
         self._num_tensors = len({chunk.name for bucket in buckets for chunk in bucket.chunks})
         self._verified_push: str | None = None  # the last push, if every engine has verified it
         self._version = -1
@@ -111,10 +111,10 @@ class LiveSync:
         engines stay paused, because they have no KV cache yet.
 
         The report says what this rank sent and which engines failed. Failed engines are out of service. The caller then opens a
-        new session with the other engines and the replacements. Raises WeightMismatchError on all ranks if an engine holds
-        wrong weights after a push in full.
+        new session with the remaining engines and the replacements of the failed ones. Raises WeightMismatchError on all
+        ranks if an engine holds wrong weights after a push of all weights.
         """
-        assert version >= self._version, f"versions only grow: {version} was pushed after {self._version}"
+        assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         start = time.perf_counter()
         base = self._verified_push if self._delta and not engines_offloaded else None
         push = self._ranks.on_rank_0(lambda: self._begin_push(version, base))
@@ -138,14 +138,14 @@ class LiveSync:
         )
 
     def _begin_push(self, version: int, base: str | None) -> str:
-        """Tell the engines to receive the buckets of a new push, and return its name. Only rank 0 calls this."""
+        """Tell the engines to receive the buckets of a new push, and return the name of the push. Only rank 0 calls this."""
         assert self._coordinator is not None, "only rank 0 talks to the engines"
         push = f"push/{version}/{uuid.uuid4().hex[:8]}"
         self._coordinator.begin_push(push, base)
         return push
 
     def _finish_push(self, push: str, version: int, is_delta: bool, resume: bool) -> tuple[dict[str, str], bool]:
-        """Wait until the engines have verified the weights, and have them serve the version. Only rank 0 calls this.
+        """Wait until the engines have verified the weights, and have the engines serve `version`. Only rank 0 calls this.
 
         Returns URL -> reason for each engine that failed, and whether the version must be pushed again in full.
         """
@@ -176,7 +176,7 @@ class TrainerRankGroup:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def on_rank_0[T](self, call: Callable[[], T]) -> T:
-        """Run `call` on rank 0. Every rank then returns the result, or raises the error."""
+        """Run `call` on rank 0. Every rank then returns the result of `call`, or raises its error."""
         outcome: list[Any] = [_try(call) if self.rank == 0 else None]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         return _result_or_raise(outcome[0])
@@ -184,7 +184,7 @@ class TrainerRankGroup:
     def on_every_rank[T](self, call: Callable[[], T]) -> list[T]:
         """Run `call` on every rank. Every rank then returns the results of all ranks, by rank.
 
-        If ranks fail, all ranks raise the error of the first one that failed.
+        If ranks fail, all ranks raise the error of the lowest rank that failed.
         """
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, _try(call), group=self._group)
@@ -201,7 +201,7 @@ def _try(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return call(), None
     except (WeightSyncError, WeightMismatchError, ValueError) as error:
         return None, error
-    except Exception as error:  # is raised on all ranks; if only one rank raised it, the others would wait for it
+    except Exception as error:  # all ranks raise the error; otherwise the other ranks would wait for this rank
         logger.exception("weight sync")
         return None, WeightSyncError(f"{type(error).__name__}: {error}")
 
@@ -232,7 +232,7 @@ class _TransportChoice:
 
 
 class _SessionOpener:
-    """Opens a session in steps: the public methods, in the order below. `stack` closes everything that they open."""
+    """Opens a session. LiveSync calls the public methods in the order below. `stack` closes everything that is opened."""
 
     def __init__(
         self, urls: Sequence[str], weights: TrainerWeights, settings: WeightSyncConfig, stack: ExitStack
@@ -266,7 +266,7 @@ class _SessionOpener:
             try:
                 with EngineControl(url, self.settings.timeout_s) as engine:
                     infos.append(engine.server_info())
-            except Exception as error:  # a dead engine can fail in any way; the error below names all such engines
+            except Exception as error:  # a dead engine can fail in any way; all unreachable engines are reported below
                 unreachable[url] = f"{type(error).__name__}: {error}"
         if unreachable:
             raise WeightSyncError(f"engines do not answer: {unreachable}", unreachable)
@@ -297,7 +297,7 @@ class _SessionOpener:
     def distribute_plan(
         self, layout_of: LayoutOf, channel: ControlChannel, locations: Sequence[ProcessLocation]
     ) -> _TransportChoice:
-        """Compile the plan, send every rank its part, have the engines check it, and choose the transport.
+        """Compile the plan, give every rank its part of the plan, have the engines check it, and choose the transport.
 
         Only rank 0 calls this.
         """
@@ -314,7 +314,7 @@ class _SessionOpener:
         plan = compile_transfer_plan(shards, layout, len(infos) // tp, dtypes.__getitem__, bucket_bytes)
         for rank in range(self.ranks.size):
             channel.put(sender_plan_key(rank), plan.buckets_of_sender(rank))
-        for tp_rank in range(tp):  # this rank receives the same buckets in every engine
+        for tp_rank in range(tp):  # rank `tp_rank` of every engine receives the same buckets
             buckets = plan.buckets_of_receiver(tp_rank)
             for rank in range(tp_rank, len(infos), tp):
                 channel.put(receiver_plan_key(rank), buckets)
@@ -323,20 +323,22 @@ class _SessionOpener:
         logger.info("weight sync by %s: %s", transport, plan)
         return _TransportChoice(transport, "cuda" if infos[0].location.gpu is not None else "cpu", len(infos))
 
-    def open_transport(self, choice: _TransportChoice, channel: ControlChannel, buckets: Sequence[Bucket]) -> SendEnd:
+    def open_transport(
+        self, choice: _TransportChoice, channel: ControlChannel, buckets: Sequence[Bucket]
+    ) -> SendEndpoint:
         """Open this rank's end of the transport, while the engines open their ends."""
         slot_bytes = max((bucket.nbytes for bucket in buckets), default=0)
         if choice.transport is Transport.process_group:
-            send_end = self._open_process_group(choice, channel, slot_bytes)
+            send_endpoint = self._open_process_group(choice, channel, slot_bytes)
         else:
-            send_end = self._open_shared_slots(choice.transport, channel, slot_bytes)
+            send_endpoint = self._open_shared_slots(choice.transport, channel, slot_bytes)
         self.ranks.on_rank_0(self._wait_connected)
-        send_end.on_connected()
-        return send_end
+        send_endpoint.on_connected()
+        return send_endpoint
 
-    def _open_shared_slots(self, transport: Transport, channel: ControlChannel, slot_bytes: int) -> SendEnd:
-        kind = SharedMemorySendEnd if transport is Transport.shared_memory else CudaIpcSendEnd
-        ends: list[SharedMemorySendEnd | CudaIpcSendEnd] = []
+    def _open_shared_slots(self, transport: Transport, channel: ControlChannel, slot_bytes: int) -> SendEndpoint:
+        kind = SharedMemorySendEndpoint if transport is Transport.shared_memory else CudaIpcSendEndpoint
+        ends: list[SharedMemorySendEndpoint | CudaIpcSendEndpoint] = []
 
         def allocate() -> Any:
             ends.append(kind(slot_bytes))
@@ -347,7 +349,7 @@ class _SessionOpener:
         self.ranks.on_rank_0(lambda: self._connect_receivers(channel, SharedSlotsSetup(handles)))
         return ends[0]
 
-    def _open_process_group(self, choice: _TransportChoice, channel: ControlChannel, slot_bytes: int) -> SendEnd:
+    def _open_process_group(self, choice: _TransportChoice, channel: ControlChannel, slot_bytes: int) -> SendEndpoint:
         setup = ProcessGroupSetup(
             name=f"mrl_weights_{self.session.connection['session']}",
             backend="nccl" if choice.device == "cuda" else "gloo",
@@ -355,11 +357,11 @@ class _SessionOpener:
             num_receivers=choice.num_receivers,
             timeout_s=self.settings.timeout_s,
         )
-        ends: list[ProcessGroupEnd] = []
+        ends: list[ProcessGroupEndpoint] = []
 
         def join() -> None:
             device = torch.device(choice.device)
-            ends.append(ProcessGroupEnd(channel.store, setup, self.ranks.rank, slot_bytes, device))
+            ends.append(ProcessGroupEndpoint(channel.store, setup, self.ranks.rank, slot_bytes, device))
             self.stack.callback(ends[0].close)
 
         self.ranks.on_rank_0(lambda: self._connect_receivers(channel, setup))

@@ -49,7 +49,7 @@ class Bucket:
     """Chunks that one message carries, one after another in a flat buffer."""
 
     sender: int  # trainer rank that sends the bucket
-    number: int  # index among the sender's buckets; every rank processes its buckets in the order of (number, sender)
+    index: int  # position among the sender's buckets, from 0; every rank processes its buckets in the order of (index, sender)
     receivers: tuple[int, ...]  # engine ranks that need these chunks, numbered over all engines
     chunks: tuple[TensorChunk, ...]
 
@@ -68,7 +68,7 @@ class Bucket:
     @property
     def key(self) -> str:
         """Identifier of the bucket on the control channel."""
-        return f"{self.sender}/{self.number}"
+        return f"{self.sender}/{self.index}"
 
 
 def align(nbytes: int) -> int:
@@ -106,12 +106,12 @@ class TransferPlan:
         shards: dict[str, list[EngineShard]] = defaultdict(list)
         for shard in self.engine_shards[engine_rank % self.engine_tp]:
             shards[shard.name].append(shard)
-        received = sorted((b for b in self.buckets if engine_rank in b.receivers), key=lambda b: (b.number, b.sender))
+        received = sorted((b for b in self.buckets if engine_rank in b.receivers), key=lambda b: (b.index, b.sender))
         return [(bucket, [_destination(chunk, shards[chunk.name]) for chunk in bucket.chunks]) for bucket in received]
 
     @property
     def sent_bytes(self) -> int:
-        """Number of bytes that engine ranks receive, summed over all of them."""
+        """Number of bytes that the engine ranks receive, summed over all engine ranks."""
         return sum(bucket.nbytes * len(bucket.receivers) for bucket in self.buckets)
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ def trainer_shards(
     """Return the trainer's shards, by name of the Hugging Face tensor.
 
     `rows` and `sizes` are the table of the model family and the sizes of the model (Architecture.sizes). `stage_of` takes the
-    name of a Megatron parameter and returns its pipeline stage. The name of an expert's parameter contains the expert's number.
+    name of a Megatron parameter and returns its pipeline stage. The name of an expert's parameter contains the expert's index.
     """
     # (pipeline stage, expert group or None, index of the shard) -> trainer ranks. Index -1: the tensor is not sharded.
     ranks_of: dict[tuple[int, int | None, int], tuple[int, ...]] = {}
@@ -168,7 +168,7 @@ def trainer_shards(
 def even_pipeline_stages(num_layers: int, dims: ParallelDims) -> Callable[[str], int]:
     """Return a function that takes the name of a Megatron parameter and returns its pipeline stage.
 
-    It assumes that all virtual pipeline stages have the same number of layers.
+    The function assumes that all virtual pipeline stages have the same number of layers.
     """
     layers_per_virtual_stage = num_layers // (dims.pp * dims.vpp)
 
@@ -190,8 +190,8 @@ def compile_transfer_plan(
     """Plan the transfer from the trainer's shards to `num_engines` engines that all have the layout `layout`.
 
     `dtype_of` takes the name of an engine parameter and returns (dtype, bytes per element). If several trainer ranks have a
-    chunk, it is assigned to the rank that has the fewest bytes to send so far. A bucket has at most `bucket_bytes`. Chunks are
-    smaller if larger chunks could not be balanced over the senders.
+    chunk, the chunk is assigned to the rank among them that has the fewest bytes to send so far. A bucket has at most
+    `bucket_bytes`. Chunks are smaller than this limit if larger chunks could not be balanced over the senders.
     """
     tp = layout.topology.tp
     engine = tuple(layout.shards(rank) for rank in range(tp))
@@ -207,7 +207,7 @@ def compile_transfer_plan(
         chunk, tp_ranks, candidates = routes[order]
         sender = min(candidates, key=lambda rank: (load[rank], rank))
         load[sender] += align(chunk.nbytes)
-        receivers = tuple(number * tp + rank for number in range(num_engines) for rank in tp_ranks)
+        receivers = tuple(engine_index * tp + rank for engine_index in range(num_engines) for rank in tp_ranks)
         by_sender[sender].append((order, chunk, receivers))
     buckets = [b for sender in sorted(by_sender) for b in _buckets(sender, sorted(by_sender[sender]), bucket_bytes)]
     return TransferPlan(tuple(buckets), engine, num_engines, min_bytes * num_engines)
@@ -223,7 +223,7 @@ def _routes(
 
     Chunks come in the order of the family's table. A chunk has at most `chunk_bytes`.
     """
-    # (tensor, box, parameter) -> the ranks that need this box; they receive the same chunks.
+    # (tensor, box, parameter) -> the tensor-parallel ranks that need this box. They all receive the same chunks.
     tp_ranks_of: dict[tuple[str, Box, str], list[int]] = {}
     for rank, shards in enumerate(engine):
         for shard in shards:
@@ -241,20 +241,20 @@ def _buckets(
 ) -> Iterator[Bucket]:
     """Group a sender's chunks into buckets. All chunks of a bucket have the same receivers.
 
-    Buckets are numbered in the order in which they become full.
+    The index of a bucket counts the buckets that became full before it.
     """
     open_chunks: dict[tuple[int, ...], list[TensorChunk]] = {}
     open_bytes: dict[tuple[int, ...], int] = defaultdict(int)
-    number = 0
+    index = 0
     for _, chunk, receivers in chunks:
         if open_chunks.get(receivers) and open_bytes[receivers] + align(chunk.nbytes) > bucket_bytes:
-            yield Bucket(sender, number, receivers, tuple(open_chunks.pop(receivers)))
-            number, open_bytes[receivers] = number + 1, 0
+            yield Bucket(sender, index, receivers, tuple(open_chunks.pop(receivers)))
+            index, open_bytes[receivers] = index + 1, 0
         open_chunks.setdefault(receivers, []).append(chunk)
         open_bytes[receivers] += align(chunk.nbytes)
     for receivers, rest in open_chunks.items():
-        yield Bucket(sender, number, receivers, tuple(rest))
-        number += 1
+        yield Bucket(sender, index, receivers, tuple(rest))
+        index += 1
 
 
 @dataclass(frozen=True)
@@ -282,12 +282,12 @@ class TransferCost:
 
     senders: list[RankTraffic]
     receivers: list[RankTraffic]
-    sent_bytes: int
-    min_bytes: int
+    sent_bytes: int  # as TransferPlan.sent_bytes
+    min_bytes: int  # as TransferPlan.min_bytes
 
     @property
     def ratio(self) -> float:
-        """Number of bytes that the engines receive, divided by the number of bytes that they hold."""
+        """Number of bytes that the engines receive, divided by the number of bytes that the engines hold."""
         return self.sent_bytes / self.min_bytes
 
     @property

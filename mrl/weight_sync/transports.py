@@ -5,8 +5,8 @@ into two slots. It reuses a slot after all receivers have acknowledged the bucke
 the slots into their own processes (shared memory, or GPU memory through CUDA IPC). Otherwise, a process group sends the bytes.
 
 To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport and a class for
-each end in this file; `open_transport` in session.py; `_connect` in receiver.py; and the table in docs/concepts/placement.md.
-A transport that sends no buckets, such as `disk`, has its own class, which `connect_engines` in
+each endpoint in this file; `open_transport` in session.py; `_connect` in receiver.py; and the table in
+docs/concepts/placement.md. A transport that sends no buckets, such as `disk`, has its own class, which `connect_engines` in
 mrl/workers/megatron_model.py chooses.
 """
 
@@ -29,16 +29,16 @@ from torch import Tensor
 
 from mrl.config.process_schema import Transport
 
-NUM_SLOTS = 2  # per sender
-SHARED_MEMORY = Path("/dev/shm")
-_DEVICE_ARGUMENT = 6  # index of the device number among the arguments of torch's rebuild_cuda_tensor
+NUM_SLOTS = 2  # transfer slots of each sender
+SHARED_MEMORY = Path("/dev/shm")  # folder for files that contain slots
+_DEVICE_ARGUMENT = 6  # position of the device index among the arguments of torch's rebuild_cuda_tensor
 
 
 class ProcessLocation(NamedTuple):
     """Host and GPU that hold the weights of one rank."""
 
     host: str
-    gpu: str | None  # UUID; None on a CPU
+    gpu: str | None  # UUID of the GPU; None: the weights are on a CPU
 
     @classmethod
     def of(cls, device: torch.device) -> ProcessLocation:
@@ -52,8 +52,8 @@ def choose_transport(
 ) -> Transport:
     """Check weight_sync.transport against the locations of all ranks, and resolve `auto`.
 
-    If trainer and engines share a GPU, `auto` becomes CUDA IPC. If all are on the CPUs of one machine, it becomes shared memory.
-    Otherwise, it becomes a process group. Raises ValueError if the requested transport cannot work.
+    If trainer and engines share a GPU, `auto` becomes CUDA IPC. If all ranks are on the CPUs of one machine, `auto` becomes
+    shared memory. Otherwise, `auto` becomes a process group. Raises ValueError if the requested transport cannot work.
     """
     hosts = {host for host, _ in [*senders, *receivers]}
     gpus = [{gpu for _, gpu in side if gpu is not None} for side in (senders, receivers)]
@@ -77,8 +77,8 @@ def choose_transport(
     return transport
 
 
-class SendEnd(Protocol):
-    """A sender's end of a transport."""
+class SendEndpoint(Protocol):
+    """A sender's endpoint of a transport."""
 
     @property
     def slots(self) -> Sequence[Tensor]:
@@ -90,24 +90,27 @@ class SendEnd(Protocol):
     def on_connected(self) -> None:
         """Called once, after every receiver has mapped the slots."""
 
-    def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
-        """Start to send the first `nbytes` of the slot of bucket `number` to these engine ranks, without waiting for arrival."""
+    def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
+        """Start to send bucket `index`, the first `nbytes` bytes of its slot, to the engine ranks `receivers`.
+
+        Does not wait for arrival.
+        """
 
     def close(self) -> None:
         """Release all resources."""
 
 
-class RecvEnd(Protocol):
-    """A receiver's end of a transport."""
+class RecvEndpoint(Protocol):
+    """A receiver's endpoint of a transport."""
 
-    def receive(self, sender: int, number: int, nbytes: int) -> Tensor:
+    def receive(self, sender: int, index: int, nbytes: int) -> Tensor:
         """Return the bytes of a bucket. They may be in the sender's slot, so copy them before you acknowledge the bucket."""
 
     def close(self) -> None:
         """Release all resources."""
 
 
-class SharedMemorySendEnd:
+class SharedMemorySendEndpoint:
     """Slots in a file in /dev/shm.
 
     The file is unlinked after all receivers have mapped it, so that a later crash leaves no file.
@@ -133,7 +136,7 @@ class SharedMemorySendEnd:
     def on_connected(self) -> None:
         self.path.unlink(missing_ok=True)
 
-    def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
+    def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
         """Do nothing: the receivers read the slot itself."""
 
     def close(self) -> None:
@@ -145,7 +148,7 @@ def _map_slots(path: Path, slot_bytes: int) -> Sequence[Tensor]:
     return torch.from_file(str(path), shared=True, size=NUM_SLOTS * slot_bytes, dtype=torch.uint8).split(slot_bytes)
 
 
-class CudaIpcSendEnd:
+class CudaIpcSendEndpoint:
     """Slots in the memory of this GPU. Other processes on the same machine open them through CUDA IPC."""
 
     def __init__(self, slot_bytes: int) -> None:
@@ -160,14 +163,14 @@ class CudaIpcSendEnd:
         device = arguments[_DEVICE_ARGUMENT]
         return (
             pickle.dumps((rebuild, arguments)),
-            str(torch.cuda.get_device_properties(device).uuid),  # the same in every process, unlike the device number
+            str(torch.cuda.get_device_properties(device).uuid),  # the same in every process, unlike the device index
             self.slot_bytes,
         )
 
     def on_connected(self) -> None:
         """Do nothing: CUDA counts the processes that have the memory open."""
 
-    def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
+    def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
         torch.cuda.current_stream().synchronize()  # the receiver reads on another stream
 
     def close(self) -> None:
@@ -175,15 +178,15 @@ class CudaIpcSendEnd:
         self.slots = ()
 
 
-class SharedSlotsRecvEnd:
+class SharedSlotsRecvEndpoint:
     """The slots of the senders, mapped into the process of a receiver."""
 
     def __init__(self, handles: dict[int, Any]) -> None:
-        """Map the slots. `handles`: trainer rank of a sender -> the value that `handle` of its send end returned."""
+        """Map the slots. `handles`: trainer rank of a sender -> the value that `handle` of its SendEndpoint returned."""
         self._slots = {sender: _open_handle(handle) for sender, handle in handles.items()}
 
-    def receive(self, sender: int, number: int, nbytes: int) -> Tensor:
-        return self._slots[sender][number % NUM_SLOTS][:nbytes]
+    def receive(self, sender: int, index: int, nbytes: int) -> Tensor:
+        return self._slots[sender][index % NUM_SLOTS][:nbytes]
 
     def close(self) -> None:
         self._slots = {}
@@ -209,7 +212,7 @@ def _open_handle(handle: Any) -> Sequence[Tensor]:
 class SharedSlotsSetup:
     """What receivers need to map the slots of the senders."""
 
-    handles: dict[int, Any]  # trainer rank -> value of its `handle`
+    handles: dict[int, Any]  # trainer rank of a sender -> the value that `handle` of its SendEndpoint returned
 
 
 @dataclass(frozen=True)
@@ -223,8 +226,8 @@ class ProcessGroupSetup:
     timeout_s: float
 
 
-class ProcessGroupEnd:
-    """End of the process group transport, for a sender or a receiver. Buckets are sent from rank to rank."""
+class ProcessGroupEndpoint:
+    """Endpoint of the process group transport, for a sender or a receiver. Buckets are sent from rank to rank."""
 
     def __init__(
         self,
@@ -238,7 +241,7 @@ class ProcessGroupEnd:
         """Join the group as `rank`. A receiver needs only one slot."""
         self.group, self.num_senders = _join_group(store, setup, rank), setup.num_senders
         self.slots: Sequence[Tensor] = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
-        # Slot -> its unfinished sends. These objects must stay alive until the slot is reused.
+        # Index of a slot -> unfinished sends of this slot. The objects must stay alive until the slot is reused.
         self._pending: dict[int, list[dist.Work]] = {}
 
     def handle(self) -> None:
@@ -247,15 +250,17 @@ class ProcessGroupEnd:
     def on_connected(self) -> None:
         """Do nothing: no slot is shared."""
 
-    def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
-        data = self.slots[number % NUM_SLOTS][:nbytes]
-        self._pending[number % NUM_SLOTS] = []  # receivers have acknowledged the earlier bucket in this slot
+    def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
+        data = self.slots[index % NUM_SLOTS][:nbytes]
+        self._pending[index % NUM_SLOTS] = []  # receivers have acknowledged the earlier bucket in this slot
         for rank in receivers:
-            with suppress(RuntimeError):  # the engine died; its failed HTTP request reports that
+            with suppress(
+                RuntimeError
+            ):  # if this fails, the engine has died; its failed HTTP request excludes it from the push
                 work = dist.isend(data, group=self.group, group_dst=self.num_senders + rank)
-                self._pending[number % NUM_SLOTS] += [work] if work else []
+                self._pending[index % NUM_SLOTS] += [work] if work else []
 
-    def receive(self, sender: int, number: int, nbytes: int) -> Tensor:
+    def receive(self, sender: int, index: int, nbytes: int) -> Tensor:
         data = self.slots[0][:nbytes]
         dist.recv(data, group=self.group, group_src=sender)
         return data

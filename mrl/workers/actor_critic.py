@@ -36,16 +36,16 @@ class MegatronActor(MegatronModel):
         """Run one optimizer step for each mini-batch, on this replica's rows. Gradients are summed over replicas.
 
         Log-probabilities are computed from logits / temperature. If the block has no column old_logprobs, the current
-        log-probabilities take its place. This is correct if a rollout has only one optimizer step. Raises NonFiniteGradientError
-        if a gradient is not finite.
+        log-probabilities replace this column. This is correct if a rollout has only one optimizer step. Raises
+        NonFiniteGradientError if a gradient is not finite.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         reports = []
-        for number, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
+        for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
             micros = self.micro_batches(block, batch)
             start = time.perf_counter()
             statistics = self.accumulate_gradients(micros, head, partial(policy_loss, loss=loss), batch)
-            grad_norm = self.optimizer_step(lr, number)
+            grad_norm = self.optimizer_step(lr, index)
             seconds = time.perf_counter() - start
             reports.append(reduce_statistics(statistics, {"optim/grad_norm": grad_norm, "seconds": seconds}))
         return reports
@@ -97,8 +97,8 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         micro.columns,
     )
     per_token, loss_statistics = loss(inputs)
-    weights = micro.weights.to(per_token.dtype)
-    total = (per_token * weights).sum()
+    loss_weights = micro.weights.to(per_token.dtype)
+    total = (per_token * loss_weights).sum()
     mismatch = (inputs.old_logprobs - micro.rollout_logprobs).abs()  # NaN for tokens that no engine sampled
     largest_mismatch = mismatch.max() if mismatch.numel() else mismatch.new_full((), float("-inf"))
     sums = {
@@ -107,8 +107,8 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         "entropy": entropy.detach().sum(),
         "tokens": torch.tensor(len(mismatch)),
         **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),
-        "weight": weights.sum(),
-        **{name: (value * weights).sum() for name, value in loss_statistics.items()},
+        "weight": loss_weights.sum(),
+        **{name: (value * loss_weights).sum() for name, value in loss_statistics.items()},
     }
     return total, MicroBatchStatistics(sums, {"mismatch_abs": largest_mismatch})
 
@@ -127,11 +127,11 @@ class MegatronCritic(MegatronModel):
         Raises NonFiniteGradientError if a gradient is not finite.
         """
         reports = []
-        for number, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
+        for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
             micros = self.micro_batches(block, batch)
             start = time.perf_counter()
             statistics = self.accumulate_gradients(micros, self.head, partial(value_loss, loss=loss), batch)
-            grad_norm = self.optimizer_step(lr, number)
+            grad_norm = self.optimizer_step(lr, index)
             seconds = time.perf_counter() - start
             reports.append(reduce_statistics(statistics, {"critic/grad_norm": grad_norm, "seconds": seconds}))
         return reports
@@ -151,8 +151,8 @@ class MegatronCritic(MegatronModel):
 def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tensor, MicroBatchStatistics]:
     """Return the micro-batch's part of the loss, and its statistics. `output` [1, local R] comes from MegatronCritic.head."""
     values, returns = output[0], micro.columns["returns"]
-    weights = micro.weights.to(values.dtype)
-    total = (loss(values, returns, micro.columns.get("values", values.detach())) * weights).sum()
+    loss_weights = micro.weights.to(values.dtype)
+    total = (loss(values, returns, micro.columns.get("values", values.detach())) * loss_weights).sum()
     sums = {"loss": total.detach(), "tokens": torch.tensor(len(values))}
     columns = {"values": values.detach(), "returns": returns, "errors": (returns - values).detach()}
     for name, column in columns.items():

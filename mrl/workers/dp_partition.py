@@ -1,6 +1,6 @@
 """Partitions a batch into mini-batches, and each mini-batch over replicas and micro-batches.
 
-This needs only the lengths of the sequences, so the driver can do it.
+Only the lengths of the sequences are needed. So the driver, which has no tokens, can do this.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,11 +28,11 @@ class StepPartition:
     """The rows of one optimizer step, partitioned over replicas."""
 
     rank_batches: list[RankBatch]  # by data-parallel rank
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # metrics batch/... of this optimizer step
 
 
 def split_mini_batches(batch: TrainBatch, num_mini_batches: int) -> list[TrainBatch]:
-    """Split a batch into mini-batches of whole groups. If there are fewer groups, the result has fewer mini-batches."""
+    """Split a batch into mini-batches of whole groups. With fewer groups than `num_mini_batches`, there are fewer."""
     if num_mini_batches == 1:
         return [batch]
     groups = np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
@@ -60,7 +60,7 @@ def partition_step(
 
     The loss is normalised over the whole mini-batch. Only some values of `aggregation` need `max_response_tokens`.
     """
-    weights = _row_weights(batch, aggregation, max_response_tokens)
+    weights = _loss_weights(batch, aggregation, max_response_tokens)
     shared = packing.share_prompts and batch.groups is not None
     groups = np.arange(len(weights)) if batch.groups is None else batch.groups
     units = make_units(
@@ -86,14 +86,14 @@ def partition_step(
 
 
 def step_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None = None) -> NDArray[np.float64]:
-    """Return the weight of one token of each row in the loss of an optimizer step: [B]. Rows that are not trained have 0."""
-    weights = _row_weights(batch, aggregation, max_response_tokens)
+    """Return [B]: for each row, the loss weight of each of its sampled tokens in an optimizer step; 0 for untrained rows."""
+    weights = _loss_weights(batch, aggregation, max_response_tokens)
     weights[np.setdiff1d(batch.denominator_rows, batch.rows)] = 0.0
     return weights
 
 
-def _row_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None) -> NDArray[np.float64]:
-    """Return the weight of one token of each row in a loss that is normalised over `denominator_rows`: [B]."""
+def _loss_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None) -> NDArray[np.float64]:
+    """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalised over `denominator_rows`."""
     weights = np.zeros(len(batch.prompt_lengths))
     weights[batch.denominator_rows] = token_weights(
         batch.sampled_lengths[batch.denominator_rows], aggregation, max_response_tokens

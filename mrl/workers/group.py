@@ -43,7 +43,7 @@ class WorkerGroup:
         model: str = "",
         before_device_use: Callable[[str], object] = _do_nothing,
     ) -> None:
-        """Ask Ray for the processes, without waiting for them.
+        """Ask Ray for the processes, without waiting for their start.
 
         `options` returns the Ray actor options of every rank. It is called again at every restart. `model` is the name of the
         model, and is empty for the actor. Each rank logs to the folder `run_dir`/logs/`model`. `before_device_use` is called
@@ -140,7 +140,7 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call a method on `workers` (default: all ranks), wait, and return the results by rank.
 
-        Every rank receives the batches of all replicas, as one list behind a handle. The batches share their columns [B], so
+        Every rank receives the batches of all replicas, as one list behind a handle. The batches share their arrays [B], so
         the list is little larger than one batch.
         """
         name = method.__name__
@@ -158,7 +158,7 @@ class WorkerGroup:
     # Training.
 
     def compute_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Compute log-probabilities [R] of all rows. Returns one handle for each replica, to the results of its rows."""
+        """Compute log-probabilities [R] of all rows. Returns for each replica a handle to the results of the replica's rows."""
         return self._compute(TrainWorker.compute_logprobs, batch, packing, dict(temperature=temperature))
 
     def compute_reference_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
@@ -166,7 +166,7 @@ class WorkerGroup:
         return self._compute(TrainWorker.compute_reference_logprobs, batch, packing, dict(temperature=temperature))
 
     def compute_values(self, batch: TrainBatch, packing: Packing) -> list[Handle]:
-        """Compute values [R] of all rows. Returns one handle for each replica, to the results of its rows."""
+        """Compute values [R] of all rows. Returns for each replica a handle to the results of the replica's rows."""
         return self._compute(TrainWorker.compute_values, batch, packing, {})
 
     def _compute(
@@ -240,7 +240,7 @@ class WorkerGroup:
     # Memory.
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Release device memory, except that of the weights if `keep_weights` is true.
+        """Release the device memory of the model. If `keep_weights` is true, the weights stay.
 
         Returns the largest number of bytes that a rank still occupies.
         """

@@ -1,6 +1,6 @@
 """One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
 
-MegatronActor and MegatronCritic derive from it, and add the head and the loss.
+MegatronActor and MegatronCritic derive from MegatronModel, and add the head and the loss.
 """
 
 import math
@@ -125,7 +125,7 @@ class MegatronModel:
     def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
         """Join the columns [R] of all micro-batches. Only one rank of the replica returns the result, the other ranks None.
 
-        This rank is on the last pipeline stage, and has tensor-parallel rank 0 and context-parallel rank 0.
+        The rank that returns it is on the last pipeline stage, and has tensor-parallel rank 0 and context-parallel rank 0.
         """
         if not (groups.tp_group().rank() == 0 and groups.cp_group().rank() == 0 and groups.is_last_stage()):
             return None
@@ -161,7 +161,7 @@ class MegatronModel:
     def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 
-        If the norm is not finite, all ranks raise NonFiniteGradientError, which contains the number `mini_batch`. The weights
+        If the norm is not finite, all ranks raise NonFiniteGradientError, which contains the index `mini_batch`. The weights
         are then unchanged.
         """
         set_learning_rate(self.optimizer, lr)
@@ -181,7 +181,7 @@ class MegatronModel:
     # Memory.
 
     def offload(self, keep_weights: bool) -> int:
-        """Release device memory, except that of the weights if `keep_weights` is true. All ranks call this.
+        """Release the device memory of the model. If `keep_weights` is true, the weights stay. All ranks call this.
 
         Returns the bytes that this process still occupies on the device.
         """
@@ -253,15 +253,15 @@ class MegatronModel:
                 pass
 
     def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
-        """Write a Hugging Face folder with the current weights and the tokenizer. `notes` are further files: name -> text."""
+        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: name of a further file -> text."""
         self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
-        """Write a Hugging Face folder with these tensors, and with the other files of the folder that the model came from."""
+        """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
         write_export(tensors, self.spec.model_path, folder, notes or {}, self.spec.family)
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
-        """Open a weight sync session with these engines. All ranks call this."""
+        """Open a weight sync session with these engines. All ranks call this. Only the disk transport writes to `folder`."""
         layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
         if settings.transport == Transport.disk:
             return DiskSync(urls, Path(folder), self, layout_of, settings.timeout_s)
@@ -270,14 +270,14 @@ class MegatronModel:
     # Checkpoints.
 
     def save(self, folder: str | Path) -> None:
-        """Write a Megatron distributed checkpoint: weights, optimizer state and random number generators.
+        """Write a Megatron distributed checkpoint: weights, optimizer state and states of the random number generators.
 
         A model of any layout can load the checkpoint. The folder has another name until the checkpoint is complete.
         """
         checkpoint.save(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def load(self, folder: str | Path) -> bool:
-        """Load a checkpoint that was written under any layout. Returns whether random number generators were restored, too.
+        """Load a checkpoint that was written under any layout. Returns whether it restored the random number generators, too.
 
         The generators are restored only if this layout wrote the checkpoint. Raises ValueError if `folder` is not a complete
         checkpoint of this model. No weight has changed then.
@@ -285,7 +285,7 @@ class MegatronModel:
         return checkpoint.load(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def begin_save(self, folder: str | Path, asynchronous: bool) -> None:
-        """Start to write a checkpoint into `folder`. Call `finish_save` before the next one.
+        """Start to write a checkpoint into `folder`. Call `finish_save` before the next `begin_save`.
 
         If `asynchronous` is true, training may continue during the write. If a rank fails, all ranks raise CheckpointSaveError.
         """
@@ -293,7 +293,7 @@ class MegatronModel:
         self._save = checkpoint.begin_save(folder, self.chunks, self.optimizer, self.spec.dims, asynchronous)
 
     def save_finished(self) -> bool:
-        """Return whether this rank has written its part, or has failed to. This does not wait for other ranks."""
+        """Return whether this rank has written its part, or has failed to write it. This does not wait for other ranks."""
         return self._save is None or self._save.is_written()
 
     def finish_save(self, timeout_s: float) -> None:

@@ -20,8 +20,7 @@ class MicroBatch:
     """Input of one packed forward pass on one trainer rank.
 
     This rank has L tokens of the micro-batch, including padding (see parallel.packing). The micro-batch has R sampled tokens,
-    and this context-parallel rank predicts some of them. Their number is called local R. All tensors [local R] are ordered by
-    row, then by token.
+    and this context-parallel rank predicts `local R` of these tokens. All tensors [local R] are ordered by row, then by token.
     """
 
     tokens: Tensor  # [L]
@@ -29,7 +28,7 @@ class MicroBatch:
     predictor_index: Tensor  # [local R] which of the L tokens predicts the sampled token
     targets: Tensor  # [local R] the sampled tokens
     rollout_logprobs: Tensor  # [local R]
-    weights: Tensor  # [local R] float64; weight of each sampled token in the loss
+    weights: Tensor  # [local R] float64; loss weight of each sampled token
     local_sampled: Tensor  # [local R] which of the R sampled tokens this rank predicts
     num_sampled: int  # R
     responses: Responses  # the responses to which the sampled tokens belong
@@ -48,7 +47,8 @@ class MicroBatch:
     ) -> "MicroBatch":
         """Pack the rows `rows` of `block`, in this order. If `rows` is empty, pack one token that has no weight in the loss.
 
-        `sum_over_ranks` sums a tensor over the context-parallel ranks, see `Responses`.
+        `pack` describes the pack of some segments for this rank, see parallel.packing. `sum_over_ranks` sums a tensor over the
+        context-parallel ranks, see `Responses`.
         """
         part = block.select(rows) if len(rows) else _one_token(block)
         groups = batch.groups[rows] if batch.groups is not None and len(rows) else None
@@ -97,8 +97,8 @@ def _one_token(block: TokenBlock) -> TokenBlock:
 def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints, Ints]:
     """Return the layout of a pack: (segments, packed_tokens [S], predictor_index [R]).
 
-    The pack has S tokens. `packed_tokens` has the index of each of them in `part`. `predictor_index` tells for each sampled token
-    which of the S tokens predicts it.
+    The pack has S tokens. `packed_tokens` has, for each of the S tokens, its index in `part`. `predictor_index` has, for each
+    sampled token, the index of the one of the S tokens that predicts it.
 
     If `groups` is given, the rows of a group share one prompt segment. Otherwise, each row is one segment.
     """
@@ -134,7 +134,7 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
 def _routing(part: TokenBlock, packed_tokens: Ints, source: Ints) -> NDArray[np.int64]:
     """Return the experts of this rank's tokens: [L, layers, topk].
 
-    Padding and tokens that the engine did not compute are spread evenly over the experts. They do not influence the result.
+    Padding, and tokens that the engine did not compute, are spread evenly over the experts. This does not influence the result.
     """
     assert part.routed_experts is not None, "the caller has checked that the block has routed experts"
     experts = part.routed_experts[packed_tokens][source].astype(np.int64)

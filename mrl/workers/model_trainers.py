@@ -1,4 +1,4 @@
-"""The driver's part in training: selects the rows and learning rates of an update, and turns the reports into metrics."""
+"""The driver's part in training: selects rows and learning rates of optimizer steps, and turns reports into metrics."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,17 +23,20 @@ class UpdateRequest:
     """Optimizer steps on one rollout, which the driver requests from a worker group."""
 
     steps: list[TrainBatch]  # one for each mini-batch, in order
-    lrs: list[float]
-    aggregation: str
-    max_response_tokens: int
+    lrs: list[float]  # learning rate of each optimizer step
+    aggregation: str  # value of algorithm.aggregation
+    max_response_tokens: int  # largest number of tokens of a response; some values of `aggregation` need it
     options: Mapping[str, Any]  # further arguments of the model's `update`: loss and temperature
 
 
 class UpdateObserver(Protocol):
-    """Interface of an object that is told of every update. It may write a step dump."""
+    """Interface of an object that is told of every UpdateRequest. The object may write a step dump."""
 
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> AbstractContextManager[list[UpdateReport]]:
-        """Return a context in which the update runs. The update appends its reports to the list that the context yields."""
+        """Return a context in which `update` runs. Its reports are appended to the list that the context yields.
+
+        `step` is the training step.
+        """
         ...
 
 
@@ -43,8 +46,8 @@ class UpdateRunner:
 
     optimizer: OptimConfig
     packing: Packing
-    aggregation: str
-    max_response_tokens: int
+    aggregation: str  # see UpdateRequest
+    max_response_tokens: int  # see UpdateRequest
     mini_batches: int = 1  # optimizer steps in each epoch
     epochs: int = 1  # passes over a rollout
     observer: UpdateObserver | None = None
@@ -56,10 +59,10 @@ class UpdateRunner:
     def run(
         self, group: WorkerGroup, batch: TrainBatch, step: int, **options: object
     ) -> tuple[list[UpdateReport], float]:
-        """Train on the batch. Returns the report of each optimizer step, and the last learning rate."""
+        """Train on the batch of training step `step`. Returns the report of each optimizer step, and the last learning rate."""
         steps = self.split(batch)
         first = step * self.mini_batches * self.epochs
-        lrs = [self.optimizer.lr_at(first + number) for number in range(len(steps))]
+        lrs = [self.optimizer.lr_at(first + index) for index in range(len(steps))]
         normalisation = dict(aggregation=self.aggregation, max_response_tokens=self.max_response_tokens)
         update = UpdateRequest(steps=steps, lrs=lrs, **normalisation, options=options)
         with self.observer.watch(group, update, step) if self.observer else nullcontext([]) as reports:
@@ -94,9 +97,9 @@ class ActorTrainer:
         return {**_actor_metrics(reports), "batch/zero_advantage_fraction": zero_fraction, "optim/lr": lr}
 
     def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> list[NDArray[np.float64]]:
-        """Return one array [B] for each optimizer step of `update`: the weight of one token of each row in the loss.
+        """Return an array [B] for each optimizer step of `update`: for each row, the loss weight of each of its sampled tokens.
 
-        The weight is 0 for rows that are left out.
+        The loss weight is 0 for rows that are left out.
         """
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages))
         updates = self.updates
@@ -146,7 +149,7 @@ class TeacherScorer:
 def train_batch(
     rollouts: Rollouts, advantages: AdvantageResult | None = None, trained: NDArray[np.bool_] | None = None
 ) -> TrainBatch:
-    """Return a batch of the rows for which `trained` [B] is true. If `trained` is None, the batch has all rows not rejected.
+    """Return a batch of the rows for which `trained` [B] is true. If `trained` is None, it has all rows that are not rejected.
 
     The loss is normalised over all rows that `advantages` does not reject, whether they are trained or not.
     """
@@ -164,7 +167,7 @@ def train_batch(
 
 
 ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight")
-"""Names of the sums that every actor update reports. All other sums come from the loss."""
+"""Names of the sums in the report of every optimizer step of the actor. All other sums come from the loss."""
 ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")
 """Names of the maxima that have their own metric. All other maxima are averaged over the optimizer steps."""
 
@@ -191,11 +194,16 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
 
 
 def _step_averages(reports: list[UpdateReport]) -> Metrics:
-    """Average all other statistics over the optimizer steps. Each sum is first divided by the sum of the weights."""
+    """Average the statistics that are not in ACTOR_SUMS or ACTOR_MAXIMA over the optimizer steps.
+
+    Each sum is first divided by the sum of the loss weights in its optimizer step.
+    """
     by_step: list[Metrics] = []
     for report in reports:
-        weight = report.sums.get("weight", 0.0)
-        sums = {name: value / weight for name, value in report.sums.items() if weight and name not in ACTOR_SUMS}
+        total_weight = report.sums.get("weight", 0.0)
+        sums = {
+            name: value / total_weight for name, value in report.sums.items() if total_weight and name not in ACTOR_SUMS
+        }
         by_step.append(sums | {name: value for name, value in report.maxima.items() if name not in ACTOR_MAXIMA})
     names = dict.fromkeys(name for metrics in by_step for name in metrics)
     return {name: float(np.mean([metrics[name] for metrics in by_step if name in metrics])) for name in names}

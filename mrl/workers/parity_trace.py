@@ -1,4 +1,7 @@
-"""Traces one optimizer step on a trainer rank, for parity checks and replays. A trace records the numbers of the step."""
+"""Traces one optimizer step on a trainer rank, for parity checks and replays.
+
+A trace records the values that the step computes.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +59,7 @@ def trace_layers(
 ) -> StepTrace:
     """Trace everything before the optimizer step, and the hidden states between layers. All ranks call this.
 
-    Numbers that are not finite raise no error. The gradient norm is computed on rank 0, from the complete gradients.
+    Values that are not finite raise no error. The gradient norm is computed on rank 0, from the complete gradients.
     """
     with ActivationHooks(model.chunks, model.spec.dims.sequence_parallel) as hooks:
         outputs = forward_outputs(model, block, batch, temperature)
@@ -118,7 +121,8 @@ class ActivationHooks:
     def __init__(self, chunks: Sequence[DistributedDataParallel], sequence_parallel: bool) -> None:
         """Prepare hooks for the model parts in `chunks`.
 
-        With `sequence_parallel`, each tensor-parallel rank has other tokens. Without it, all of them have the same tokens.
+        With `sequence_parallel`, each tensor-parallel rank has its own tokens. Otherwise, all tensor-parallel ranks have the same
+        tokens.
         """
         self._models: list[Any] = [chunk.module for chunk in chunks]
         self._num_parts = groups.tp_group().size() if sequence_parallel else 1

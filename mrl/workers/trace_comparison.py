@@ -19,8 +19,9 @@ from mrl.core.types import TokenBlock
 
 Tensors = Mapping[str, NDArray]
 
-NUM_PROJECTIONS = 8  # K
+NUM_PROJECTIONS = 8  # K, the number of random vectors
 EMBEDDING, FINAL_NORM = 0, 10**6  # depths of these modules; the depth of layer n is n, counted from 1
+# Names of ParityDifferences
 OUTPUTS = "log-probabilities or values"
 OUTPUTS_AFTER_STEP = "log-probabilities or values after the step"
 
@@ -48,7 +49,7 @@ class TensorFile(Mapping):
 class ActivationSketch:
     """Sketches of the hidden states of n tokens at one depth of the model, see the docstring of the module."""
 
-    depth: int  # EMBEDDING, number of a layer, or FINAL_NORM
+    depth: int  # EMBEDDING, index of a layer from 1, or FINAL_NORM
     tokens: NDArray[np.int64]  # [n] index of each token in the block
     values: NDArray[np.float32]  # [n, 1 + K] column 0: norm; columns 1 to K: products
 
@@ -86,7 +87,7 @@ class StepTrace:
 
     @classmethod
     def merge(cls, traces: Sequence["StepTrace"]) -> "StepTrace":
-        """Merge the traces of all ranks into the trace of the whole step. The first trace is that of rank 0."""
+        """Merge the traces of all ranks into the trace of the whole step. The first trace is the trace of rank 0."""
         outputs = {row: values for trace in traces for row, values in trace.outputs.items()}
         outputs_after_step = {row: values for trace in traces for row, values in trace.outputs_after_step.items()}
         sketches = merge_sketches(sketch for trace in traces for sketch in trace.sketches)
@@ -122,8 +123,8 @@ class Tolerances:
 
 TOLERANCES = {
     "float32": Tolerances(1e-5, 2e-5, 2e-5, 2e-5, 5e-2, 1e-5),
-    # A relative round-off of 2**-8 propagates through all layers, and sometimes routes a token to another expert. A step in
-    # bfloat16 and the same step in float32, both in one process, differ by about as much.
+    # A relative round-off of 2**-8 propagates through all layers, and sometimes routes a token to another expert. These
+    # tolerances are about the differences between a step in bfloat16 and in float32, both in one process.
     "bfloat16": Tolerances(0.3, 0.1, 0.4, 2e-3, float("inf"), 0.1),
 }
 
@@ -194,13 +195,13 @@ class LayerDifference:
     """Difference of two layouts in the hidden states at one depth, or in the log-probabilities of the tokens."""
 
     name: str  # name of the module, or of the output
-    # Largest difference of a token. For hidden states: their distance divided by the norm of the reference's state. For
-    # log-probabilities: the absolute difference in nats.
+    # Largest difference of a token. Two hidden states: |other - reference| / |reference|. Two log-probabilities: absolute
+    # difference in nats.
     largest: float
     token: int  # index in the block of the token with the largest difference; -1: no token was compared
     compared: int  # number of tokens that both layouts computed
-    nonfinite: int  # first token whose numbers are not finite under the examined layout; -1: all are finite
-    reference_nonfinite: int  # first token whose numbers are not finite under the reference layout; -1: all are finite
+    nonfinite: int  # first token whose values are not finite under the examined layout; -1: all are finite
+    reference_nonfinite: int  # first token whose values are not finite under the reference layout; -1: all are finite
     tolerance: float  # limit of `largest`
 
     @property
@@ -210,7 +211,7 @@ class LayerDifference:
 
     @property
     def finite(self) -> bool:
-        """Whether all numbers are finite under both layouts."""
+        """Whether all values are finite under both layouts."""
         return self.nonfinite < 0 and self.reference_nonfinite < 0
 
 

@@ -21,7 +21,7 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import OffloadLevel, OptimConfig
 
 DUMPED_BATCH, DUMPED_WEIGHTS = "batch.npz", "weights"
-"""What trainer ranks write into a step dump: the name of a file, and the name of a Hugging Face folder."""
+"""What trainer ranks write into a step dump: a file with the batch, and a Hugging Face folder with the model weights."""
 
 
 class _HasModel(Protocol):
@@ -34,8 +34,8 @@ def requires_on_device[W: _HasModel, **P, R](
     """Declare how much of the model a worker method needs on its device.
 
     Before a call of such a method, the driver loads the model (WorkerGroup.call). If `loaded_by_scheduler` is true, the driver
-    does not, because the memory scheduler has already loaded what the method needs. If the model is offloaded, the method raises
-    RuntimeError, because it would compute on released memory.
+    does not load the model, because the memory scheduler has already loaded what the method needs. If less than `level` is
+    loaded, the method raises RuntimeError, because it would compute on released memory.
     """
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
@@ -57,7 +57,7 @@ def requires_on_device[W: _HasModel, **P, R](
 
 
 def required_level(method: Callable) -> OffloadLevel:
-    """Return the level that `requires_on_device` declared for a worker method, or FULLY_OFFLOADED if it declared none."""
+    """Return the level that `requires_on_device` declared for a worker method. The default is FULLY_OFFLOADED."""
     return getattr(method, "required_level", OffloadLevel.FULLY_OFFLOADED)
 
 
@@ -84,8 +84,8 @@ class TrainWorker:
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs a line for every request
         self.rank, self.dims = rank, dims
-        self._sync: Any = None
-        self.model: Any = None
+        self._sync: Any = None  # LiveSync or DiskSync; None: no weight sync session is open
+        self.model: Any = None  # MegatronActor or MegatronCritic, which `setup` builds
         title, name = f"{model} {dims.describe_rank(rank)}".strip(), f"{model or 'trainer'}_{rank}"
         record = register_process(registry_folder(run_dir), name, title, "rank", group=model, rank=rank)
         self._collectives = CollectiveLog(record.with_suffix(".ops"))
@@ -128,7 +128,7 @@ class TrainWorker:
     # Memory.
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Release device memory, except that of the weights if `keep_weights` is true. Returns the bytes still occupied.
+        """Release the device memory of the model. If `keep_weights` is true, the weights stay. Returns the bytes still occupied.
 
         Until `load_to_device()`, methods that need the released memory raise RuntimeError. A checkpoint that is being written
         asynchronously is not affected.
@@ -249,7 +249,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def load_step_dump(self, folder: str, weights_folder: str | None) -> bool:
-        """Load a step dump: its RNG states, and the weights of the checkpoint in `weights_folder` if it is given.
+        """Load a step dump: its RNG states, and the weights of the checkpoint in `weights_folder` if this folder is given.
 
         Returns whether the RNG states were restored. They are not restored if the dump was written under another layout.
         """
@@ -265,10 +265,10 @@ class TrainWorker:
     # Weight sync and export.
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> dict[str, str]:
-        """Close the last weight sync session, and open one with these engines.
+        """Close the last weight sync session, and open a new session with these engines.
 
-        `folder` is the folder into which the disk transport writes. Returns URL -> reason for each engine that failed. If one
-        has failed, no session is open.
+        `folder` is the folder into which the disk transport writes. Returns URL -> reason for each engine that failed. If an
+        engine has failed, no session is open.
         """
         from mrl.weight_sync.engine_control import WeightSyncError  # imported here because the driver does not need it
 
@@ -286,16 +286,16 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED, loaded_by_scheduler=True)
     def push_weights(self, version: int, engines_offloaded: bool = False) -> SyncReport:
-        """Push the current weights to the engines as `version`, and report what this rank sent.
+        """Push the current weights to the engines as weight version `version`, and report what this rank sent.
 
-        `engines_offloaded`: the engines had released their weights. They stay paused, because they have no KV cache yet.
+        `engines_offloaded`: the engines had released their weights. The engines stay paused, because they have no KV cache yet.
         """
         with track_activity(f"pushing version {version} of the weights"):
             return self._sync.push(version, engines_offloaded) if self._sync is not None else SyncReport()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
-        """Write the current weights as a Hugging Face folder. `notes` are further files: name -> text."""
+        """Write the current weights as a Hugging Face folder. `notes`: name of a further file in this folder -> its text."""
         self.model.export_hf(folder, notes or {})
 
     # Checkpoints.
@@ -307,7 +307,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def load(self, folder: str) -> bool:
-        """Load a distributed checkpoint. Returns whether RNG states were restored, too, which needs the same layout."""
+        """Load a distributed checkpoint. Returns whether RNG states were restored, too: only if this layout wrote them."""
         return self.model.load(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
@@ -316,7 +316,7 @@ class TrainWorker:
         self.model.begin_save(folder, asynchronous)
 
     def save_finished(self) -> bool:
-        """Return whether this rank has written its part of the checkpoint, or has failed to."""
+        """Return whether this rank has written its part of the checkpoint, or has failed to write it."""
         return self.model.save_finished()
 
     def finish_save(self, timeout_s: float) -> None:
@@ -324,7 +324,7 @@ class TrainWorker:
         self.model.finish_save(timeout_s)
 
     def abandon_save(self) -> None:
-        """Stop writing the checkpoint that `begin_save` started. Does nothing if there is none."""
+        """Stop writing the checkpoint that `begin_save` started. Does nothing if no checkpoint is being written."""
         self.model.abandon_save()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)

@@ -22,7 +22,7 @@ from mrl.weight_sync.disk_sync import ExpectedChecksums
 from mrl.weight_sync.engine_control import EngineControl, EngineError, WeightMismatchError, WeightSyncError
 from mrl.weight_sync.engine_layout import EngineLayout, Topology
 from mrl.weight_sync.sender import BucketSender, fill_buffer
-from mrl.weight_sync.transports import ProcessGroupEnd, SharedMemorySendEnd
+from mrl.weight_sync.transports import ProcessGroupEndpoint, SharedMemorySendEndpoint
 
 TOLERANCE = 1e-4
 VERSIONS = iter(range(1, 1000))
@@ -56,7 +56,9 @@ def test_pushed_weights_are_used_and_checked(engine, connect, transport, delta):
     """After each push the engine samples from the new weights and reports their version."""
     size = sum(p.nbytes for p in engine.model.parameters())
     with connect(transport=transport, delta=delta) as sync:
-        assert isinstance(sync.send_end, SharedMemorySendEnd if transport == "shared_memory" else ProcessGroupEnd)
+        assert isinstance(
+            sync.send_endpoint, SharedMemorySendEndpoint if transport == "shared_memory" else ProcessGroupEndpoint
+        )
         for number in range(3):
             perturb(engine.model)
             assert logprob_difference(engine) > TOLERANCE, "the engine still has the old weights"
@@ -85,7 +87,7 @@ def corrupt_a_byte(monkeypatch, times: int):
 
     def fill_and_flip(slot, bucket, read):
         checksums = fill_buffer(slot, bucket, read)
-        if bucket.number == 1 and remaining[0]:
+        if bucket.index == 1 and remaining[0]:
             remaining[0] -= 1
             slot[bucket.nbytes // 2] ^= 1
         return checksums
@@ -153,7 +155,7 @@ url, folder, version = sys.argv[1:]
 send = BucketSender._send
 
 def die_at_the_third_bucket(self, push, bucket, *rest):
-    if bucket.number == 2:
+    if bucket.index == 2:
         os._exit(7)
     send(self, push, bucket, *rest)
 
@@ -280,7 +282,7 @@ def test_an_engine_killed_during_a_push_is_replaced_and_the_others_get_the_weigh
     send = BucketSender._send
 
     def kill_then_send(self, push, bucket, *rest):
-        if bucket.number == 2 and victim.alive():
+        if bucket.index == 2 and victim.alive():
             for process in victim.processes():
                 process.kill()
         send(self, push, bucket, *rest)

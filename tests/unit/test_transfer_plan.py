@@ -238,9 +238,9 @@ def test_the_order_of_buckets_cannot_deadlock():
             if not queue:
                 continue
             bucket = queue[0]
-            before = [b for b in plan.buckets_of_sender(bucket.sender) if b.number <= bucket.number - 2]
-            if all(taken[b.sender, b.number] == set(b.receivers) for b in before):  # its slot is free
-                taken[bucket.sender, bucket.number].add(rank)
+            before = [b for b in plan.buckets_of_sender(bucket.sender) if b.index <= bucket.index - 2]
+            if all(taken[b.sender, b.index] == set(b.receivers) for b in before):  # its slot is free
+                taken[bucket.sender, bucket.index].add(rank)
                 queue.pop(0)
                 moved = True
     assert not any(queues.values())

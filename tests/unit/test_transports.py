@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from mrl.weight_sync import transports
-from mrl.weight_sync.transports import ProcessLocation, SharedMemorySendEnd, choose_transport
+from mrl.weight_sync.transports import ProcessLocation, SharedMemorySendEndpoint, choose_transport
 
 CPU_A, CPU_B = ProcessLocation("a", None), ProcessLocation("b", None)
 GPUS = [ProcessLocation("a", "g0"), ProcessLocation("a", "g1"), ProcessLocation("b", "g2")]
@@ -53,14 +53,14 @@ def test_slots_that_do_not_fit_into_shared_memory_are_refused_and_leave_no_file(
     with pytest.raises(
         ValueError, match=r"2 slots of \d+ bytes do not fit into /dev/shm.*smaller weight_sync.bucket_bytes"
     ):
-        SharedMemorySendEnd(1 << 50)
+        SharedMemorySendEndpoint(1 << 50)
     assert not list(shared_memory.iterdir())
 
 
 def test_slots_are_allocated_at_once_and_their_file_is_unlinked_after_connecting():
-    send_end = SharedMemorySendEnd(1 << 16)
-    assert send_end.path.stat().st_blocks * 512 >= 2 << 16, "not a sparse file"
-    send_end.slots[1][-1] = 7
-    send_end.on_connected()
-    assert not send_end.path.exists() and int(send_end.slots[1][-1]) == 7
-    send_end.close()
+    send_endpoint = SharedMemorySendEndpoint(1 << 16)
+    assert send_endpoint.path.stat().st_blocks * 512 >= 2 << 16, "not a sparse file"
+    send_endpoint.slots[1][-1] = 7
+    send_endpoint.on_connected()
+    assert not send_endpoint.path.exists() and int(send_endpoint.slots[1][-1]) == 7
+    send_endpoint.close()
