@@ -107,6 +107,7 @@ class StepDump:
         """Read the mini-batch that a replay computes."""
         with np.load(self.path / MINI_BATCHES, allow_pickle=False) as file:
             groups = file["groups"] if "groups" in file.files else None
+            # The file calls denominator_rows "counted".
             rows, denominator_rows = (file[f"{name}_{self.description.mini_batch}"] for name in ("rows", "counted"))
         lengths = block.prompt_lengths, block.response_lengths, block.sampled_lengths
         return TrainBatch(block, *lengths, groups, rows, denominator_rows)

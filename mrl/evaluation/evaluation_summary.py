@@ -76,13 +76,13 @@ def _ways_of_other_answers(
 
     One answer of this size has `votes` votes. `ways[m]` is the number of ways to draw m of the responses that do not have this
     answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes, the way
-    counts only 1 / (t + 1), which is the probability of winning the tie. 1 / (t + 1) is the integral of y**t over y from 0 to 1.
-    So each tied answer contributes a factor y to a polynomial in y, which Gauss-Legendre quadrature integrates exactly.
+    counts only 1 / (t + 1), the probability that this answer wins the tie. 1 / (t + 1) is the integral of y**t over y from 0
+    to 1. So each tied answer contributes a factor y to a polynomial in y, which Gauss-Legendre quadrature integrates exactly.
     """
     # Size -> count of the answers of this size that can get `votes` votes.
     rivals = Counter(size for size in counts if size >= votes)
     num_free = sum(size for size in counts if size < votes) + num_unanswered  # responses that cannot cause a tie
-    nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)
+    nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)  # of the quadrature over y
     free_m = np.array([float(comb(num_free, m)) for m in range(min(num_free, max_m) + 1)])
     for size, ways_ym in _all_but_one(sorted(rivals.items()), sizes, nodes_y, votes, max_m, np.ones((len(nodes_y), 1))):
         yield size, _fit_length(np.convolve(weights_y @ ways_ym, free_m), max_m + 1)
