@@ -1,6 +1,6 @@
 """Checks the config section `megatron`, which sets fields of Megatron's TransformerConfig.
 
-This module reads the names of these fields from Megatron's source files, because it is slow to import Megatron.
+This module reads the names of these fields from Megatron's source files, because importing Megatron is slow.
 """
 
 import ast

@@ -39,7 +39,7 @@ from parallel.optimizer import (
 logger = logging.getLogger(__name__)
 _NUM_STEPS_KEY = "optimizer_steps"  # key in a checkpoint: number of optimizer steps before the save
 _OPTIMIZER_PREFIX = "optimizer.state."  # prefix of the keys of optimizer state in a checkpoint
-_TRACKER_PREFIX = "tracked."  # prefix of the names of those RNG states that Megatron's RNG tracker holds
+_TRACKER_PREFIX = "tracked."  # prefix of the names of the RNG states that Megatron's RNG tracker holds
 _MAX_VOCAB_PADDING = 1024  # largest number of vocabulary rows that another layout may have added as padding
 
 

@@ -202,7 +202,7 @@ def _patch_megatron_optimizer_and_rng() -> None:
 
 
 def _patch_expert_communication() -> None:
-    """Replace those functions of Megatron's token exchange between experts that assume CUDA or NCCL."""
+    """Replace the functions that assume CUDA or NCCL in Megatron's token exchange between experts."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     def to_cpu(tensor, as_numpy=False, record_stream=False):  # split sizes from a CPU tensor must also become numpy

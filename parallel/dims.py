@@ -74,9 +74,9 @@ class ParallelDims:
     def from_world_size(cls, world_size: int | None, dp: int | None, **axes: Any) -> "ParallelDims":
         """Return the layout of `world_size` processes: dp = world_size / (tp * cp * pp).
 
-        If the argument `dp` is given, it is used, and `world_size` must match it. If both are None, dp is the smallest number
-        of replicas whose ranks can be divided into whole copies of the experts. Raises ValueError if the sizes do not fit
-        together.
+        If the argument `dp` is given, the layout has `dp` replicas, and `world_size` must match. If both arguments are None, dp
+        is the smallest number of replicas whose ranks can be divided into whole copies of the experts. Raises ValueError if
+        the sizes do not fit together.
         """
         if world_size is None or dp is not None:
             dims = cls(dp=_min_replicas(**axes) if dp is None else dp, **axes)

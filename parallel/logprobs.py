@@ -23,11 +23,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 PADDING_LOGIT = -1e30
-"""Logit of the padding rows of the vocabulary. It makes their probability 0, and it is finite, so that 0 * PADDING_LOGIT is 0."""
+"""Logit of the padding rows of the vocabulary. It gives these rows probability 0, and 0 * PADDING_LOGIT is 0, not NaN."""
 
 
 def linear_logprobs(  # noqa: PLR0913  terms of one formula
-    hidden: Tensor,  # [T, H] any float dtype; the caller must sum its gradient over the group
+    hidden: Tensor,  # [T, H] any float dtype; the caller must sum the gradient of `hidden` over the group
     weight: Tensor,  # [V/tp, H] vocabulary rows of the output layer on this rank, in the dtype of `hidden`
     targets: Tensor,  # [T] token ids in the whole vocabulary
     group: ProcessGroup,

@@ -134,7 +134,7 @@ class PackedLatentAttention(MLASelfAttention):
     heads from these vectors. All heads share one part of the key, and RoPE rotates this part. Without Transformer Engine,
     Megatron 0.19 splits the down-projections over tensor-parallel ranks. The gradient of the shared part would then come only
     from the heads on the same rank. With replicated down-projections, the sequence-parallel gather of the shared part sums the
-    gradients of all heads. Therefore this module needs sequence parallelism if it is tensor-parallel.
+    gradients of all heads. Therefore this module needs sequence parallelism if the layout has tensor parallelism.
     """
 
     def __init__(

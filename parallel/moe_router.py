@@ -29,7 +29,7 @@ class PackedRouter(TopKRouter):
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
-        """Move and cast the module, but only move the correction bias, so that it keeps its float32 values."""
+        """Move and cast the module, but only move the correction bias, so that the bias stays in float32."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:

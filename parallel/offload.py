@@ -30,7 +30,7 @@ class ModelOffloader:
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], get_optimizer: Callable[[], MegatronOptimizer | None]
     ) -> None:
-        """`chunks` are this rank's virtual stages. `get_optimizer` returns their optimizer, or None if they have none."""
+        """`chunks` are this rank's virtual stages. `get_optimizer` returns the optimizer of these stages, or None."""
         self._chunks, self._get_optimizer = chunks, get_optimizer
         self._weights, self._state = _HostCopy(), _HostCopy()  # `_state` is for the optimizer state
         self._dropped_gradients: list[tuple[UntypedStorage, int]] = []  # (storage, its bytes)
@@ -38,7 +38,7 @@ class ModelOffloader:
 
     @property
     def level(self) -> OffloadLevel:
-        """The highest level that is completely on the device. It is also correct after a failed `move_to`."""
+        """The highest level that is completely on the device. The result is also correct after a failed `move_to`."""
         if self._weights.storages:
             return OffloadLevel.FULLY_OFFLOADED
         return (

@@ -1,7 +1,8 @@
 """Packed sequences: many sequences of different lengths in one row of tokens, without padding. Does not communicate.
 
 A pack consists of segments. A token attends to itself and the earlier tokens of its segment, and to all tokens of the segment's
-ancestors. A plain sequence is one segment. A prompt with G responses is a segment with G children, so it is computed only once.
+ancestors. A plain sequence is one segment. A prompt with G responses is a segment with G children, so the prompt is computed
+only once.
 
 Context parallelism splits every segment into `2 * cp` chunks of equal length. Rank r holds chunks `r` and `2 * cp - 1 - r`. This
 zig-zag order balances the work, because early tokens attend to few tokens and late tokens attend to many. If the length of a
@@ -145,7 +146,7 @@ class _PackLayout:
     lengths: Ints  # number of real tokens
     padded: Ints  # number of tokens, padding included
     starts: Ints  # index of the segment's first token among the S real tokens
-    offsets: Ints  # position of the segment's first token in its sequence: the length of all ancestors
+    offsets: Ints  # position of the segment's first token in its sequence: the total length of all ancestors
     ancestors: list[list[int]]  # indices of all ancestors, the root first
     cp_size: int
 

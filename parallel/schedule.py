@@ -109,7 +109,7 @@ def _padding_mask(micro: PackedMicroBatch, module: DistributedDataParallel) -> T
     """Return the mask [1, L] of padding tokens for the load-balancing loss of the experts.
 
     Returns None for a dense model, or if there is no padding. Under sequence parallelism, Megatron splits the mask over the
-    tensor-parallel ranks on the first pipeline stage only. Therefore this function splits it on the other stages.
+    tensor-parallel ranks on the first pipeline stage only. Therefore this function splits the mask on the other stages.
     """
     padding = micro.packed.padding
     if padding is None or not module.config.num_moe_experts:

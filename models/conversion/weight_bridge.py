@@ -60,7 +60,7 @@ class WeightBridge:
     def _find_stages(self) -> dict[str, int]:
         """Return the pipeline stage of each layer, and of each parameter outside the layers.
 
-        Also checks that table and model have the same parameters.
+        The method also checks that table and model have the same parameters.
         """
         unknown = self.params.keys() - self.row_of_megatron.keys()
         stages: list[set[str]] = [set()] * self.dims.pp

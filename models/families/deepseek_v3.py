@@ -28,7 +28,7 @@ _MEGATRON_ATTENTION, _HF_ATTENTION = f"{_MEGATRON_LAYER}.self_attention", f"{_HF
 # Symbols in the shapes:
 #   q: queries of all heads
 #   kv_a: the low-rank vector of keys and values, and the rotated part of the key, which all heads share
-#   kv_b: for all heads, the other part of the key and the value
+#   kv_b: for all heads, the part of the key that is not rotated, and the value
 #   o: values of all heads
 LATENT_ATTENTION = (
     ParamMapping(f"{_MEGATRON_LAYER}.input_layernorm.weight", (f"{_HF_LAYER}.input_layernorm.weight",), (("hidden",),)),
