@@ -59,7 +59,7 @@ class ConvertArguments:
     """The KEY=VALUE arguments of one subcommand, such as to-hf."""
 
     def __init__(self, kind: str, arguments: Sequence[str], known: Sequence[str]) -> None:
-        """Read the arguments.
+        """Read the arguments of the subcommand `kind`. `known` are the keys that it takes.
 
         Raises ValueError if an argument is not of the form KEY=VALUE, a key is not in `known`, or a key is repeated.
         """
@@ -224,6 +224,7 @@ def _print_checks(results: "Sequence[ConversionCheck]", title: str) -> None:
     Console(width=None if sys.stdout.isatty() else 130).print(table)
 
 
+# subcommand -> its function
 KINDS = {"to-megatron": to_megatron, "to-hf": to_hf, "check": check}
 
 

@@ -14,20 +14,20 @@ def parser() -> argparse.ArgumentParser:
     )
     kinds = top.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    made = kinds.add_parser(
+    prepare_parser = kinds.add_parser(
         "prepare", help="convert a known data set to parquet with the columns that mrl reads, and extract the answers"
     )
-    made.add_argument(
+    prepare_parser.add_argument(
         "recipe", choices=sorted(RECIPES), help="; ".join(f"{n}: {r.source_columns}" for n, r in RECIPES.items())
     )
-    made.add_argument(
+    prepare_parser.add_argument(
         "source", type=Path, help="jsonl file, parquet file, or folder written by datasets.Dataset.save_to_disk"
     )
-    made.add_argument("target", type=Path, help="parquet file to write")
-    made.add_argument(
+    prepare_parser.add_argument("target", type=Path, help="parquet file to write")
+    prepare_parser.add_argument(
         "--instruction", help="text that is added to each problem (default: the text of the recipe; '' adds nothing)"
     )
-    made.add_argument(
+    prepare_parser.add_argument(
         "--split", default="train", help="name of the split, which is stored in extra_info (default: %(default)s)"
     )
 

@@ -77,6 +77,7 @@ def _console(width: int = 100) -> Console:
 
 
 def _device_map(config: Config, weights: bool = True) -> DeviceMap:
+    """Return the planned processes of each GPU. If `weights` is False, only config.json is read from each model's folder."""
     pools = plan_placement(config, weights)
     return planned_device_map(pools, slots_per_node(config.cluster, pools))
 
@@ -232,6 +233,7 @@ def _bar(phase: GpuPhase) -> str:
     return f"{'█' * full}{'·' * (BAR_WIDTH - full)} {fraction:.0%}"
 
 
+# Subcommand -> its function, which takes the config and whether to print JSON
 KINDS: dict[str, Callable[[Config, bool], None]] = {
     "": explain_everything,
     "memory": explain_memory,

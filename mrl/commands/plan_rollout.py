@@ -112,7 +112,12 @@ def _parse_value(key: str, text: str, type_name: str) -> str | int | float | boo
 
 # Used without run.dir
 DEFAULT_SETUP = RolloutSetup(prompts_per_step=128, num_engines=4, staleness=0, in_order=True)
-DEFAULT_SPEEDS = RunSpeeds(EngineSpeeds(0.015, 0.0001, 0.00003, 256), train_s=1.0, train_token_s=2e-5, push_s=2.0)
+DEFAULT_SPEEDS = RunSpeeds(
+    EngineSpeeds(fixed_step_s=0.015, request_s=0.0001, prefill_s=0.00003, max_running=256),
+    train_s=1.0,
+    train_token_s=2e-5,
+    push_s=2.0,
+)
 LOG_NORMAL_GROUPS = 2048  # number of groups whose lengths are drawn from the log-normal distribution
 
 

@@ -75,8 +75,9 @@ def refuse_plain_secrets(config: Mapping[Any, Any]) -> None:
     """
     for key, value in flatten_config(config, into_lists=True):
         literal = _FROM_ENVIRONMENT.sub("", value) if isinstance(value, str) else value
-        scheme = isinstance(literal, str) and literal.strip().lower() in ("bearer", "basic")
-        if is_secret_name(key.rpartition(".")[2]) and literal not in (None, "", "???") and not scheme:
+        # "Bearer ${oc.env:NAME}" is allowed: its literal part is only the scheme of an authorization header.
+        is_scheme = isinstance(literal, str) and literal.strip().lower() in ("bearer", "basic")
+        if is_secret_name(key.rpartition(".")[2]) and literal not in (None, "", "???") and not is_scheme:
             name = key.rpartition(".")[2].upper().replace("-", "_")
             raise PlainSecretError(
                 f"{key} holds a secret, which would be written to the run directory and to trackers; "
@@ -89,19 +90,23 @@ def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Hides the values of keys with secret names. Also hides the values of secret environment variables in all other texts.
     """
-    known = [value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= MIN_SECRET_LENGTH]
-    return {name: _redact_value(name, value, sorted(known, key=len, reverse=True)) for name, value in config.items()}
+    secret_values = [
+        value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= MIN_SECRET_LENGTH
+    ]
+    return {
+        name: _redact_value(name, value, sorted(secret_values, key=len, reverse=True)) for name, value in config.items()
+    }
 
 
-def _redact_value(name: str, value: Any, known: list[str]) -> Any:
+def _redact_value(name: str, value: Any, secret_values: list[str]) -> Any:
     if isinstance(value, Mapping):
-        return {inner: _redact_value(str(inner), each, known) for inner, each in value.items()}
+        return {inner: _redact_value(str(inner), each, secret_values) for inner, each in value.items()}
     if is_secret_name(name) and value not in (None, ""):
         return HIDDEN
     if isinstance(value, list | tuple):
-        return type(value)(_redact_value("", each, known) for each in value)
+        return type(value)(_redact_value("", each, secret_values) for each in value)
     if isinstance(value, str):
-        for secret in known:
+        for secret in secret_values:
             value = value.replace(secret, HIDDEN)
     return value
 

@@ -87,9 +87,9 @@ def is_known(key: str) -> bool:
     for layout in PARTIAL_LAYOUTS:
         if key.startswith(f"{layout}."):
             return key.removeprefix(f"{layout}.") in ParallelConfig.__dataclass_fields__
-    free = {name for name, field in key_fields() if _is_free_form(field)}
+    free_form_keys = {name for name, field in key_fields() if _is_free_form(field)}
     parts = key.split(".")
-    return any(".".join(parts[:n]) in free for n in range(1, len(parts)))
+    return any(".".join(parts[:n]) in free_form_keys for n in range(1, len(parts)))
 
 
 def _is_free_form(field: Field) -> bool:

@@ -119,7 +119,7 @@ class PointLauncher(Launcher):
 
 
 def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: int) -> tuple[Sweep, int]:
-    """Check all points, and return (the sweep with these points, the number of nodes of the largest point).
+    """Check all points, and return (the sweep with these points, the largest number of nodes of a point).
 
     Raises ValueError if a point cannot run; the message lists the mistakes of all points. Also raises ValueError if `folder`
     contains another sweep.
@@ -145,7 +145,10 @@ def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: in
 
 
 def check_point(folder: Path, overrides: Sequence[str]) -> int:
-    """Check one point as `mrl train` would, and return the number of nodes of its job. Raises ValueError if it cannot run."""
+    """Check one point as `mrl train` would, and return the number of nodes of its job.
+
+    Raises ValueError if the point cannot run.
+    """
     config = hydra_entry.compose_config(overrides)
     plan = plan_fitting_run(replace(config, run=replace(config.run, dir=str(folder / "check"))))
     return with_node_count(config.cluster, plan.pools).nodes or 1

@@ -1,4 +1,4 @@
-"""Hydra sweepers of `mrl train -m`. A sweeper chooses the points of a sweep: all combinations, or those that Optuna proposes.
+"""Hydra sweepers of `mrl train -m`. A sweeper chooses the points: all combinations of values, or the points that Optuna proposes.
 
 A point is one run of a sweep, given by the overrides of the swept keys.
 """
@@ -62,7 +62,7 @@ class GridSweeper(Sweeper):
 
 
 class OptunaSweeper(GridSweeper):
-    """Hydra sweeper with the name `optuna` (conf/hydra/sweeper/optuna.yaml): Optuna chooses values from earlier metrics."""
+    """Hydra sweeper with the name `optuna` (conf/hydra/sweeper/optuna.yaml): Optuna chooses values, given the earlier metrics."""
 
     __module__ = "hydra_plugins.mrl"
 
