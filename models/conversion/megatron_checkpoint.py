@@ -3,9 +3,8 @@
 The format is independent of the layout: each key names a tensor of the whole model, and the tensor is stored in one or several
 chunks. The keys are the Megatron names in the family's table, with two exceptions. Layers are stacked if all have the same
 structure: they share one key, and the first dim of the stored tensor is the layer. The experts of a layer share one key in the
-same way.
-A stored tensor has the shape that it has in a single process. Only a tensor with one row per token of the vocabulary may have
-padding rows, at the end.
+same way. A stored tensor has the shape that it has in a single process. Only a tensor with one row per token of the vocabulary
+may have padding rows, at the end.
 """
 
 import io
@@ -79,7 +78,7 @@ class TensorLocation:
 
 
 def layers_are_stacked(arch: Architecture) -> bool:
-    """Whether Megatron 0.19 stacks the layers of this model: if moe_layer_freq is not a list with one entry per layer."""
+    """Whether Megatron 0.19 stacks the layers of this model. It stacks no layers if moe_layer_freq has one entry per layer."""
     return not isinstance(arch.transformer.get("moe_layer_freq", 1), list)
 
 
