@@ -1,1 +1,1 @@
-"""The state of a run on disk: run directory, checkpoints, sample ledger, and the choice of the checkpoint to resume."""
+"""The state of a run on disk: run directory, checkpoints, sample ledger, and the choice of the checkpoint to resume from."""

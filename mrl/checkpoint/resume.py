@@ -30,7 +30,10 @@ SAMPLING_KEYS = (
     "run.seed",
     "rollout",
 )
-"""Config keys that decide which samples a run draws and what it learns. The rollout log is used only if all are unchanged."""
+"""Config keys that decide which samples a run draws and what the run learns, except NEUTRAL_KEYS.
+
+A resumed run uses the rollout log only if the values of all these keys are unchanged.
+"""
 NEUTRAL_KEYS = (
     "critic.parallel",
     "teacher.parallel",
@@ -40,12 +43,12 @@ NEUTRAL_KEYS = (
     "rollout.request_timeout_s",
     "rollout.record",
 )
-"""Keys inside the sections of SAMPLING_KEYS that do not change the samples."""
+"""Keys in the sections of SAMPLING_KEYS that may change, because they do not influence the samples."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state that a run begins with."""
+    """The checkpoint from which a run begins, and the config keys that have changed."""
 
     checkpoint: Checkpoint | None = None  # None: the run starts at step 0
     of_another_run: bool = False  # whether the checkpoint belongs to another run
@@ -61,7 +64,7 @@ class ResumePoint:
 
 
 def model_sizes(arch: Architecture) -> dict[str, int]:
-    """Return the sizes by which a checkpoint's model is recognized: name -> size."""
+    """Return name -> size. These sizes must equal the sizes of the model in a checkpoint."""
     return arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
 
 

@@ -1,7 +1,7 @@
 """The run directory: its lock, the record of the command and config, and the sample ledger.
 
-Only one process at a time holds the lock. The ledger records which samples each step trained. This proves that no sample was
-lost, trained twice, or trained too late.
+Only one process at a time holds the lock. The ledger records which samples each step trained. With the ledger, one can
+prove that no sample was lost, trained twice, or trained too late.
 """
 
 import json
@@ -23,9 +23,9 @@ from mrl.core.types import Rollouts
 
 logger = logging.getLogger(__name__)
 
-RUN_RECORD = "run.json"  # file in the run directory with the command and the config
-RUN_DIR_VARIABLE = "MRL_RUN_DIR"  # environment variable with the run directory, set in every process of the run
-# names in a folder that show that it has the results of a run
+RUN_RECORD = "run.json"  # name of the file in the run directory that has the command and the config
+RUN_DIR_VARIABLE = "MRL_RUN_DIR"  # environment variable that has the run directory in every process of the run
+# Files and folders: a folder that has one of them has the results of a run
 OUTPUTS = (RUN_RECORD, "metrics.jsonl", "sft.jsonl", "checkpoint", "checkpoints", "hf")
 KILL_TIMEOUT_S = 20.0  # longest wait for killed processes to end
 
@@ -34,7 +34,7 @@ KILL_TIMEOUT_S = 20.0  # longest wait for killed processes to end
 def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterator[None]:
     """Lock the folder for this process, and kill processes that an earlier command in this folder left behind.
 
-    The lock is released when the context exits or the process ends. Raises ValueError if another process holds it.
+    The lock is released when the context exits or the process ends. Raises ValueError if another process holds the lock.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
@@ -70,7 +70,10 @@ def check_unused(folder: Path) -> None:
 
 
 def _kill_leftovers(folder: Path) -> None:
-    """Kill processes of an earlier command in this folder. They would end by themselves, but hold GPUs until then."""
+    """Kill processes of an earlier command in this folder.
+
+    The processes would end by themselves, but they hold GPUs until then.
+    """
     leftovers = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -87,14 +90,14 @@ class SampleLedger:
     """The file run.dir/ledger.jsonl, with one line per step.
 
     Values of a line:
-        drawn: number of rows that the run has drawn from each data source since it began
+        drawn: for each data set in `data.train`, the number of rows that the run has drawn since it began
         weight_version: oldest weight version that sampled a token of the step
         groups: for each group, the row of its prompt in the data set, and a hash of prompt and responses
-        requests: for each group, the number of its prompt request
+        requests: for each group, the serial number of its prompt request
         prompts: for each group, the number of tokens in its prompt
         lengths: for each group, the number of sampled tokens in each response
-        updates: for each optimizer step, weight version -> [number of its tokens in the loss, their fraction of the loss's
-            total weight before corrections]
+        updates: for each optimizer step, weight version -> [count of tokens in the loss that this weight version sampled,
+            (sum of the token weights of these tokens) / (sum of all token weights)]; token weights before corrections
 
     When a run returns to a checkpoint, the lines of later steps are removed.
     """
@@ -103,12 +106,16 @@ class SampleLedger:
         self._lines = JsonLinesFile(path, last_step)
 
     def record(
-        self, step: int, rollouts: Rollouts, drawn: list[int], weights: Sequence[NDArray[np.float64]] = ()
+        self, step: int, rollouts: Rollouts, drawn: list[int], token_weights: Sequence[NDArray[np.float64]] = ()
     ) -> None:
-        """Record the samples that led to weight version `step`.
+        """Record the samples that a training step trained. The step makes weight version `step`.
 
-        `drawn`: number of rows that the run has drawn from each data source since it began. `weights`: for each optimizer step,
-        the weight of one token of each response in the loss, `[B]`.
+        Args:
+            step: 1 for the first training step of the run.
+            rollouts: samples of the step.
+            drawn: for each data set in `data.train`, the number of rows that the run has drawn since it began.
+            token_weights: for each optimizer step, an array [B]: for each response, the weight that each of its tokens has in
+                the loss. The weight is 0 if the optimizer step does not train the response.
         """
         starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
         hashes = [xxhash.xxh3_64_hexdigest(part.tobytes()) for part in np.split(rollouts.digests, starts[1:])]
@@ -119,8 +126,7 @@ class SampleLedger:
         line |= dict(prompts=rollouts.prompt_lengths[starts].tolist(), lengths=lengths)
         self._lines.write(
             step,
-            line
-            | dict(updates=[_weights_by_version(rollouts.version_spans, step_weights) for step_weights in weights]),
+            line | dict(updates=[_tokens_by_version(rollouts.version_spans, weights) for weights in token_weights]),
         )
 
     def rewind(self, last_step: int) -> None:
@@ -132,16 +138,16 @@ class SampleLedger:
         self._lines.close()
 
 
-def _weights_by_version(spans: NDArray[np.int64], weights: NDArray[np.float64]) -> dict[str, list[float]]:
-    """Return weight version -> [number of its tokens in the loss, their fraction of the loss's total weight].
+def _tokens_by_version(spans: NDArray[np.int64], token_weights: NDArray[np.float64]) -> dict[str, list[float]]:
+    """Return an entry of `updates` in the ledger, for one optimizer step.
 
-    `spans`: rows (number of the response, weight version, number of tokens that this version sampled). `weights`: weight of one
-    token of each response, `[B]`.
+    `spans`: an array whose entries are (index of the response, weight version, count of tokens in this response that this
+    version sampled). `token_weights` [B]: for each response, the weight that each of its tokens has in the loss.
     """
-    responses, versions, tokens = spans.T
-    token_weights, total = weights[responses] * tokens, float((weights[responses] * tokens).sum())
-    fractions = {}
-    for version in np.unique(versions[token_weights > 0]).tolist():
-        selected = (versions == version) & (token_weights > 0)
-        fractions[str(version)] = [int(tokens[selected].sum()), round(float(token_weights[selected].sum()) / total, 9)]
-    return fractions
+    responses, versions, counts = spans.T
+    span_weights, total = token_weights[responses] * counts, float((token_weights[responses] * counts).sum())
+    entry = {}
+    for version in np.unique(versions[span_weights > 0]).tolist():
+        selected = (versions == version) & (span_weights > 0)
+        entry[str(version)] = [int(counts[selected].sum()), round(float(span_weights[selected].sum()) / total, 9)]
+    return entry

@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class SavableModel(Protocol):
-    """The trainer ranks of one model, which together write its part of a checkpoint."""
+    """The trainer ranks of one model, which together write this model's part of a checkpoint."""
 
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
-        """Take a snapshot of the model and begin to write it. If not `asynchronous`, return when it is written."""
+        """Take a snapshot of the model and begin to write it. If not `asynchronous`, return when the files are written."""
         ...
 
     def save_finished(self) -> bool:
@@ -54,9 +54,9 @@ class _PendingSave:
 
     folder: Path
     step: int
-    state: Mapping[str, Any]
-    score: float | None
-    deadline: float  # time.monotonic() until which the checkpoint must be written
+    state: Mapping[str, Any]  # state of the driver
+    score: float | None  # value of the schedule's `best_metric`; None if this value is unknown
+    deadline: float  # value of time.monotonic() at which the checkpoint must be written
 
 
 @dataclass
@@ -69,15 +69,18 @@ class CheckpointSaver:
     constant_parts: Mapping[str, Callable[[str], None]]
     schedule: CheckpointSchedule
     notes: Mapping[str, Any]  # model, layout and config of the run, which each checkpoint records
-    discard_rollout_log: Callable[[int], None]  # removes the steps before the given step; no resume will read them
+    discard_rollout_log: Callable[[int], None]  # removes the steps before this step from the rollout log
     export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
     run_dir: Path
     failed: int = 0  # number of checkpoints that could not be written
-    _pending: _PendingSave | None = None
+    _pending: _PendingSave | None = None  # None while no checkpoint is being written
     _newest: int | None = None  # step of the newest checkpoint
 
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Begin a checkpoint if one is due, and finish a pending one. A failure is logged, and the run continues."""
+        """Begin a checkpoint if one is due, and finish a pending one. A failure is logged, and the run continues.
+
+        `state`: state of the driver. `metrics`: metrics of the last step.
+        """
         step, schedule = state["progress"]["step"], self.schedule
         if step == 0:
             return
@@ -103,7 +106,10 @@ class CheckpointSaver:
             self._finish()
 
     def finish(self, state: Mapping[str, Any]) -> None:
-        """Write the last checkpoint of the run, and its weights as the Hugging Face folder hf/."""
+        """If the schedule has `at_end`, write the last checkpoint of the run, and the actor's weights to the folder hf/.
+
+        Otherwise, finish a pending checkpoint.
+        """
         if self.schedule.at_end:
             self.save_now(state)
             self._export(self.run_dir / "hf")
@@ -115,7 +121,7 @@ class CheckpointSaver:
             self._attempt(self._finish)
 
     def restart_from(self, checkpoint: Checkpoint | None) -> None:
-        """Forget a pending save, because the trainers restart from `checkpoint`, or from step 0 if it is None."""
+        """Forget a pending save, because the trainers restart from `checkpoint`, or from step 0 if `checkpoint` is None."""
         self._pending, self._newest = None, checkpoint.step if checkpoint else None
 
     def _begin(self, state: Mapping[str, Any], score: float | None, asynchronous: bool) -> None:

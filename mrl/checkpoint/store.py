@@ -1,6 +1,7 @@
 """CheckpointStore: the checkpoint folders of a run.
 
-A folder gets its name only when it is complete. Old checkpoints are removed. The folder run.dir/checkpoints/step_000050/ has:
+A checkpoint folder gets its name only when it is complete. Old checkpoints are removed. The checkpoint folder
+run.dir/checkpoints/step_000050/ has:
 
     actor/ critic/ reference/    Megatron's distributed checkpoints with random states; other modules write and read them
     state.json                   state of the driver, and the size of every file
@@ -24,10 +25,10 @@ from parallel.durable_files import fsync_path, rename_durably, write_file
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 1  # format of checkpoint folders; checkpoints of another format are refused
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
-_PARTIAL = ".partial-"
+_PARTIAL = ".partial-"  # begins the name of an incomplete folder
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Checkpoint:
     path: Path
     step: int  # number of finished training steps
     state: Mapping[str, Any]  # state of the driver
-    score: float | None = None  # higher is better
+    score: float | None = None  # value of checkpoint.best_metric, higher is better; None if it was not known
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
@@ -69,7 +70,7 @@ class CheckpointStore:
 
     folder: Path
     keep_last: int = 2  # number of newest checkpoints to keep
-    keep_best: int = 0  # number of checkpoints with the highest scores to keep in addition
+    keep_best: int = 0  # number of checkpoints to keep in addition: the ones with the highest scores
     copy_to: str | None = None  # fsspec URL of a folder to which each checkpoint is copied
     _copying: list[threading.Thread] = field(default_factory=list)  # thread of the latest copy
 
@@ -150,7 +151,7 @@ class CheckpointStore:
             shutil.rmtree(removed, ignore_errors=True)
 
     def _start_copy(self, path: Path) -> None:
-        """Start a thread that copies a complete checkpoint to `copy_to`. Only the end of the run waits for it."""
+        """Start a thread that copies a complete checkpoint to `copy_to`. The run waits for the thread only at its end."""
         if self.copy_to and self.wait_for_copy(timeout_s=0):
             self._copying[:] = [threading.Thread(target=self._copy, args=[path], name="copy", daemon=True)]
             self._copying[0].start()

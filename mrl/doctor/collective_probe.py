@@ -20,7 +20,7 @@ from mrl.doctor.gather.host_probe import CHECKOUT
 from mrl.doctor.host_facts import CollectiveResult
 
 START_TIMEOUT_S = 60.0  # time for a child process to import torch from a slow disk
-POLL_S = 0.05
+POLL_S = 0.05  # time between two tests of whether the child processes have ended
 MESSAGE_BYTES = 16 * 2**20  # size of the tensor that each all-reduce sums
 
 
@@ -38,7 +38,7 @@ class CollectivePlan:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Result of the all-reduces of one rank."""
+    """Results of the all-reduces in which one rank took part."""
 
     rank: int
     began: list[str] = field(default_factory=list)  # process groups whose all-reduce began on this rank
@@ -56,14 +56,15 @@ class RankSpec:
     address: str  # network address of rank 0
     port: int
     device: int  # index of the GPU on this host
-    timeout_s: float
-    groups: dict[str, list[int]]  # process group -> its ranks; all ranks test world first, then these in order
+    timeout_s: float  # timeout of torch.distributed, both for its initialization and for each all-reduce
+    # process group -> its ranks; an all-reduce over all ranks (`world`) runs first, then one in each of these groups, in order
+    groups: dict[str, list[int]]
 
 
 def multi_host_groups(groups: Mapping[str, Sequence[int]], host_of_rank: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Return the process groups that have ranks on several hosts. Of several groups with the same ranks, keep the first.
 
-    `groups`: name -> ranks. `host_of_rank`: number of each rank's host, `[ranks]`.
+    `groups`: name -> ranks. `host_of_rank`: index of each rank's host, `[ranks]`.
     """
     name_by_ranks: dict[tuple[int, ...], str] = {}
     for name, ranks in groups.items():

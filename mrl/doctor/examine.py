@@ -29,7 +29,7 @@ from mrl.doctor.host_facts import ClusterFacts, CollectiveResult, FolderFacts, H
 from mrl.doctor.rendezvous import Rendezvous
 from mrl.rollout.engines.leases import PortLease
 
-CONNECT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 3.0  # longest wait for a connection to cluster.address, and for scontrol
 CONFIG_TIMEOUT_S = 60.0  # time for the first host to read the config from a slow disk
 NUM_CPU_RANKS = 2  # number of ranks in an all-reduce on one host without GPUs
 
@@ -65,9 +65,9 @@ CHECKS: dict[str, Check] = {
 class ExamineOptions:
     """Options of a preflight check."""
 
-    deadline_s: float = 60.0  # time for all hosts to join; the all-reduces have the same time again
+    deadline_s: float = 60.0  # longest wait for all hosts to join, and longest time of all all-reduces together
     all_reduce: bool | None = None  # whether to run all-reduces; None: if several processes would take part
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.time  # returns this host's time in seconds
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def run_checks(cluster: ClusterFacts) -> list[DoctorFinding]:
 
 
 def gather_facts(requirements: Requirements | None, rank: int = 0) -> HostFacts:
-    """Gather the facts about this host. `rank`: number of the host among the hosts that are checked together."""
+    """Gather the facts about this host. `rank`: index of the host among the hosts that are checked together."""
     return HostFacts(
         host=socket.gethostname(),
         rank=rank,
@@ -112,7 +112,7 @@ def _probe_folders(requirements: Requirements | None) -> list[FolderFacts]:
 def _connect_to_cluster(address: str | None) -> str:
     """Try a connection to HOST:PORT, the address of a Ray cluster. Returns the error, or "" if the connection works.
 
-    Returns "" without a connection if there is no address or it has another form.
+    Returns "" without a connection if `address` is None or does not have this form.
     """
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
@@ -140,7 +140,7 @@ def examine_host(requirements: Requirements | None, options: ExamineOptions) -> 
 def examine_hosts(
     rendezvous: Rendezvous, read_requirements: Callable[[], Requirements | None], options: ExamineOptions
 ) -> DoctorReport:
-    """Examine this host together with the others. `read_requirements` reads the config; only the first host calls it."""
+    """Examine this host together with the other hosts. `read_requirements` reads the config; only the first host calls it."""
     if rendezvous.rank == 0:
         requirements = read_requirements()
         rendezvous.send("requirements", to_plain(requirements))
@@ -261,9 +261,9 @@ def _plan_collectives(cluster: ClusterFacts) -> CollectivePlan | None:
     interfaces = network_checks.reachable_interfaces(cluster, first)
     if not interfaces or not cluster.multi_host:
         return None
-    host_of_rank = [number for number, host in enumerate(cluster.hosts) for _ in range(max(1, len(host.gpus.cards)))]
+    host_of_rank = [index for index, host in enumerate(cluster.hosts) for _ in range(max(1, len(host.gpus.cards)))]
     groups = multi_host_groups(cluster.requirements.groups if cluster.requirements else {}, host_of_rank)
-    hosts = [cluster.hosts[number].host for number in host_of_rank]
+    hosts = [cluster.hosts[index].host for index in host_of_rank]
     return CollectivePlan(interfaces[0].address, _free_port(), hosts, {name: list(r) for name, r in groups.items()})
 
 

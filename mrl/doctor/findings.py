@@ -25,7 +25,7 @@ class Severity(IntEnum):
 class DoctorFinding:
     """One problem that a check found, and its fix."""
 
-    check: str  # name of the check in CHECKS; `run_checks` sets it
+    check: str  # name of the check in mrl.doctor.examine.CHECKS; `run_checks` sets this field
     severity: Severity
     hosts: tuple[str, ...]  # affected hosts; empty if the problem does not belong to a host
     what: str  # the value that was found, and the expected value
@@ -34,8 +34,8 @@ class DoctorFinding:
 
 
 SEVERITY_COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
-INDENT = "         "
-MAX_SHOWN_HOSTS = 6
+INDENT = "         "  # before the lines `why` and `fix` of a finding
+MAX_SHOWN_HOSTS = 6  # a longer list of hosts shows only this many names and a count
 
 
 def error(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
@@ -54,13 +54,13 @@ def note(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
 
 
 def format_hosts(hosts: Sequence[str]) -> str:
-    """Join host names. Of many hosts, only the first few are named."""
+    """Join host names. A long list shows only the first MAX_SHOWN_HOSTS names, and how many hosts follow."""
     rest = len(hosts) - MAX_SHOWN_HOSTS
     return ", ".join(hosts) if rest < 2 else f"{', '.join(hosts[:MAX_SHOWN_HOSTS])} and {rest} more"
 
 
 def merge_findings(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
-    """Merge findings that differ only in their hosts. Returns the most severe first, else in the order of the checks."""
+    """Merge findings that differ only in their hosts. The most severe come first. Findings of one severity keep their order."""
     merged: dict[tuple[str, ...], DoctorFinding] = {}
     for one in findings:
         key = (one.check, one.severity.name, one.what, one.why, one.fix)

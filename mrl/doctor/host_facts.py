@@ -42,9 +42,9 @@ class GpuCard:
     index: int
     name: str
     memory_bytes: int
-    used_bytes: int
-    driver: str
-    mig: bool = False
+    used_bytes: int  # memory in use
+    driver: str  # version
+    mig: bool = False  # whether the card is partitioned (Multi-Instance GPU)
     uncorrected_errors: int = 0  # uncorrected memory errors since the driver was loaded
 
 
@@ -55,9 +55,11 @@ class HostGpus:
     cards: list[GpuCard] = field(default_factory=list)
     error: str = ""  # why nvidia-smi fails; "" if it works or the host has no GPU
     cuda: str = ""  # newest CUDA version that the driver supports
-    links: dict[str, str] = field(default_factory=dict)  # pair of GPUs ("0-1") -> NV18, PIX, PXB, PHB, NODE or SYS
+    links: dict[str, str] = field(
+        default_factory=dict
+    )  # pair of GPUs ("0-1") -> link: NV18, PIX, PXB, PHB, NODE or SYS
     fabric: str = ""  # state of NVSwitch's fabric manager: Completed, In Progress, Not Started, N/A
-    hidden: bool = False  # CUDA_VISIBLE_DEVICES hides some cards
+    hidden: bool = False  # whether CUDA_VISIBLE_DEVICES hides some cards
     allocated: int | None = None  # number of GPUs that Slurm allocated on this host; None: outside of Slurm
 
 
@@ -66,7 +68,7 @@ class FolderFacts:
     """A folder that a run would write to or read from."""
 
     path: str
-    purpose: str  # run, temporary or shared memory
+    purpose: str  # "run", "temporary" or "shared memory"
     total_bytes: int = 0
     free_bytes: int = 0
     free_inodes: int | None = None  # None: the file system does not count inodes
@@ -105,7 +107,7 @@ class RayToken:
     mode: str = ""  # RAY_AUTH_MODE
     digest: str = ""  # short checksum of the token; "": no token is set
     source: str = ""  # the variable or file that holds the token
-    readable: bool = False  # whether other users can read that file
+    readable: bool = False  # whether other users can read the file of the token
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,9 @@ class PeerConnection:
 
     host: str  # name of the other host
     address: str
-    port: str  # kind of port: any, ray or engine
+    port: str  # kind of port: "any" (a free port), "ray" or "engine"
     problem: str = ""  # why the connection failed; "" if the other host answered
-    seconds: float = 0.0  # time of the shortest round trip
+    seconds: float = 0.0  # duration of the shortest round trip
     clock_ahead_s: float = 0.0  # the other host's clock minus this host's clock; the error is at most seconds / 2
 
 
@@ -125,7 +127,7 @@ class HostFacts:
     """All facts about one host."""
 
     host: str  # name
-    rank: int  # number of the host among the hosts that are checked together
+    rank: int  # index of the host among the hosts that are checked together
     machine: ProcessorAndMemory
     software: SoftwareFacts
     gpus: HostGpus
@@ -155,7 +157,7 @@ class Requirements:
     run_dir: str | None = None
     checkpoint_bytes: int = 0  # disk space that the run's checkpoints still need
     address: str | None = None  # address of an existing Ray cluster; None: the run starts its own
-    offloads_engines: bool = False  # engines share GPUs with trainers and release their GPU memory
+    offloads_engines: bool = False  # whether engines share GPUs with trainers, and therefore release GPU memory
     mistakes: list[str] = field(default_factory=list)  # errors in the config
 
 
@@ -163,11 +165,11 @@ class Requirements:
 class CollectiveResult:
     """Result of one all-reduce."""
 
-    group: str  # world, tp 0, ...
-    hosts: list[str]
+    group: str  # process group: world, tp 0, ...
+    hosts: list[str]  # names of the hosts that took part
     backend: str  # gloo or nccl
-    seconds: float | None = None  # None: it failed or did not finish
-    problem: str = ""
+    seconds: float | None = None  # None: the all-reduce failed or did not finish
+    problem: str = ""  # why the all-reduce failed; "" if it finished
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,6 @@ def most_common[T: Hashable](values: Mapping[str, T]) -> T:
 
 
 def outliers[T: Hashable](values: Mapping[str, T]) -> dict[str, T]:
-    """Return the hosts whose value differs from the most common one, with their values."""
+    """Return the hosts whose value differs from the most common value: host -> value."""
     common = most_common(values) if values else None
     return {host: value for host, value in values.items() if value != common}

@@ -1,6 +1,6 @@
 """Exchange of JSON values between hosts, with one process on each host, through a shared folder or a TCP server.
 
-Rank 0 is the first host.
+Each host has one rank. The first host has rank 0.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-POLL_S = 0.1
+POLL_S = 0.1  # time between two attempts to read values or to reach the server
 REQUEST_TIMEOUT_S = 5.0  # longest time for one request to the TCP server
-MAX_VALUE_BYTES = 64 * 2**20
+MAX_VALUE_BYTES = 64 * 2**20  # longest request that the TCP server reads
 
 
 class RendezvousStore(Protocol):
     """Key-value store that all hosts reach. Each key is written by one process only."""
 
     def claim_rank(self, rank: int | None, size: int) -> int:
-        """Claim this rank, or the first free rank below `size` if `rank` is None. Raises ValueError if it is not free."""
+        """Claim this rank, or the first free rank below `size` if `rank` is None. Raises ValueError if no such rank is free."""
         ...
 
     def put(self, key: str, value: Any) -> None:
@@ -46,7 +46,7 @@ class Rendezvous:
     """Exchange of values between `size` processes in named stages. Each process sends at most one value in each stage."""
 
     def __init__(self, store: RendezvousStore, rank: int | None, size: int) -> None:
-        """Join with this rank, or with the first free rank if `rank` is None. Raises ValueError if it is not free."""
+        """Join with this rank, or with the first free rank if `rank` is None. Raises ValueError if no such rank is free."""
         self.store, self.size = store, size
         self.rank = store.claim_rank(rank, size)
 
@@ -72,7 +72,7 @@ class Rendezvous:
 
 
 class SharedFolderStore:
-    """RendezvousStore in a folder that all hosts share. Each key is a file; it gets its name when it is complete."""
+    """RendezvousStore in a folder that all hosts share. Each key is a file, which gets its name when it is complete."""
 
     def __init__(self, folder: str | Path) -> None:
         """Create the folder if it does not exist. Raises ValueError if that fails."""
@@ -83,7 +83,7 @@ class SharedFolderStore:
             raise ValueError(
                 f"--rendezvous {folder}: the folder cannot be created ({error.strerror}); name another folder."
             ) from None
-        self.owns_folder = False
+        self.owns_folder = False  # whether this process has rank 0, which removes the folder at the end
 
     def claim_rank(self, rank: int | None, size: int) -> int:
         """Claim a rank by creating a folder for it. Only one process can succeed."""
@@ -125,7 +125,7 @@ class _ServerState:
         self.ranks: set[int] = set()
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """Answer one request. It has one of the keys `claim`, `put` and `prefix`."""
+        """Answer one request, which has one of the keys `claim`, `put` and `prefix`."""
         with self.lock:
             if "claim" in request:
                 rank = request["claim"]
@@ -160,10 +160,10 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class TcpRendezvousStore:
-    """RendezvousStore on a TCP server in the process of rank 0. Every process that can connect to it has access."""
+    """RendezvousStore on a TCP server in the process of rank 0. Every process that can connect can read and write values."""
 
     def __init__(self, address: str, port: int, rank: int | None, timeout_s: float) -> None:
-        """Start the server on rank 0. If `rank` is None, start it if the address belongs to this host and the port is free.
+        """Start the server on rank 0. If `rank` is None, also start it if this host has the address and the port is free.
 
         `timeout_s`: longest wait for the server of another host. Raises ValueError if rank 0 cannot listen at the address.
         """

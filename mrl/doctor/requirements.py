@@ -68,7 +68,7 @@ def process_groups(dims: ParallelDims) -> dict[str, tuple[int, ...]]:
 
 
 def _number_groups(name: str, groups: Iterator[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    return {f"{name} {number}": ranks for number, ranks in enumerate(groups)}
+    return {f"{name} {index}": ranks for index, ranks in enumerate(groups)}
 
 
 def _groups_along_axis(dims: ParallelDims, axis: str) -> Iterator[tuple[int, ...]]:
@@ -82,8 +82,8 @@ def _groups_along_axis(dims: ParallelDims, axis: str) -> Iterator[tuple[int, ...
 def _expert_groups(dims: ParallelDims) -> Iterator[tuple[int, ...]]:
     """Yield the expert-parallel groups. The ranks of one group together hold each expert once."""
     groups: dict[tuple[int, int, int], list[int]] = {}
-    stage = dims.world_size // dims.pp
+    stage_size = dims.world_size // dims.pp  # ranks of one pipeline stage
     for rank in range(dims.world_size):
         etp, _ = dims.expert_coords(rank)
-        groups.setdefault((rank // stage, rank % stage // (dims.expert_tp * dims.ep), etp), []).append(rank)
+        groups.setdefault((rank // stage_size, rank % stage_size // (dims.expert_tp * dims.ep), etp), []).append(rank)
     yield from map(tuple, groups.values())

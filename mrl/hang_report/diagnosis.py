@@ -23,7 +23,7 @@ class HangDiagnosis:
 
 
 def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[ProcessSnapshot], bool]) -> HangDiagnosis:
-    """Find the processes to blame. A process is pending if it was called and has not answered; `is_pending` tells this.
+    """Find the processes to blame. `is_pending` tells whether a process was called and has not answered.
 
     The processes of the first class that is not empty are blamed:
     1. pending processes that died, except ranks that NCCL's watchdog ended because they waited for another rank;
@@ -84,7 +84,7 @@ def _describe_state(snapshot: ProcessSnapshot) -> str:
 
 
 def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[ProcessSnapshot]) -> str:
-    """Describe in which process groups a rank has entered fewer collectives than other members; "" if there are none."""
+    """Describe in which process groups a rank has entered fewer collectives than other members; "" if in none."""
     lags = []
     for own in snapshot.collectives:
         others = [
@@ -156,18 +156,19 @@ def _join_titles(snapshots: Sequence[ProcessSnapshot]) -> str:
     return f"{group}ranks {format_ranks(sorted(snapshot.record.rank for snapshot in snapshots))}"
 
 
-def format_ranks(numbers: Sequence[int]) -> str:
-    """Format sorted numbers as ranges, such as "0-2, 4, 6-7"."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format sorted ranks as ranges, such as "0-2, 4, 6-7"."""
     ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1].append(rank)
         else:
-            ranges.append([number])
+            ranges.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
 
 
 def _to_plural(text: str, snapshots: Sequence[ProcessSnapshot]) -> str:
+    """Put the first word of `text`, a verb, into the plural if there are several snapshots."""
     if len(snapshots) == 1:
         return text
     verb, _, rest = text.partition(" ")
@@ -208,7 +209,7 @@ def _stack_lines(snapshot: ProcessSnapshot) -> list[str]:
     kernel = f", in {snapshot.wchan}" if snapshot.wchan else ""
     lines = [f"{snapshot.title}: pid {snapshot.record.pid} on {snapshot.record.host}, {snapshot.state}{kernel}"]
     lines += [f"  for {time.time() - activity.since:.1f} s: {activity.text}" for activity in snapshot.activities]
-    for number, stack in enumerate(snapshot.stacks):
-        lines.append("  main thread, most recent call first" if number == 0 else f"  thread {number}")
+    for index, stack in enumerate(snapshot.stacks):
+        lines.append("  main thread, most recent call first" if index == 0 else f"  thread {index}")
         lines += [f"    {frame.file}:{frame.line} {frame.function}" for frame in stack]
     return [*lines, ""]

@@ -1,4 +1,4 @@
-"""Network interfaces of this host: tests of each interface, and a prediction of which one NCCL or gloo uses.
+"""Network interfaces of this host: tests of each interface, and a prediction of which interface NCCL or gloo uses.
 
 Hangs often have this cause: NCCL opens its connections on an interface that cannot connect to its own address. All ranks then
 wait forever without an error message.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-CONNECT_TIMEOUT_S = 1.0
+CONNECT_TIMEOUT_S = 1.0  # longest wait for a connection from an address to the same address
 NCCL_LAST_CHOICES = ("docker", "lo", "virbr")  # name prefixes that NCCL uses only if there is no other interface
 VIRTUAL_PREFIXES = (*NCCL_LAST_CHOICES, "veth", "br-", "cni", "flannel", "cali", "tun", "tap")  # containers and tunnels
 
@@ -30,7 +30,7 @@ class NetworkInterface:
 
 
 def probe_interfaces() -> list[NetworkInterface]:
-    """List the interfaces with an IPv4 address and try a TCP connection from each to itself.
+    """List the interfaces with an IPv4 address, and test whether each of them can connect to itself over TCP.
 
     The result has the kernel's order, in which NCCL also considers the interfaces.
     """
@@ -88,7 +88,7 @@ def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]
 
 
 def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") -> list[NetworkInterface]:
-    """Return the interfaces on which NCCL opens its connections. The ranks first meet on the first of them.
+    """Return the interfaces on which NCCL opens its connections. The ranks first meet on the first of these interfaces.
 
     `variable`: the value of NCCL_SOCKET_IFNAME.
     """
@@ -105,8 +105,8 @@ def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") 
 def matches_nccl_rule(name: str, rule: str) -> bool:
     """Return whether an interface name matches a rule, which has the syntax of NCCL_SOCKET_IFNAME.
 
-    A rule is a comma-separated list of prefixes. After a leading `^`, names with these prefixes do not match and all others
-    do. After a leading `=`, the list has whole names instead of prefixes.
+    A rule is a comma-separated list of prefixes. After a leading `^`, names with these prefixes do not match, and all other
+    names match. After a leading `=`, the list has whole names instead of prefixes.
     """
     exclude, exact = rule.startswith("^"), rule.lstrip("^").startswith("=")
     parts = [part for part in rule.lstrip("^=").split(",") if part]
@@ -117,10 +117,11 @@ def matches_nccl_rule(name: str, rule: str) -> bool:
 def gloo_interface(
     interfaces: Sequence[NetworkInterface], host_addresses: Sequence[str], variable: str = ""
 ) -> NetworkInterface | None:
-    """Return the interface on which gloo opens its connections; None if there is none.
+    """Return the interface on which gloo opens its connections; None if gloo finds no interface.
 
-    If `variable` (the value of GLOO_SOCKET_IFNAME) names an interface, gloo uses this one. Otherwise gloo uses the interface
-    that has one of `host_addresses`, to which the host's name resolves. If there is none, gloo uses loopback.
+    If `variable` (the value of GLOO_SOCKET_IFNAME) names an interface, gloo uses that interface. Otherwise gloo uses the
+    interface that has one of `host_addresses`, the addresses to which the host's name resolves. If no interface has one of
+    these addresses, gloo uses loopback.
     """
     if variable:
         return next((one for one in interfaces if one.name == variable.split(",")[0]), None)

@@ -25,7 +25,7 @@ DUMP_SIGNAL = signal.SIGUSR2  # faulthandler handles it in C, so it works inside
 # Environment variables that tell the processes of an engine where and under which name to register
 REGISTRY_FOLDER_ENV = "MRL_STACKS"
 REGISTRY_NAME_ENV = "MRL_STACKS_NAME"
-ACTIVITY_FILE_BYTES = 4096  # size of the file; text that does not fit is cut
+ACTIVITY_FILE_BYTES = 4096  # size of the file with the activities of a process; text that does not fit is cut
 
 
 def registry_folder(run_dir: str | Path) -> Path:
@@ -48,11 +48,11 @@ class ProcessRecord:
     pid: int
     started: int  # start time in clock ticks since boot; pids are reused, so pid and start time identify a process
     group: str = ""  # model of a trainer rank; "" for the actor
-    rank: int = -1  # number of a trainer rank; -1 for other processes
+    rank: int = -1  # index of a trainer rank among the ranks of its model; -1 for other processes
 
 
 def register_process(folder: str | Path, name: str, title: str, role: str, **fields: Any) -> Path:
-    """Register this process in `folder`. Returns the path of its files without suffix.
+    """Register this process in `folder`. Returns the common path of the process's files, without suffix.
 
     `fields`: values of further fields of ProcessRecord.
     """
@@ -101,16 +101,16 @@ class Activity:
     """Work that a process has begun and not finished."""
 
     text: str
-    since: float  # time.time()
+    since: float  # value of time.time() when the work began
 
 
 class _ActivityLog:
-    """Current activities of this process, one or more per thread, in a memory-mapped file that outlives the process."""
+    """Current activities of this process, one or more per thread, in a memory-mapped file that remains when the process ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._active: dict[int, Activity] = {}
-        self._next = 0
+        self._active: dict[int, Activity] = {}  # serial number -> activity
+        self._last_number = 0  # serial number of the newest activity
         self._memory: mmap.mmap | None = None
 
     def open(self, path: Path) -> None:
@@ -121,17 +121,17 @@ class _ActivityLog:
         self._write()
 
     def begin(self, text: str) -> int:
-        """Add an activity; returns its number for `end`."""
+        """Add an activity. Returns its serial number, the argument of `end`."""
         with self._lock:
-            self._next += 1
-            self._active[self._next] = Activity(text, time.time())
+            self._last_number += 1
+            self._active[self._last_number] = Activity(text, time.time())
             self._write()
-            return self._next
+            return self._last_number
 
-    def end(self, number: int) -> None:
+    def end(self, serial_number: int) -> None:
         """Remove an activity."""
         with self._lock:
-            del self._active[number]
+            del self._active[serial_number]
             self._write()
 
     def _write(self) -> None:
@@ -148,11 +148,11 @@ _activities = _ActivityLog()
 @contextmanager
 def track_activity(text: str) -> Iterator[None]:
     """Record `text` as an activity of this process for the duration of the context. This costs microseconds."""
-    number = _activities.begin(text)
+    serial_number = _activities.begin(text)
     try:
         yield
     finally:
-        _activities.end(number)
+        _activities.end(serial_number)
 
 
 def read_activities(path: Path) -> list[Activity]:

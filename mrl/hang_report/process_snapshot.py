@@ -1,4 +1,4 @@
-"""Snapshots of a run's processes on this host, taken by another process: kernel state, stacks, activities, last collectives."""
+"""Snapshots of a run's processes on this host: kernel state, stacks, activities, last collectives. Another process takes them."""
 
 import os
 import time
@@ -19,8 +19,9 @@ from mrl.hang_report.stack_frames import StackFrame, StackSummary, parse_stack_d
 from parallel.collective_log import LastCollective, read_collective_log
 
 DUMP_TIMEOUT_S = 2.0  # longest wait for a process to write its stacks
-POLL_S = 0.02
+POLL_S = 0.02  # time between two looks at the file to which the process writes its stacks
 FATAL_ERROR = "Fatal Python error: "  # prefix of faulthandler's line on a crash
+# letter of the state in /proc/PID/stat -> state in reports
 STATES = {
     "R": "running",
     "S": "sleeping",
@@ -31,7 +32,7 @@ STATES = {
     "X": "dead",
 }
 STOPPED, DEAD = ("stopped", "stopped by a debugger"), "dead"
-UNREACHABLE = "unreachable"
+UNREACHABLE = "unreachable"  # state of a process whose host did not answer
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class ProcessSnapshot:
     """State of one process at the time of a hang report."""
 
     record: ProcessRecord
-    state: str  # a value of STATES, or UNREACHABLE if its host did not answer
+    state: str  # a value of STATES, or UNREACHABLE
     wchan: str = ""  # kernel function in which the process sleeps
     stacks: tuple[tuple[StackFrame, ...], ...] = ()  # one per thread, the main thread's first
-    activities: tuple[Activity, ...] = ()
-    collectives: tuple[LastCollective, ...] = ()
+    activities: tuple[Activity, ...] = ()  # work that the process has begun and not finished
+    collectives: tuple[LastCollective, ...] = ()  # the last collective in each process group of a trainer rank
     crash: str = ""  # crash message that a dead process left; "" if it left none
 
     @property

@@ -63,7 +63,7 @@ class DiagnosedError(ProcessesLostError):
         super().__init__(message)
         self.report = report  # file of the hang report; None if it could not be written
         self.names = names  # titles of the processes to blame, as in the message
-        self.ranks = ranks  # numbers of the trainer ranks among these processes
+        self.ranks = ranks  # the trainer ranks among these processes, as indices in their model
 
     def __reduce__(self) -> tuple:
         return type(self), (str(self), self.report, self.names, self.ranks), {"role": self.role}
@@ -105,7 +105,7 @@ def make_hang_report(
     """Take snapshots of all processes of a run, diagnose them and write run_dir/hang_report_<n>.txt.
 
     `reason`: first line of the report. `is_pending`: whether a process was called and has not answered. `check_network`: also
-    test the network interfaces that NCCL may use, because the run does not start. `extra_lines`: last lines of the report.
+    test the network interfaces that NCCL may use; set if the call starts the processes. `extra_lines`: last lines of the report.
     """
     snapshots, host_lines = _snapshot_all_hosts(str(registry_folder(run_dir)), check_network)
     diagnosis = diagnose(snapshots, lambda snapshot: is_pending(snapshot.record))
@@ -119,11 +119,11 @@ def make_hang_report(
 
 
 def write_report(folder: Path, text: str) -> Path:
-    """Write `text` to hang_report_<n>.txt in `folder`, with the first number that is free.
+    """Write `text` to hang_report_<n>.txt in `folder`; n is the first number, from 1, that no file has.
 
     Raises OSError if the disk fails; no file is left in that case.
     """
-    number = 1
+    number = 1  # n in the name of the file
     while True:
         path = folder / f"hang_report_{number}.txt"
         try:
@@ -184,7 +184,7 @@ class RayWaiter:
 
     run_dir: Path
     role: str  # rank or rollout
-    group: str = ""  # model of the trainer ranks
+    group: str = ""  # model of the trainer ranks; "" for the actor and for the rollout worker
 
     def get(self, futures: Sequence[ObjectRef], timeout_s: float, call: str, *, starting: bool = False) -> list[Any]:
         """Return the answers of all futures, in order.
@@ -223,13 +223,13 @@ class RayWaiter:
         return self._stalled_error(futures, f"{call}: ranks gave up waiting for another rank ({reason})", starting)
 
     def _stalled_error(self, futures: Sequence[ObjectRef], reason: str, starting: bool) -> DiagnosedError:
-        return self._diagnosed_error(StalledError, reason, self._pending_test(_pending_numbers(futures)), starting)
+        return self._diagnosed_error(StalledError, reason, self._pending_test(_pending_indices(futures)), starting)
 
     def _process_lost_error(self, futures: Sequence[ObjectRef], call: str, error: RayError) -> DiagnosedError:
-        dead = tuple(n for n, future in enumerate(futures) if isinstance(call_error(future), DEATH_ERRORS))
+        dead = tuple(index for index, future in enumerate(futures) if isinstance(call_error(future), DEATH_ERRORS))
         error_type = RankLostError if self.role == "rank" else RolloutWorkerLostError
         why = ", killed by Ray because the host is short of memory" if isinstance(error, OutOfMemoryError) else ""
-        is_pending = self._pending_test(_pending_numbers(futures))
+        is_pending = self._pending_test(_pending_indices(futures))
         lost = self._diagnosed_error(
             error_type, f"{call}: a process died{why}", is_pending, False, [f"Ray says: {error}"]
         )
@@ -244,11 +244,11 @@ class RayWaiter:
         lost.role = "rollout" if self.role == "rank" else "rank"
         return lost
 
-    def _pending_test(self, numbers: set[int]) -> Callable[[ProcessRecord], bool]:
-        """Return a function that tells whether a process is pending. `numbers`: indices of the pending calls."""
+    def _pending_test(self, indices: set[int]) -> Callable[[ProcessRecord], bool]:
+        """Return a function that tells whether a process is pending. `indices`: indices of the pending calls."""
 
         def is_pending(record: ProcessRecord) -> bool:
-            return (record.role, record.group) == (self.role, self.group) and max(record.rank, 0) in numbers
+            return (record.role, record.group) == (self.role, self.group) and max(record.rank, 0) in indices
 
         return is_pending
 
@@ -317,10 +317,10 @@ def call_error(future: ObjectRef) -> RayError | None:
     return None
 
 
-def _pending_numbers(futures: Sequence[ObjectRef]) -> set[int]:
+def _pending_indices(futures: Sequence[ObjectRef]) -> set[int]:
     """Return the indices of the calls that have not succeeded."""
     return {
-        number
-        for number, future in enumerate(futures)
+        index
+        for index, future in enumerate(futures)
         if not ray.wait([future], timeout=0)[0] or call_error(future) is not None
     }

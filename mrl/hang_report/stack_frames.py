@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# lines of a stack dump: the header of a thread's stack, and a frame (file, line, function)
 HEADER = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\)")
 FRAME = re.compile(r'\s*File "(.*)", line (\d+) in (.*)')
 LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))

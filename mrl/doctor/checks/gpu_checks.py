@@ -1,4 +1,4 @@
-"""Checks of the GPUs: number, model, health, driver, and the links between them."""
+"""Checks of the GPUs: count, model, health, driver, and the links between them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -6,7 +6,7 @@ from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.gather.host_probe import locked_cuda
 from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outliers
 
-BUSY_BYTES = GB  # a GPU that has more memory in use counts as busy
+BUSY_BYTES = GB  # a GPU counts as busy if more of its memory is in use
 
 
 def check_driver(cluster: ClusterFacts, required: tuple[int, int] | None = None) -> Iterator[DoctorFinding]:
@@ -81,7 +81,9 @@ def _check_cards(host: HostFacts) -> Iterator[DoctorFinding]:
 
 
 def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    for allocated in {host.gpus.allocated for host in cluster.hosts}:  # the number differs in a heterogeneous job
+    for allocated in {
+        host.gpus.allocated for host in cluster.hosts
+    }:  # Slurm's allocations differ in a heterogeneous job
         group = [host for host in cluster.hosts if host.gpus.allocated == allocated and not host.gpus.error]
         yield from _compare_gpu_counts(group)
     models = {host.host: _models(host) for host in cluster.hosts if host.gpus.cards}
@@ -114,20 +116,20 @@ def _models(host: HostFacts) -> str:
 
 
 def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    required = cluster.requirements
-    if not required or not required.gpus:
+    requirements = cluster.requirements
+    if not requirements or not requirements.gpus:
         return
-    if cluster.gpus and required.gpus > cluster.gpus:
+    if cluster.gpus and requirements.gpus > cluster.gpus:
         yield error(
             cluster.names,
-            f"the config needs {required.gpus} GPUs, the hosts have {cluster.gpus}",
+            f"the config needs {requirements.gpus} GPUs, the hosts have {cluster.gpus}",
             "the placement of the run's resource pools would fail",
             "placement=colocated, a smaller layout (parallel.*, rollout.num_engines), or more hosts; mrl plan placement",
         )
-    if required.cuda and not cluster.gpus:
+    if requirements.cuda and not cluster.gpus:
         yield error(
             cluster.names,
-            f"the config needs {required.gpus} GPUs, the hosts have none ({required.parameters / 1e9:.1f}B parameters)",
+            f"the config needs {requirements.gpus} GPUs, the hosts have none ({requirements.parameters / 1e9:.1f}B parameters)",
             "on a CPU the run would be far too slow, or fail",
             "run it on hosts with GPUs: #SBATCH --gpus-per-node=8",
         )

@@ -7,13 +7,16 @@ from statistics import median_low
 from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outliers
 
-MAX_CLOCK_SKEW_S = 1.0
-MIN_MEMORY_BYTES = 6 * GB  # the quickstart needs it for four processes with torch, Ray and SGLang
-MIN_FREE_BYTES = 2 * GB
-WEIGHT_COPIES = 2  # copies of the weights in host memory without GPUs: the trainers have one, the engines the other
+MAX_CLOCK_SKEW_S = 1.0  # largest difference between a clock and the median clock
+MIN_MEMORY_BYTES = 6 * GB  # the quickstart needs this much for four processes with torch, Ray and SGLang
+MIN_FREE_BYTES = 2 * GB  # less available memory is a warning
+WEIGHT_COPIES = 2  # copies of the model weights in a host without GPUs: one of the trainers, one of the engines
 FEW_CORES_RATIO = 4  # a job that may use 1/4 of the host's cores or less is probably misconfigured
-MIN_FILES, MIN_FILES_CLUSTER = 1024, 4096  # open files; the second number is for several hosts or GPUs
-MIN_PROCESSES = 4096  # processes and threads; each process of Ray, torch and SGLang has dozens of threads
+MIN_FILES, MIN_FILES_CLUSTER = (
+    1024,
+    4096,
+)  # open files of a process: on one host without GPUs; on several hosts or with GPUs
+MIN_PROCESSES = 4096  # processes and threads of a user; each process of Ray, torch and SGLang has dozens of threads
 
 
 def check_attendance(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
@@ -71,7 +74,7 @@ def check_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield error(
                 [host.host],
                 f"this host has {memory / GB:.0f} GB of memory for a model of {parameters / 1e9:.1f}B parameters",
-                "without a GPU, host memory holds the model twice in float32 (trainer, engine), optimizer state and KV cache",
+                "without a GPU, host memory has two float32 copies of the model (trainer, engine), optimizer state and KV cache",
                 "use a smaller model.path, or hosts with GPUs",
             )
 

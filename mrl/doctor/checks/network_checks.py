@@ -15,8 +15,9 @@ from mrl.hang_report.network_interfaces import (
 )
 from mrl.rollout.engines.leases import LAST_PORT as LAST_ENGINE_PORT
 
+# kind of port (PeerConnection.port) -> ports in messages
 PORT_NAMES = {"ray": "6379 (Ray's head)", "engine": "20000-32000 (engines)"}
-MIN_OUTGOING_PORTS = 10_000
+MIN_OUTGOING_PORTS = 10_000  # fewer ports for outgoing connections are a warning
 SET_PORT_RANGE = 'sysctl -w net.ipv4.ip_local_port_range="32768 60999"'
 NO_COMMON_INTERFACE = "ask the network's administrator: no interface is reachable from all hosts"
 INTERFACE_VARIABLES = {"NCCL": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}
@@ -33,7 +34,10 @@ def failed_connections(cluster: ClusterFacts, host: str, address: str) -> dict[s
 
 
 def reachable_interfaces(cluster: ClusterFacts, host: HostFacts) -> list[NetworkInterface]:
-    """Return the interfaces of a host that can connect to themselves and that all other hosts can reach, the best first."""
+    """Return those interfaces of `host` that can connect to themselves and that all other hosts can reach.
+
+    Virtual interfaces come last. Of the others, InfiniBand comes first, then faster interfaces before slower ones.
+    """
     interfaces = [
         one
         for one in host.network.interfaces
@@ -114,7 +118,7 @@ def check_network(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def _unreachable_from(cluster: ClusterFacts, host: str) -> dict[str, str]:
-    """Return the hosts that reach no address of `host`, with the problem of the last attempt."""
+    """Return other host -> error of its last attempt, for the hosts that reach no address of `host`."""
     problems = {}
     for other in cluster.hosts:
         attempts = [one for one in other.connections if one.host == host and one.port == "any"]
@@ -258,13 +262,15 @@ def _check_infiniband_host(host: HostFacts, num_active: int) -> Iterator[DoctorF
         yield warning(where, what, "NCCL uses TCP, which is much slower", "unset NCCL_IB_DISABLE")
     soft, _ = host.limits.get("memlock", (-1, -1))
     if soft != -1:
-        what = f"a process may lock {soft / 2**20:.0f} MiB of memory (ulimit -l); InfiniBand needs no limit"
+        what = (
+            f"a process may lock {soft / 2**20:.0f} MiB of memory (ulimit -l); for InfiniBand, this must be unlimited"
+        )
         why = "NCCL cannot register its buffers: 'ibv_reg_mr failed' or 'Cannot allocate memory'"
         yield warning(where, what, why, "LimitMEMLOCK=infinity in slurmd's unit; in a container --ulimit memlock=-1")
 
 
 def check_collectives(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find the first all-reduce that failed or did not finish. Later ones are not reported, because they hang too."""
+    """Find the first all-reduce that failed or did not finish. Later all-reduces are not reported, because they hang too."""
     for one in cluster.collectives:
         if one.seconds is None:
             single_host_fix = "NCCL_DEBUG=INFO mrl doctor --all-reduce; nvidia-smi topo -m"

@@ -6,13 +6,15 @@ from mrl.doctor.findings import DoctorFinding, error, note, warning
 from mrl.doctor.gather.host_probe import CPU_LOCK, GPU_LOCK, locked_versions
 from mrl.doctor.host_facts import ClusterFacts, HostFacts, most_common, outliers
 
+# environment variable -> effect of the value 1, which makes a run slow
 SLOW_SETTINGS = {
     "NCCL_P2P_DISABLE": "GPUs of a host communicate through host memory instead of NVLink",
     "NCCL_SHM_DISABLE": "processes of a host communicate over the network",
     "CUDA_LAUNCH_BLOCKING": "every kernel waits for the previous kernel",
 }
 MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "no_proxy")  # variables that may have different values on different hosts
-DEBUG_COLLECTIVES = "TORCH_DISTRIBUTED_DEBUG"
+DEBUG_COLLECTIVES = "TORCH_DISTRIBUTED_DEBUG"  # environment variable of torch
+# fix of a finding about Ray's token
 MAKE_TOKEN = (
     "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand -hex 32), the same on all hosts and where mrl is called"
 )
@@ -75,7 +77,7 @@ def check_apex(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield error(
                 [host.host],
                 f"{host.software.foreign_apex} is not NVIDIA's apex: the package apex of PyPI is for web forms",
-                "Megatron-Core imports any package of that name; it then fails or does without its fused kernels",
+                "Megatron-Core imports any package of that name, and then fails or runs without fused kernels",
                 "pip uninstall -y apex  (Transformer Engine provides what Megatron-Core needs)",
             )
 
@@ -139,7 +141,7 @@ def check_token(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield error(where, what, "Ray does not start, or rejects connections", MAKE_TOKEN)
         if token.readable and needs_token:
             what = f"other users can read Ray's token in {token.source}"
-            why = "with the token, every user of this host can run code in your cluster"
+            why = "every user of this host can read the token and run code in your cluster"
             yield warning(where, what, why, f"chmod 600 {token.source}")
     if cluster.multi_host:
         for host in outliers({one.host: one.token.digest for one in cluster.hosts}):

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.host_facts import GB, ClusterFacts, FolderFacts, HostFacts, outliers
 
-MIN_FREE_BYTES = 5 * GB
+MIN_FREE_BYTES = 5 * GB  # less free space is a warning
 MAX_USED_FRACTION = 0.95  # Ray creates no objects on a file system that is fuller than this
-MIN_INODES = 10_000  # number of files that the file system can still hold
-MIN_BYTES_PER_S = 20e6  # write speed
+MIN_INODES = 10_000  # if the file system can hold fewer further files, there is a warning
+MIN_BYTES_PER_S = 20e6  # a lower write speed is a warning
 OBJECT_STORE_BYTES = 512 * 2**20  # size of Ray's object store in a run on one machine
 SHM_BYTES_PER_GPU = 2**30  # buffers through which NCCL and SGLang exchange data between processes of a host
 RESIZE_SHM = "mount -o remount,size=16g /dev/shm; in a container --shm-size=16g (or --ipc=host)"
@@ -114,4 +114,4 @@ def check_model(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     for host, checksum in outliers({host: checksum for host, checksum in checksums.items() if checksum}).items():
         what = f"the files of the model folder {folder} differ from those of the other hosts (checksum {checksum})"
         fix = "rsync -a --checksum HOST:FOLDER/ FOLDER/"
-        yield error([host], what, "ranks would start from different weights", fix)
+        yield error([host], what, "ranks would start from different model weights", fix)

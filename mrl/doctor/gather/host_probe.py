@@ -19,16 +19,18 @@ import psutil
 
 from mrl.doctor.host_facts import FolderFacts, ProcessorAndMemory, RayToken, SoftwareFacts
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+CHECKOUT = Path(__file__).resolve().parents[3]  # root of the repository
 CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
 # packages whose tested versions are in the lock files
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
 TESTED_GPU = (*TESTED, "transformer-engine", "nvidia-nccl-cu13")
-CUDA_RUNTIME = "nvidia-cuda-runtime"
+CUDA_RUNTIME = "nvidia-cuda-runtime"  # package whose version is the CUDA version of torch
 # Only NVIDIA's apex has this subpackage. The package apex of PyPI is a library for web forms.
 NVIDIA_APEX_PART = "multi_tensor_apply"
 
+# name of a resource limit -> its constant in the module resource
 LIMITS = dict(nofile=resource.RLIMIT_NOFILE, nproc=resource.RLIMIT_NPROC, memlock=resource.RLIMIT_MEMLOCK)
+# environment variables that are read: all with these prefixes, these variables, and these proxy variables
 VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -42,7 +44,7 @@ VARIABLES = (
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 UNLIMITED_BYTES = 2**60  # version 1 of control groups reports a very large number if there is no limit
 SAMPLE_BYTES = 32 * 2**20  # size of the file that measures the write speed of a folder
-FOLDER_TIMEOUT_S = 30.0
+FOLDER_TIMEOUT_S = 30.0  # longest wait for the process that measures a folder
 
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s\\;]+)", re.MULTILINE)
 
@@ -50,7 +52,7 @@ _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s\\;]+)", re.MULTILIN
 _PROBE_FOLDER = """
 import json, os, sys, time
 
-def waited():  # seconds that this process waited for a core; they are no property of the disk, so they are subtracted
+def waited():  # seconds that this process waited for a core; subtracted, because the disk did not cause them
     try:
         with open("/proc/self/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -93,7 +95,7 @@ def read_machine() -> ProcessorAndMemory:
 
 
 def memory_limit(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the smallest memory limit of this process's control groups and their parents, in bytes; None if there is none."""
+    """Return the smallest memory limit of this process's control groups and their parents, in bytes; None if none has a limit."""
     limits = []
     for line in _read_text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -115,13 +117,13 @@ def _read_text(path: Path) -> str:
 
 def read_limits() -> dict[str, tuple[int, int]]:
     """Read this process's resource limits: name -> (soft, hard); -1 means no limit."""
-    return {name: resource.getrlimit(number) for name, number in LIMITS.items()}
+    return {name: resource.getrlimit(constant) for name, constant in LIMITS.items()}
 
 
 def read_environment() -> dict[str, str]:
     """Read the variables that configure the libraries of a run.
 
-    Of proxies, it has only whether they are set, because their addresses may contain passwords.
+    The value of a proxy variable is replaced by "set", because it may contain a password. Only no_proxy keeps its value.
     """
     found = {
         name: value for name, value in os.environ.items() if name.startswith(VARIABLE_PREFIXES) or name in VARIABLES
@@ -157,7 +159,7 @@ def _digest(text: str) -> str:
 
 
 def read_pins(lock: str, checkout: Path = CHECKOUT) -> dict[str, str]:
-    """Read the versions in a lock file: package -> version. Returns {} if it does not exist, as in an installed wheel."""
+    """Read the versions in a lock file: package -> version. Returns {} if there is no such file, as in an installed wheel."""
     path = checkout / lock
     return {name.lower(): version for name, version in _PIN.findall(path.read_text())} if path.is_file() else {}
 
@@ -175,7 +177,7 @@ def locked_cuda(checkout: Path = CHECKOUT) -> tuple[int, int]:
 
 
 def read_software(checkout: Path = CHECKOUT) -> SoftwareFacts:
-    """Read the versions of Python and the tested packages, and a checksum of mrl's code. Imports none of them."""
+    """Read the versions of Python and the tested packages, and a checksum of mrl's code, without importing the packages."""
     packages = {name: _installed_version(name) for name in TESTED_GPU}
     return SoftwareFacts(platform.python_version(), packages, source_checksum(checkout), foreign_apex())
 
@@ -188,7 +190,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def foreign_apex() -> str | None:
-    """Return the folder of the package that `import apex` would find, if it is not NVIDIA's."""
+    """Return the folder of the package that `import apex` would find, if it is not NVIDIA's apex. Otherwise return None."""
     spec = PathFinder.find_spec("apex")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
     is_nvidia = any((folder / NVIDIA_APEX_PART).is_dir() for folder in folders)

@@ -22,10 +22,10 @@ from mrl.rollout.engines.leases import PortLease
 
 ECHO_TIMEOUT_S = 1.0  # longest wait for an answer of another job's preflight check on this host
 RAY_PORTS = (6379,)  # ports on which `ray start --head` listens for nodes that join
-# An address that is reserved for documentation. Nothing is sent to it; the kernel only looks up its route.
+# An address that is reserved for documentation. Nothing is sent to it; the kernel only looks up the route to it.
 UNROUTED_ADDRESS = "192.0.2.1"
-CONNECT_TIMEOUT_S = 3.0
-NUM_PINGS = 5
+CONNECT_TIMEOUT_S = 3.0  # longest wait for a connection to another host, and for an answer
+NUM_PINGS = 5  # round trips that are measured on each connection; the shortest is used
 MAX_PARALLEL_CONNECTIONS = 32
 
 
@@ -163,12 +163,12 @@ class PeerHost:
     """Another host, and the ports on which it answers."""
 
     facts: HostFacts
-    ports: Mapping[str, int]
+    ports: Mapping[str, int]  # kind (any, ray, engine) -> port
     nonce: str  # random text of that host; an answer with another nonce comes from another host
 
 
 def connect_to_peers(peers: Sequence[PeerHost], clock: Callable[[], float] = time.time) -> list[PeerConnection]:
-    """Connect to one port at every address of every peer. If it answers, also connect to the other ports at this address."""
+    """Connect to the port `any` at every address of every peer. If it answers, also connect to the other ports."""
     targets = [
         (peer, one.address)
         for peer in peers
@@ -207,7 +207,7 @@ def _connect_to_port(peer: PeerHost, address: str, kind: str, port: int, clock: 
 
 
 def _ping(lines, nonce: str, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return (seconds of the round trip, the peer's clock minus this host's). Raises ValueError if another host answers."""
+    """Return seconds: (round trip, the peer's clock minus this host's clock). Raises ValueError if another host answers."""
     begun, now = time.perf_counter(), clock()
     lines.write(b"?\n")
     lines.flush()

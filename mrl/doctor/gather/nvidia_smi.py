@@ -13,7 +13,7 @@ from mrl.doctor.host_facts import GpuCard, HostGpus
 CARD_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
 ERROR_FIELD = "ecc.errors.uncorrected.volatile.total"
 NO_DEVICES = "no devices were found"  # message in a job without GPUs on a host that has GPUs
-TIMEOUT_S = 20.0  # if nvidia-smi takes longer, the driver hangs
+TIMEOUT_S = 20.0  # if nvidia-smi takes longer, the driver probably hangs
 MIB = 2**20
 
 
@@ -58,11 +58,11 @@ def _query_gpus() -> HostGpus:
 def _parse_card(line: str, errors: Mapping[int, int]) -> GpuCard:
     try:
         index, _, name, total, used, driver, mig = (part.strip() for part in line.split(","))
-        number = int(index)
+        card_index = int(index)
     except ValueError:
         raise NvidiaSmiError(f"nvidia-smi says {line!r}") from None
     memory, taken = _number(total) * MIB, _number(used) * MIB
-    return GpuCard(number, name, memory, taken, driver, mig == "Enabled", errors.get(number, 0))
+    return GpuCard(card_index, name, memory, taken, driver, mig == "Enabled", errors.get(card_index, 0))
 
 
 def is_visible(line: str, variable: str | None) -> bool:
