@@ -4,10 +4,10 @@
     part   the units of one data-parallel replica; all parts have nearly equal cost
     pack   the units of one micro-batch, within a token budget; all packs of a part have nearly equal cost
 
-This needs only the lengths of the sequences. One search (`_assign`) serves three purposes: it assigns units to parts, units to
+Only the lengths of the sequences are needed. One search (`_assign`) serves three purposes: it assigns units to parts, units to
 packs, and the rows of a large group to the pieces into which the group is cut. First it assigns each item to the lightest part
 (`_assign_greedily`). Then it moves and swaps items while this makes the heaviest part lighter (`_rebalance`). In these three
-functions, `unit` and `part` stand for all three purposes.
+functions, `unit` is the item that is assigned, and `part` is the part, pack or piece that it is assigned to.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.int64]
+Ints = NDArray[np.int64]
 
-UNBOUNDED = np.inf
+UNBOUNDED = np.inf  # in place of a limit of tokens or of cost: no limit
 EVEN_ENOUGH = 1.0005  # the search stops when the heaviest part costs at most this times the mean
-# A search step compares at most about this many units of the heaviest part, and of all other parts. This limits its memory.
+# A search step compares at most about CANDIDATES[0] units of the heaviest part with at most about CANDIDATES[1] units of all
+# other parts. This limits the memory of the search.
 CANDIDATES = (256, 4096)
 # Limits of the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1,
 # because a group that is cut computes its prompt several times, but the mean cost contains the prompt only once.
@@ -52,7 +53,7 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
     prompt_lengths: NDArray[np.int64],
     response_lengths: NDArray[np.int64],
     groups: NDArray[np.int64],
-    rows: Rows,
+    rows: Ints,
     cost: CostModel,
     max_tokens: int,
     parts: int,
@@ -61,9 +62,9 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
     """Return the units of `rows`. `prompt_lengths`, `response_lengths` and `groups` are columns [B] of the whole batch.
 
     Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt
-    once. A group is cut into several units if it has more than `max_tokens`, or if its cost would make the `parts` uneven.
+    once. A group is cut into several units if it has more than `max_tokens`, or if its cost would make the `parts` parts uneven.
     Each of these units computes the prompt again. The function therefore cuts as little as possible: it uses the largest of
-    GROUP_LIMITS for which the heaviest part is nearly as light as with the best limit.
+    GROUP_LIMITS for which the heaviest part is nearly as light as with the best of these limits.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
@@ -123,14 +124,15 @@ def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None 
 
 def plan_micro_batches(
     units: Sequence[PackingUnit], parts: int, max_tokens: int, *, equal_counts: bool, multiple_of: int
-) -> list[tuple[Rows, ...]]:
-    """Return one tuple for each of the `parts` data-parallel replicas: the rows of each of its micro-batches.
+) -> list[tuple[Ints, ...]]:
+    """Return a tuple for each of the `parts` data-parallel replicas: one array for each micro-batch, with its rows.
 
     Every row is in exactly one micro-batch.
 
     Args:
-        equal_counts: give every replica as many micro-batches as the replica that needs most.
-        multiple_of: round the number of micro-batches of a replica up to a multiple of this, as a virtual pipeline requires.
+        equal_counts: give every replica as many micro-batches as the replica that needs most micro-batches.
+        multiple_of: round the number of micro-batches of each replica up to a multiple of this number, as a virtual
+            pipeline requires.
 
     The micro-batches that are added for these reasons are empty.
     """
@@ -168,7 +170,7 @@ def _split_group(
 ) -> list[list[int]]:
     """Split a group into as few pieces as possible. A piece has at most `max_tokens` tokens and a cost of at most `limit`.
 
-    All pieces have nearly equal cost. A row that alone exceeds `max_tokens` or `limit` becomes a piece. A piece may exceed
+    All pieces have nearly equal cost. A row that alone exceeds `max_tokens` or `limit` becomes its own piece. A piece may exceed
     `limit` if the prompt is at least half of its cost, because each further piece would compute the prompt again.
     """
     too_long = [[row] for row in rows if prompt + response_lengths[row] > max_tokens]
@@ -188,11 +190,11 @@ def _split_group(
     return too_long
 
 
-def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Rows | None:
+def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Ints | None:
     """Return the part of each unit: [units]. The parts have nearly equal cost, and at most `capacity` tokens each.
 
     Units are assigned in order of decreasing cost, each to the lightest part. If the last units do not fit, all units are
-    assigned again, by first-fit-decreasing of their tokens, which can fit more units. Returns None if this fails, too.
+    assigned again by first-fit-decreasing of their tokens, which can fit more units. Returns None if this also fails.
     """
     assignment = _assign_greedily(np.argsort(-costs, kind="stable"), costs, tokens, parts, capacity)
     if assignment is None:
@@ -202,8 +204,8 @@ def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, c
 
 
 def _assign_greedily(
-    order: Rows, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
-) -> Rows | None:
+    order: Ints, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
+) -> Ints | None:
     """Assign the units, in `order`, each to the lightest part that has room. Returns the part of each unit: [units].
 
     If several parts are equally light, the first one is used. An empty part has room for a unit of any size. Returns None if a
@@ -223,8 +225,8 @@ def _assign_greedily(
 
 
 def _rebalance(
-    assignment: Rows, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
-) -> Rows:
+    assignment: Ints, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
+) -> Ints:
     """Return the part of each unit, [units], after moves and swaps that made the heaviest part lighter."""
     assignment, count = assignment.copy(), len(assignment)
     # One empty unit per part is appended to the real units. A swap with an empty unit is a move.
@@ -253,11 +255,11 @@ def _rebalance(
     return assignment
 
 
-def _sample_units(selected: NDArray[np.bool_], count: int, most: int) -> Rows:
+def _sample_units(selected: NDArray[np.bool_], count: int, most: int) -> Ints:
     """Return the indices of some of the selected units.
 
     Indices below `count` are real units: about `most` of them are returned, evenly spaced. Indices from `count` on are empty
-    units: all selected ones are returned.
+    units: all selected empty units are returned.
     """
     units = np.flatnonzero(selected[:count])
     return np.append(units[:: len(units) // most + 1], count + np.flatnonzero(selected[count:]))
@@ -276,7 +278,7 @@ def _count_packs(units: Sequence[PackingUnit], max_tokens: int) -> int:
     return int(assignment.max(initial=-1)) + 1
 
 
-def _collect[T](items: Sequence[T], assignment: Rows, parts: int) -> list[list[T]]:
+def _collect[T](items: Sequence[T], assignment: Ints, parts: int) -> list[list[T]]:
     """Return the items of each part, in the order of `items`."""
     collected: list[list[T]] = [[] for _ in range(parts)]
     for item, part in zip(items, assignment.tolist(), strict=True):
@@ -284,7 +286,7 @@ def _collect[T](items: Sequence[T], assignment: Rows, parts: int) -> list[list[T
     return collected
 
 
-def _ordered_rows(pack: Sequence[PackingUnit]) -> Rows:
+def _ordered_rows(pack: Sequence[PackingUnit]) -> Ints:
     """Return the rows of a micro-batch. Short units come first, and the pieces of a group are next to each other."""
     shortest: dict[int, int] = {}
     for unit in pack:

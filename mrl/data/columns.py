@@ -21,17 +21,17 @@ class PromptExample:
 
     messages: Messages
     ground_truth: GroundTruth
-    data_source: str
-    extra_info: dict[str, Any]
+    data_source: str  # name of the data set that the row comes from, such as gsm8k
+    extra_info: dict[str, Any]  # further values for rewards
 
 
 @dataclass(frozen=True)
 class Columns:
     """Names of the columns of a file. The defaults are verl's columns. A dotted name is a field inside a column.
 
-    A column that the user names (`named`) must exist in every row. Two default columns may be absent: without `data_source`,
-    the data source is the name of the source; without `extra_info`, the extra info is empty. None means that the file has no
-    such column. Without a column of ground truths, the ground truth is an empty text.
+    A column that the user names (`named`) must exist in every row. Two default columns may be absent from a row. Without
+    `data_source`, PromptExample has the default that `__call__` receives. Without `extra_info`, PromptExample.extra_info is
+    empty. If a field is None, the file has no such column. If `ground_truth` is None, the ground truth is an empty text.
     """
 
     prompt: str = "prompt"  # text, or a list of messages
@@ -43,7 +43,7 @@ class Columns:
 
     @classmethod
     def of(cls, node: Node, key: str, base: "Columns | None" = None) -> "Columns":
-        """Return `base` (default: verl's columns), changed by `node`, which is the value of the config key `key`.
+        """Return `base` (default: verl's columns), changed by `node`, the mapping field -> column at the config key `key`.
 
         Raises ValueError if `node` has an unknown field or an invalid value.
         """
@@ -52,7 +52,7 @@ class Columns:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}."
-                raise ValueError(f"{key}.{name}: no such column of a prompt; {hint}")
+                raise ValueError(f"{key}.{name}: unknown key; {hint}")
             several = name == "extra_info" and isinstance(column, list) and all(isinstance(c, str) for c in column)
             if not (isinstance(column, str) or several or (column is None and name != "prompt")):
                 raise ValueError(f"{key}.{name}={column!r}: expected the name of a column of your file.")
@@ -63,8 +63,8 @@ class Columns:
         named = base.named - node.keys() | {name for name, value in node.items() if value is not None}
         return replace(base, **chosen, named=named)
 
-    def __call__(self, row: Row, source: str, system: str | None = None) -> PromptExample:
-        """Return the prompt of a row. `source` is the default data source, and `system` is the default system message.
+    def __call__(self, row: Row, default_data_source: str, system: str | None = None) -> PromptExample:
+        """Return the prompt of a row. `system` is the system message for a prompt that has none.
 
         Raises:
             RowError: a column is missing or has an invalid value.
@@ -72,7 +72,9 @@ class Columns:
         return PromptExample(
             with_system_message(read_messages(column_value(row, self.prompt), self.prompt), system),
             "" if self.ground_truth is None else _ground_truth(column_value(row, self.ground_truth), self.ground_truth),
-            text_value(row, self.data_source) if self.data_source and self._has(row, "data_source") else source,
+            text_value(row, self.data_source)
+            if self.data_source and self._has(row, "data_source")
+            else default_data_source,
             self._extra_info(row),
         )
 

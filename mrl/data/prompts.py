@@ -31,23 +31,23 @@ class PromptConstraints:
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """A source in the mixture of a data set: its number of usable rows, and its weight."""
+    """A source in the mixture of a data set."""
 
-    name: str
-    rows: int
-    weight: float = 1.0
+    name: str  # PromptSource.name
+    rows: int  # number of usable rows
+    weight: float = 1.0  # number of rows that are drawn from this source, relative to other sources
 
 
 @dataclass(frozen=True, eq=False)
 class PromptDataset:
-    """The usable rows of all sources, numbered from 0, source after source. Their tokens are in one flat array."""
+    """The usable rows of all sources, one source after another. The index of a row counts from 0 over all sources."""
 
     examples: list[PromptExample]  # [rows]
-    row_numbers: NDArray[np.int64]  # [rows] row number in the file that has the row, from 0
-    tokens: NDArray[np.int32]  # [tokens of all prompts]
+    row_numbers: NDArray[np.int64]  # [rows] row number of each row in its own file, from 0
+    tokens: NDArray[np.int32]  # [tokens of all prompts] the tokens of all rows, concatenated
     cu_seqlens: NDArray[np.int64]  # [rows + 1] start of each prompt in `tokens`, and the end of the last
     mixture: tuple[MixtureSource, ...]  # the sources, in the order of their rows
-    report: RowReport  # number of rows, and the rows that cannot be used
+    report: RowReport  # counts of rows, and the rows that cannot be used
     model_path: str  # folder of the tokenizer
 
     @classmethod
@@ -73,7 +73,7 @@ class PromptDataset:
             mixture.append(MixtureSource(source.name, source_report.kept, source.weight))
             report += source_report
             examples += (example for file in files for example in file.examples)
-            numbers += (number for file in files for number in file.numbers)
+            numbers += (number for file in files for number in file.row_numbers)
             tokens += (ids for file in files for ids in file.tokens)
         cu_seqlens = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
         flat = np.concatenate([np.empty(0, np.int32), *tokens])
@@ -88,7 +88,7 @@ class PromptDataset:
         )
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
-        """Write the omitted rows to `path`, and raise an error if a policy forbids them. A policy is "error" or "skip".
+        """Write the omitted rows to `path`, and raise an error if a policy forbids omitted rows. A policy is "error" or "skip".
 
         Raises:
             ValueError: a row was omitted under the policy "error", or a source has no usable row.
@@ -119,7 +119,7 @@ class PromptDataset:
         return self.examples[row].ground_truth
 
     def data_source(self, row: int) -> str:
-        """Return the name of the source that the row states, or its default."""
+        """Return PromptExample.data_source of a row."""
         return self.examples[row].data_source
 
     def extra_info(self, row: int) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class _FilePrompts:
     """The usable rows of one file."""
 
     examples: list[PromptExample]
-    numbers: list[int]  # row number of each example in the file
+    row_numbers: list[int]  # row number of each example in the file
     tokens: list[NDArray[np.int32]]  # tokens of each example
     report: RowReport
 
@@ -198,7 +198,7 @@ def _check_text(column: str, value: Any) -> None:
 
 
 def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, bool]:
-    """Return (reason, overlong). The reason says why these tokens cannot be a prompt, and is empty if they can.
+    """Return (reason, overlong). `reason` says why these tokens cannot be a prompt. It is empty if they can be a prompt.
 
     `overlong` is true if the only reason is that there are too many tokens.
     """
@@ -207,7 +207,7 @@ def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, b
     if max(ids) >= constraints.vocab_size:
         return (
             f"the tokenizer gives token {max(ids)}, but the model's vocabulary ends at {constraints.vocab_size - 1}; the "
-            "tokenizer in the model's folder belongs to another model, or the text names a token that was added to it."
+            "tokenizer in the model's folder belongs to another model, or the text has a token that was added to the tokenizer."
         ), False
     if len(ids) > constraints.max_prompt_tokens:
         return (
@@ -220,12 +220,12 @@ def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, b
 class PromptStream:
     """Endless stream of batches of rows. A batch may span two epochs, so every row is drawn in every epoch.
 
-    If a source has the fraction w of the total weight, it contributes on average w n of the first n rows. It always contributes
-    fewer than w n + 1.
+    If a source has the fraction w of the total weight of all sources, it contributes on average `w * n` of the first n rows, and
+    always fewer than `w * n + 1`.
 
     Each source has its own epochs. The order of rows within an epoch depends only on (seed, epoch, source). The choice of the
-    next source depends only on the number of rows that have been drawn from each source. So these numbers are the whole position
-    of a stream.
+    next source depends only on the number of rows that have been drawn from each source. The whole position of a stream is
+    therefore `drawn`: for each source, the number of rows that have been drawn from it.
     """
 
     def __init__(
@@ -256,11 +256,11 @@ class PromptStream:
         return self
 
     def __next__(self) -> NDArray[np.int64]:
-        """Return the next `batch_size` rows, as row numbers of the data set."""
+        """Return the indices of the next `batch_size` rows in the data set."""
         return self.take(self.batch_size)
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """Return the next `count` rows, as row numbers of the data set."""
+        """Return the indices of the next `count` rows in the data set."""
         sources = self._next_sources(count)
         batch = np.empty(count, np.int64)
         for source in range(len(self.mixture)):
@@ -269,9 +269,9 @@ class PromptStream:
         return batch
 
     def _next_sources(self, count: int) -> NDArray[np.int64]:
-        """Return the source of each of the next `count` rows: [count].
+        """Return the index of the source of each of the next `count` rows: [count].
 
-        Each row comes from the source whose number of drawn rows is furthest below its fraction of the total weight.
+        Row n of the stream, from 1, comes from the source with the largest `weight / total_weight * n - drawn`.
         """
         if len(self.mixture) == 1:
             return np.zeros(count, np.int64)
@@ -280,14 +280,16 @@ class PromptStream:
         drawn, next_count = list(self.drawn), sum(self.drawn) + 1
         sources = np.empty(count, np.int64)
         for index in range(count):
-            missing = [weight * (next_count + index) - num for weight, num in zip(weights, drawn, strict=True)]
+            missing = [
+                weight * (next_count + index) - num_drawn for weight, num_drawn in zip(weights, drawn, strict=True)
+            ]
             chosen = missing.index(max(missing))
             sources[index] = chosen
             drawn[chosen] += 1
         return sources
 
     def _take_from(self, source: int, count: int) -> NDArray[np.int64]:
-        """Return the next `count` rows of a source. They may span several epochs."""
+        """Return the indices of the next `count` rows of a source in the data set. These rows may span several epochs."""
         rows = self.mixture[source].rows
         parts = [np.empty(0, np.int64)]
         while count:
@@ -298,7 +300,7 @@ class PromptStream:
         return np.concatenate(parts) + sum(earlier.rows for earlier in self.mixture[:source])
 
     def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
-        """Return the order of the rows of a source in an epoch."""
+        """Return the indices of the rows of a source within this source, in the order of an epoch."""
         rows = self.mixture[source].rows
         if not self.shuffle:
             return np.arange(rows)
@@ -323,7 +325,7 @@ class PromptStream:
         return {"drawn": list(self.drawn), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of a stream with the same rows, seed and weights. The batch size may differ.
+        """Continue at the position of a stream with the same rows, seed and source weights. The batch size may differ.
 
         Raises:
             ValueError: the state was saved by another stream. The message names the difference.

@@ -11,13 +11,13 @@ from pathlib import Path
 from mrl.data.row_files import Row, RowError, read_all, text_value
 from parallel.durable_files import atomic_file
 
-Answer = tuple[str, str, Row]  # problem, ground truth, further columns for extra_info
+Problem = tuple[str, str, Row]  # text of the problem, ground truth, further columns for extra_info
 
 _GSM8K = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
-def gsm8k(row: Row) -> Answer:
-    """Convert a row of GSM8K. It has `question`, and `answer`, which ends in `#### NUMBER`."""
+def gsm8k(row: Row) -> Problem:
+    """Convert a row of GSM8K. The row has `question`, and `answer`, which ends in `#### NUMBER`."""
     answer = text_value(row, "answer")
     found = _GSM8K.search(answer)
     if not found:
@@ -25,8 +25,8 @@ def gsm8k(row: Row) -> Answer:
     return text_value(row, "question"), found[1].replace(",", ""), {}
 
 
-def math(row: Row) -> Answer:
-    r"""Convert a row of MATH. It has `problem`, and `solution` with the answer in the last \boxed{...}.
+def math(row: Row) -> Problem:
+    r"""Convert a row of MATH. The row has `problem`, and `solution` with the answer in the last \boxed{...}.
 
     The columns level, type and subject go to extra_info.
     """
@@ -65,7 +65,7 @@ def last_boxed(solution: str) -> str | None:
 class Recipe:
     """Converts the rows of one data set."""
 
-    convert: Callable[[Row], Answer]  # raises RowError
+    convert: Callable[[Row], Problem]  # raises RowError
     data_source: str  # value of the column data_source
     instruction: str  # sentence that is added to each problem
     source_columns: str  # description of the columns that `convert` reads, for --help
@@ -90,11 +90,11 @@ RECIPES = {
 def prepare(
     recipe: str, source: str | Path, target: str | Path, instruction: str | None = None, split: str = "train"
 ) -> int:
-    """Convert the rows of `source` to prompts in the parquet file `target`, and return their number.
+    """Convert the rows of `source` to prompts in the parquet file `target`, and return the number of prompts.
 
     Raises:
-        ValueError: the recipe does not exist, or a row cannot be used. No file is written then. The message contains the
-            number of unusable rows, and for the first ones file, row, column and reason.
+        ValueError: the recipe does not exist, or a row cannot be used. Then no file is written. The message contains the
+            number of unusable rows. For the first unusable rows, it also contains file, row, column and reason.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

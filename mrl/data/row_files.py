@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-SHOWN = 5  # an error message describes at most this many bad rows; the report file lists all
+SHOWN = 5  # an error message describes at most this many bad rows; the report file lists all bad rows
 
 
 class RowError(ValueError):
@@ -27,7 +27,7 @@ class BadRow:
     """A row that is omitted. Row numbers start at 0. In a jsonl file, blank lines are counted, too."""
 
     file: str
-    row: int
+    row: int  # row number in the file
     column: str  # empty if the whole row is invalid
     reason: str
     overlong: bool = False  # True: the row is valid, but too long
@@ -39,9 +39,9 @@ class BadRow:
 
 @dataclass(frozen=True)
 class RowReport:
-    """Number of rows of a data set (rows = kept + bad + overlong), and the omitted rows."""
+    """Counts of the rows of a data set, and the omitted rows: rows = kept + num_bad + num_overlong."""
 
-    rows: int
+    rows: int  # number of all rows
     kept: int  # number of rows that can be used
     omitted: tuple[BadRow, ...] = ()
 
@@ -82,7 +82,7 @@ class RowReport:
 
 
 def describe_bad_rows(bad: Iterable[BadRow], rows: int) -> str:
-    """Return a text for an error message: the number of bad rows, and a line for each of the first ones."""
+    """Return a text for an error message: the number of bad rows, and a line for each of the first SHOWN bad rows."""
     bad = list(bad)
     lines = [f"{len(bad)} of {rows} rows cannot be used:", *(f"  {row}" for row in bad[:SHOWN])]
     return "\n".join(lines + ([f"  ... and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []))
@@ -90,18 +90,19 @@ def describe_bad_rows(bad: Iterable[BadRow], rows: int) -> str:
 
 Row = dict[str, Any]
 
+# What `read_table` can read, for error messages
 EXPECTED = "a .jsonl or .parquet file, or a folder written by datasets' save_to_disk"
 
-MAX_DEPTH = 100  # deepest nesting of JSON values; it is limited because rows are traversed and pickled recursively
+MAX_DEPTH = 100  # limit of the nesting of JSON values, because rows are traversed and pickled recursively
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """The rows of one file. Row numbers start at 0. In a jsonl file, a blank line is no row, but has a row number."""
+    """The rows of one file. Row numbers start at 0. In a jsonl file, a blank line has a row number, but is not in `rows`."""
 
     file: str
     rows: list[Row]
-    numbers: Sequence[int]  # row number of each row
+    row_numbers: Sequence[int]  # row number of each row
     bad: list[BadRow] = field(default_factory=list)  # rows that cannot be read
 
     def __len__(self) -> int:
@@ -129,10 +130,10 @@ def read_table(path: str | Path) -> RowTable:
 
 
 def read_all[T](path: str | Path, convert: Callable[[int, Row], T]) -> list[T]:
-    """Return `convert(number, row)` for every row of a file. All rows must be valid.
+    """Return `convert(row number, row)` for every row of a file. All rows must be valid.
 
     Raises:
-        ValueError: the file cannot be read, or a row cannot be read or converted. The message contains the number of such
+        ValueError: the file cannot be read, or a row cannot be read or converted. The message contains the number of bad
             rows, and describes the first ones.
     """
     table = read_table(path)
@@ -143,9 +144,9 @@ def read_all[T](path: str | Path, convert: Callable[[int, Row], T]) -> list[T]:
 
 
 def convert_rows[T](table: RowTable, convert: Callable[[int, Row], T]) -> tuple[list[T], list[BadRow]]:
-    """Return the results of `convert(number, row)` for all valid rows, and the bad rows. `convert` may raise RowError."""
+    """Return the results of `convert(row number, row)` for all valid rows, and the bad rows. `convert` may raise RowError."""
     converted, bad = [], list(table.bad)
-    for number, row in zip(table.numbers, table.rows, strict=True):
+    for number, row in zip(table.row_numbers, table.rows, strict=True):
         try:
             converted.append(convert(number, row))
         except RowError as error:
@@ -172,7 +173,7 @@ def column_value(row: Row, name: str) -> Any:
 
 
 def text_value(row: Row, name: str) -> str:
-    """Return the value of a text column. Raises RowError if it is not a text."""
+    """Return the value of a text column. Raises RowError if the value is not a text."""
     value = column_value(row, name)
     if not isinstance(value, str):
         raise RowError(name, f"expected text, got {value!r:.80}.")
@@ -201,7 +202,7 @@ def _read_jsonl(path: Path) -> RowTable:
 
 
 def _parse(line: bytes) -> Row:
-    """Return the JSON object on a line. Raises ValueError."""
+    """Return the JSON object on a line. Raises ValueError if the line is not a valid JSON object."""
     import orjson
 
     try:
@@ -286,4 +287,5 @@ def _read_one_by_one(file: str, table: Any) -> RowTable:
     return RowTable(file, rows, numbers, bad)
 
 
+# Ending of a file name -> function that reads the file
 READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl}

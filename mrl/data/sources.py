@@ -17,7 +17,7 @@ class UserDataset(Protocol):
     """Interface of a user-defined data set (`data.dataset`), such as a list of dicts or a Hugging Face Dataset.
 
     A row has `prompt` (text or messages) and `ground_truth`, and may have `data_source` and `extra_info`. `data.columns` can
-    set other names. All rows are read once, in order, before any process starts. They are checked like the rows of a file.
+    set other names. All rows are read once, in order, before any process starts. Rows are checked like the rows of a file.
     """
 
     def __len__(self) -> int: ...
@@ -27,20 +27,20 @@ class UserDataset(Protocol):
 
 @dataclass(frozen=True)
 class PromptSource:
-    """One source of prompts, and its weight in the mixture."""
+    """One source of prompts: files, or a user-defined data set."""
 
     files: tuple[str, ...] = ()
     columns: Columns = field(default_factory=Columns)
     system: str | None = None  # system message for prompts without one
-    name: str = ""  # key in data.mixture or data.test_sets, or empty
+    name: str = ""  # key in data.mixture or data.test_sets; empty for a source under another config key
     weight: float = 1.0  # number of rows that are drawn from this source, relative to other sources
-    rows: UserDataset | None = None  # a user-defined data set, in place of files
+    user_dataset: UserDataset | None = None  # a user-defined data set, in place of files
     target: str = ""  # `_target_` of the user-defined data set, for error messages
 
     def tables(self) -> Iterator[RowTable]:
         """Yield the rows, file by file. Raises ValueError if a file cannot be read."""
-        if self.rows is not None:
-            yield _read_user_dataset(self.rows, self.target)
+        if self.user_dataset is not None:
+            yield _read_user_dataset(self.user_dataset, self.target)
         for path in self.files:
             yield read_table(path)
 
@@ -49,14 +49,14 @@ class PromptSource:
         yield from ([replace(self, files=(file,)) for file in self.files] if self.files else [self])
 
     def data_source(self, table: RowTable) -> str:
-        """Return the data source of all rows of `table` that do not state one."""
+        """Return PromptExample.data_source for the rows of `table` that have no column data_source."""
         return self.name or (Path(table.file).stem if self.files else "dataset")
 
 
 def train_sources(data: DataConfig) -> list[PromptSource]:
     """Return the sources of training prompts.
 
-    Raises ValueError if none of data.train, data.mixture and data.dataset is set, or more than one.
+    Raises ValueError if none or several of data.train, data.mixture and data.dataset are set.
     """
     given = {"data.train": data.train, "data.mixture": data.mixture, "data.dataset": data.dataset}
     chosen = [key for key, value in given.items() if value]
@@ -67,7 +67,7 @@ def train_sources(data: DataConfig) -> list[PromptSource]:
         )
     if len(chosen) > 1:
         raise ValueError(
-            f"{' and '.join(chosen)} are set, but at most one of them may be; empty the others, as in data.train=[]."
+            f"{' and '.join(chosen)} are set, but at most one of them may be set; empty the others, as in data.train=[]."
         )
     if data.train:
         return [_source(dict(files=list(data.train)), "data.train", data)]
@@ -107,8 +107,8 @@ def _source(node: Node, key: str, data: DataConfig, name: str = "") -> PromptSou
     columns = Columns.of(node.get("columns") or {}, f"{key}.columns", Columns.of(data.columns, "data.columns", base))
     own = dict(columns=columns, system=node.get("system", data.system), name=name, weight=float(weight))
     if node.get("dataset"):
-        rows = _construct_rows(node["dataset"], key if key == "data.dataset" else f"{key}.dataset")
-        return PromptSource(**own, rows=rows, target=node["dataset"]["_target_"])
+        dataset = _construct_dataset(node["dataset"], key if key == "data.dataset" else f"{key}.dataset")
+        return PromptSource(**own, user_dataset=dataset, target=node["dataset"]["_target_"])
     return PromptSource(**own, files=_files(node["files"], key))
 
 
@@ -119,10 +119,10 @@ def _files(value: Any, key: str) -> tuple[str, ...]:
     return tuple(files)
 
 
-def _construct_rows(node: Any, key: str) -> UserDataset:
+def _construct_dataset(node: Any, key: str) -> UserDataset:
     """Return the user's object, or the result of the user's function.
 
-    Raises ValueError if this is not a data set, or has no rows.
+    Raises ValueError if the object or result is not a data set, or has no rows.
     """
     if not isinstance(node, dict):
         raise ValueError(f"{key}={node!r}: expected a _target_ and its arguments.")
@@ -146,13 +146,13 @@ def _call(built: Callable[[], Any], key: str, target: str) -> Any:
         raise ValueError(f"{key}: {target} failed: {error!r}") from error
 
 
-def _read_user_dataset(source: UserDataset, target: str) -> RowTable:
+def _read_user_dataset(dataset: UserDataset, target: str) -> RowTable:
     rows: list[Row] = []
-    numbers, bad = [], []
-    for number in range(len(source)):
+    row_numbers, bad = [], []
+    for number in range(len(dataset)):
         try:
-            rows.append(dict(source[number]))
-            numbers.append(number)
+            rows.append(dict(dataset[number]))
+            row_numbers.append(number)
         except Exception as error:  # user code may raise anything; it is reported as a bad row
             bad.append(BadRow(target, number, "", f"expected a row, but the data set raised {error!r:.200}"))
-    return RowTable(target, rows, numbers, bad)
+    return RowTable(target, rows, row_numbers, bad)

@@ -1,4 +1,4 @@
-"""Supervised data set. Its rows have a prompt and a response, which may have several turns with tool results."""
+"""Supervised data set. Each row has a prompt and a response. A response may have several turns with tool results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ class SftDataset:
 
     prompts: list[list[int]]
     responses: list[list[int]]
-    sampled: list[list[bool]] | None = None  # which response tokens are in the loss; None: all
+    sampled: list[list[bool]] | None = None  # whether each response token is in the loss; None: all tokens are
 
     @classmethod
     def load(

@@ -11,13 +11,13 @@ from typing import Any
 from mrl.data.tokenizer import character_tokenizer
 from parallel.durable_files import atomic_folder
 
-DOUBLING_NUMBERS = range(1000, 5000)
-DOUBLING_NUM_TEST = 512
-CONTEXT_TOKENS = 64
+DOUBLING_NUMBERS = range(1000, 5000)  # the numbers to double, one for each problem
+DOUBLING_NUM_TEST = 512  # number of problems in test.parquet
+CONTEXT_TOKENS = 64  # largest number of tokens of prompt and response together
 
 
 def make_doubling_task(folder: str | Path, seed: int = 0, model: str = "qwen3") -> None:
-    """Create the task of doubling four-digit numbers in `folder`: train, test and sft parquet files, and `model/`.
+    """Create in `folder` the task of doubling four-digit numbers: train, test and sft parquet files, and `model/`.
 
     Does nothing if `folder` exists. The folder is created atomically, so several processes may call this at the same
     time. `model` is a key of TINY_MODELS. Each model needs its own folder.
@@ -72,10 +72,12 @@ def write_supervised(path: Path, numbers: list[int]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-PRODUCT_NUMBERS = range(320, 1000)  # every product has six digits
-PRODUCT_NUM_TRAIN, PRODUCT_NUM_TEST = 8192, 512
+PRODUCT_NUMBERS = range(320, 1000)  # the factors; every product has six digits
+PRODUCT_NUM_TRAIN, PRODUCT_NUM_TEST = 8192, 512  # number of problems in train.parquet and in test.parquet
 
+# Special tokens around a call of the calculator, and around its result
 TOOL_MARKS = ("<call>", "</call>", "<result>", "</result>")
+# Chat template of the calculator task
 CALCULATOR_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}<result>{{ message['content'] }}</result>"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
@@ -83,7 +85,7 @@ CALCULATOR_TEMPLATE = (
 
 
 def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3", call_fraction: float = 0.15) -> None:
-    """Create the task of multiplying three-digit numbers in `folder`: train, test and sft parquet files, and `model/`.
+    """Create in `folder` the task of multiplying three-digit numbers: train, test and sft parquet files, and `model/`.
 
     The model can answer correctly only if it calls the calculator tool. `call_fraction` is the fraction of supervised rows
     that call the tool. The other rows do not call it, and give a wrong answer.
@@ -150,9 +152,11 @@ def _write_parquet(path: Path, rows: list[dict]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
+# Config fields of the tiny models
 TINY_SIZES = dict(
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
 )
+# Further config fields of the tiny model with experts
 TINY_EXPERTS = dict(
     num_experts=8,
     num_experts_per_tok=2,
@@ -162,7 +166,7 @@ TINY_EXPERTS = dict(
     mlp_only_layers=[],
 )
 TINY_MODELS: dict[str, dict[str, Any]] = {"qwen3": TINY_SIZES, "qwen3_moe": TINY_SIZES | TINY_EXPERTS}
-"""Model type of transformers -> sizes. The dense model has 0.8 million parameters, the MoE model has 2.6 million."""
+"""Model type of transformers -> fields of its config. The dense model has 0.8 million parameters, the MoE model 2.6 million."""
 
 
 def make_tiny_model(
@@ -174,7 +178,7 @@ def make_tiny_model(
     seed: int,
     kind: str = "qwen3",
 ) -> None:
-    """Write config, random float32 weights and `tokenizer` to `folder`. The same seed gives the same bytes.
+    """Write config, random float32 model weights and `tokenizer` to `folder`. The same seed gives the same bytes.
 
     Raises ValueError if `kind` is not a key of TINY_MODELS.
     """

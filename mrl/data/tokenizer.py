@@ -38,11 +38,12 @@ def read_tokenizer(folder: str | Path) -> Any:
 
 
 def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:
-    """Return the fast tokenizer of a Hugging Face folder. If `chat` has a template, it replaces the tokenizer's own template.
+    """Return the fast tokenizer of a Hugging Face folder. A template in `chat` replaces the tokenizer's own.
 
     Raises:
-        ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token; the template file of
-            `chat` does not exist or cannot be parsed; the template does not read an argument of `chat`.
+        ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token.
+        ValueError: the template file of `chat` does not exist or cannot be parsed.
+        ValueError: the template does not read an argument of `chat`.
     """
     chat = chat or ChatTemplate()
     tokenizer = read_tokenizer(folder)
@@ -118,13 +119,13 @@ def check_vocabulary(rows: list[list[int]], vocab_size: int) -> None:
         )
 
 
-CHARACTERS = "0123456789+-*= "
+CHARACTERS = "0123456789+-*= "  # the characters that have their own token in `character_tokenizer`
 
 
 def character_tokenizer(vocab_size: int = 32) -> Any:
     """Build a tokenizer with one token for each character that occurs in sums and products.
 
-    It has `vocab_size` token ids. Ids without a character decode to names such as <r0>.
+    The tokenizer has `vocab_size` token ids. Ids without a character decode to names such as <r0>.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 

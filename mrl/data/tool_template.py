@@ -1,9 +1,10 @@
-"""The tokens that a chat template puts around tool results. The policy samples the turns between them."""
+"""The tokens that a chat template puts around tool results. The policy samples the turns between the tool results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Texts of a fixed conversation; the template is rendered with them to find the tokens around results
 _USER, _ASSISTANT, _RESULTS = "8*8=", "12+13", ("9081726354", "7203948165")
 _CUT = "..."  # marks the end of a truncated tool result
 
@@ -24,11 +25,11 @@ class ToolTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, role: str = "tool", args: Mapping[str, Any] | None = None) -> "ToolTemplate":
-        """Derive the tokens by rendering a fixed conversation with and without tool results.
+        """Derive the tokens: render a fixed conversation with and without tool results, and compare the texts.
 
         Args:
             role: role of the messages with tool results.
-            args: variables of the template, the same as for the prompts.
+            args: values of the template's variables, the same values as for the prompts.
 
         Raises:
             ValueError: the template rejects the role, changes the user's message if a result follows, drops results, or
@@ -94,7 +95,7 @@ def _render(tokenizer: Any, role: str, num_results: int, args: Mapping[str, Any]
 def _after_assistant(role: str, prompt: str, text: str) -> str:
     """Return the part of `text` after the assistant's turn. `prompt` is the text before this turn.
 
-    A template may render an earlier turn of the assistant in another way than the last one, for example without thoughts.
+    A template may render an earlier turn of the assistant in another way than the last turn, for example without thoughts.
     This changes no token, because mrl never renders a response again.
     """
     user = prompt.rfind(_USER) + len(_USER)
@@ -130,5 +131,5 @@ def _template_error(role: str, why: str, text: str) -> ValueError:
     shown = f" Rendered: {text!r}." if text else ""
     return ValueError(
         f"rollout.agent: the model's chat template cannot be used for tool results: {why}.{shown} Use a template with messages "
-        f"of role {role!r}, or set rollout.agent.result_role to one that it has."
+        f"of role {role!r}, or set rollout.agent.result_role to a role that it has."
     )
