@@ -26,9 +26,9 @@ class ScoredBatch:
     truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
     # [R] reward of each turn at the last token of the turn, else 0; used in place of `rewards`. None: no rewards per turn
     turn_rewards: NDArray[np.float64] | None = None
-    # name of a part of the reward -> its values [B]
+    # name of a part of the reward -> values of this part [B]
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
+    greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class AdvantageInputs:
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
     columns: Mapping[str, Column] = field(default_factory=dict)  # name in `needs` of the estimator -> column [R]
-    greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
-    # name of a part of the reward -> its values [B]
+    greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
+    # name of a part of the reward -> values of this part [B]
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
     @cached_property

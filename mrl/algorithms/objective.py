@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the driver builds and checks objectives without torch
 class Objective:
     """The loss that the actor's optimizer minimises: a policy loss times a correction, plus KL and entropy terms.
 
-    An Objective has the attributes and methods of mrl.algorithms.losses.Loss, and includes them for its terms.
+    An Objective implements the interface mrl.algorithms.losses.Loss, for all these terms together.
     """
 
     policy: Loss

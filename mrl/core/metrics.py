@@ -23,7 +23,7 @@ class Metric:
     """Declaration of one metric."""
 
     unit: str  # empty for a number without unit
-    meaning: str
+    meaning: str  # what the value measures, for plots and docs/reference/metrics.md
     number_format: str = ".3f"  # Python format specification of the value
     label: str = ""  # name in the progress display; if it is empty, `label()` makes one from the metric's name
 

@@ -152,7 +152,7 @@ class Scores:
         }
 
 
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")  # allowed name of a part
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Rule-based rewards: they compare answers with the ground truth, or check the form, length and repetition of a response."""
+"""Rule-based rewards: they compare answers with the ground truth, or check the form, length and repetition of a response.
+
+mrl.rewards.reward_types.Reward explains the class attributes `in_process`, `per_sample` and `imports`.
+"""
 
 import math
 import re

@@ -20,7 +20,7 @@ RESTRICTED = b"restricted"  # message on the status pipe: all restrictions are i
 
 # -- seccomp: system calls ------------------------------------------------------------------------------------------------
 
-ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # machine -> (audit number, column in DENIED)
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # machine -> (AUDIT_ARCH, column in DENIED)
 
 # System calls that fail with EPERM, by category. Each entry has a name, the number on x86_64 and the number on aarch64. `-` means
 # that there is no such call.
@@ -186,8 +186,8 @@ def _allow_path(ruleset: int, path: str, rights: int) -> None:
 def restrict_files(work: str, readable: list[str]) -> None:
     """Restrict access to files.
 
-    After this call, the process can read only the paths `readable` and plain files in the folder `work`. It can write only
-    plain files in `work`, and /dev/null.
+    After this call, the process can read only the paths `readable`, plain files in the folder `work`, and /dev/null. It can
+    write only plain files in `work`, and /dev/null.
     """
     abi = landlock_abi()
     handled = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= abi)]
