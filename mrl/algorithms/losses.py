@@ -204,7 +204,7 @@ class ClipCov(PolicyLoss):
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     fraction: float = 2e-4  # fraction of all tokens
-    low: float = 1.0  # bounds of the covariance of a selected token: low and high
+    low: float = 1.0  # every selected token has a covariance in (low, high)
     high: float = 5.0
     clip_low: float = float("inf")
     clip_high: float = float("inf")
