@@ -40,8 +40,8 @@ class SavableModel(Protocol):
 class CheckpointSchedule:
     """When checkpoints and exports are written."""
 
-    every: int  # steps between checkpoints; 0: only at the end
-    export_every: int  # steps between Hugging Face folders; 0: none between the steps
+    every: int  # training steps between two checkpoints; 0: a checkpoint is written only at the end
+    export_every: int  # training steps between two Hugging Face folders in exports/; 0: there are none
     asynchronous: bool  # whether training continues while a checkpoint is written
     timeout_s: float  # longest time for writing one checkpoint
     at_end: bool  # whether to write a checkpoint and a Hugging Face folder at the end of the run

@@ -30,7 +30,7 @@ class RendezvousStore(Protocol):
         ...
 
     def put(self, key: str, value: Any) -> None:
-        """Store a JSON value. If the first host is gone, the value is lost without an error."""
+        """Store a JSON value. If the first host has left, the value is lost without an error."""
         ...
 
     def get_prefix(self, prefix: str) -> dict[str, Any]:
