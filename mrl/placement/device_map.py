@@ -18,7 +18,7 @@ from parallel.durable_files import atomic_file
 
 @dataclass(frozen=True)
 class DeviceCell:
-    """A slot (a GPU, or a CPU if there are no GPUs), and the processes that time-share it."""
+    """A slot (a GPU, or a CPU if there are no GPUs), and the processes that time-share this slot."""
 
     pool: str
     processes: Mapping[str, str]  # role -> its process: "actor 3" is trainer rank 3, "engine 1.0" is rank 0 of engine 1
@@ -34,7 +34,7 @@ class NodeDevices:
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """All nodes with their processes, and warnings about idle devices and about groups that are on several nodes."""
+    """All nodes with their processes, and warnings about idle devices and about groups of processes on several nodes."""
 
     pools: Pools
     nodes: tuple[NodeDevices, ...]
@@ -45,7 +45,7 @@ class DeviceMap:
 def planned_device_map(pools: Pools, gpus_per_node: int) -> DeviceMap:
     """Return a map that places the pools on as few nodes with `gpus_per_node` GPUs as possible.
 
-    Raises ValueError if a pool with strategy STRICT_PACK does not fit on one node.
+    Raises ValueError if a pool with strategy STRICT_PACK has more slots than a node.
     """
     node_of_slots = _fill_nodes(pools, gpus_per_node)
     named = {pool: [f"node {number}" for number in numbers] for pool, numbers in node_of_slots.items()}
@@ -59,7 +59,7 @@ def planned_device_map(pools: Pools, gpus_per_node: int) -> DeviceMap:
 def actual_device_map(pools: Pools, devices: Mapping[str, Sequence[tuple[str, str]]], unit: str) -> DeviceMap:
     """Return the map of pools that Ray has placed.
 
-    `devices`: pool -> (node, id of the GPU) of each slot; the id is "" on a CPU slot. `unit`: name of a slot in messages.
+    `devices`: pool -> (node, id of the GPU) of each slot. For a CPU slot, the id is "". `unit`: name of a slot in messages.
     """
     named = {pool: [node for node, _ in slots] for pool, slots in devices.items()}
     nodes: dict[str, dict[int, DeviceCell]] = {}
@@ -192,7 +192,7 @@ def _crossing_groups(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -
 
 ROLE_COLORS = {"engines": "#54A24B", "teacher": "#B279A2", "critic": "#F58518", "actor": "#4C78A8"}
 """Color of each role. The order is the order in which the roles work during a step."""
-MAX_NODE_ROWS = 16  # in a map of more nodes, consecutive nodes with equal roles share a row
+MAX_NODE_ROWS = 16  # if a map has more nodes, consecutive nodes with equal roles share a row
 
 
 def device_map_text(devices: DeviceMap, width: int = 160) -> str:

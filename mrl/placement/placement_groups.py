@@ -1,4 +1,4 @@
-"""Placement of resource pools on a Ray cluster. Each pool is a Ray placement group, and each slot of it is a bundle."""
+"""Placement of resource pools on a Ray cluster. Each pool is a Ray placement group, and each slot of the pool is a bundle."""
 
 import ipaddress
 import time
@@ -17,8 +17,8 @@ from mrl.core.types import DeviceSlot
 from mrl.placement.device_map import DeviceMap, actual_device_map
 from mrl.placement.resource_pools import Pool, Pools, check_capacity, order_by_groups
 
-POLL_INTERVAL_S = 0.05  # between reads of the state of a placement group
-ROLES_SHARE = 0.99  # fraction of a slot that Ray reserves for the processes of all its roles
+POLL_INTERVAL_S = 0.05  # PlacedPool waits this long between two reads of the state of its placement group
+ROLES_SHARE = 0.99  # fraction of a slot that Ray reserves for the processes of all roles together
 PROBE_SHARE = 0.001  # fraction of a slot for the small task that reads the id of the GPU
 
 
@@ -71,7 +71,7 @@ class PlacedPool:
         )
 
     def _probe_devices(self, nodes: Mapping[int, str]) -> dict[int, str]:
-        """Return bundle -> id of its GPU. A small Ray task in each bundle finds the id; it runs again if the bundle has moved."""
+        """Return bundle -> id of its GPU. A small Ray task in each bundle finds the id, again after a bundle has moved."""
         if not self.has_gpus:
             return dict.fromkeys(nodes, "")
         unknown = [location for location in nodes.items() if location not in self._devices]
@@ -121,7 +121,7 @@ class RolePlacement:
     placed: PlacedPool
     bundles: tuple[int, ...]  # bundle of each rank
     group_size: int  # number of consecutive ranks that should be on one node, for example the ranks of one engine
-    pin_engines_to_nodes: bool  # each engine must run on the node of its slots: the cluster has GPUs or several nodes
+    pin_engines_to_nodes: bool  # each engine runs on the node of its slots; true if there are GPUs or several nodes
 
     @classmethod
     def of(cls, placed: PlacedPool, role: str, pin_engines_to_nodes: bool) -> Self:
@@ -141,7 +141,7 @@ class RolePlacement:
         return [slot.options for slot in self.slots()]
 
     def engine_slots(self, index: int) -> list[DeviceSlot]:
-        """Return the slots of engine number `index`, one for each of its ranks."""
+        """Return the slots of the engine with this index: one slot for each rank of the engine."""
         return self.slots()[index * self.group_size : (index + 1) * self.group_size]
 
     def _options(self, bundle: int) -> dict[str, Any]:
@@ -154,8 +154,8 @@ class RolePlacement:
 def place_pools(pools: Pools, timeout_s: float) -> Iterator[dict[str, RolePlacement]]:
     """Place the pools on the connected cluster. Yields the placement of each role, and removes the placement groups on exit.
 
-    Raises ValueError immediately if the pools do not fit on the empty cluster. Raises PlacementError if Ray has not placed them
-    after `timeout_s`.
+    Raises ValueError immediately if the pools do not fit on the empty cluster. Raises PlacementError if Ray has not placed the
+    pools after `timeout_s`.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has_gpus = any(node.get("GPU", 0) for node in nodes)

@@ -1,7 +1,7 @@
 """Connects to an existing Ray cluster, or starts one on this machine.
 
-`python -m mrl.placement.ray_cluster ADDRESS TIMEOUT_S NODE...` waits until all nodes have joined the cluster. Slurm jobs run it
-before the driver.
+`python -m mrl.placement.ray_cluster ADDRESS TIMEOUT_S NODE...` waits until all nodes have joined the cluster. Slurm jobs run this
+command before the driver.
 """
 
 import logging
@@ -27,7 +27,7 @@ from mrl.core.run_errors import ProcessesLostError
 # of a run by their environment.
 PROCESS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 PROCESS_ENV |= {"SPT_NOENV": "1"}
-POLL_INTERVAL_S = 0.5  # between reads of the list of nodes
+POLL_INTERVAL_S = 0.5  # missing_nodes waits this long between two reads of the list of nodes
 
 
 @contextmanager
@@ -36,10 +36,10 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
 
     Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
     number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
-    independently of the number of cores. Raises ProcessesLostError if it does not start.
+    independently of the number of cores. Raises ProcessesLostError if the local cluster does not start.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    engine_key()  # generates the key, so that every process of the run inherits the same one
+    engine_key()  # generates the key, so that every process of the run inherits the same key
     quiet: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     if address:
@@ -48,7 +48,7 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
         # A function sets the key in each worker process: a variable in `env_vars` would appear in Ray's logs.
         ray.init(address=address, runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()}, **quiet)
     else:
-        os.environ.update(PROCESS_ENV)  # every process of a local cluster inherits it
+        os.environ.update(PROCESS_ENV)  # every process of a local cluster inherits these variables
         _restrict_to_loopback()
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
         plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2)
@@ -70,8 +70,9 @@ def _restrict_to_loopback() -> None:
     """Bind the local cluster and its gloo sockets to the loopback interface, and set an authentication token for Ray.
 
     Ray has a setting, meant for the firewalls of Windows and macOS, that binds a cluster to loopback. Ray reads this setting on
-    import. So this function sets it both in Ray's module and in the environment of child processes. Ray also requires a token if
-    RAY_AUTH_MODE does not disable it. Without RAY_AUTH_TOKEN, Ray would write a token to a file that other users can read.
+    import. So this function changes the setting both in Ray's module and in the environment of child processes. Ray also requires
+    a token if RAY_AUTH_MODE does not disable tokens. Without RAY_AUTH_TOKEN, Ray would write a token to a file that other users
+    can read.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -99,7 +100,7 @@ def missing_nodes(expected: Collection[str], alive: Callable[[], Collection[str]
 
 
 def _alive_nodes_at(address: str) -> Callable[[], set[str]]:
-    """Return a function that lists the names of the cluster's live nodes. Until a connection succeeds, each call tries again."""
+    """Return a function that lists the names of the cluster's live nodes. A call first connects if there is no connection."""
 
     def alive() -> set[str]:
         try:

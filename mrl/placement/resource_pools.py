@@ -1,8 +1,8 @@
-"""Resource pools: which roles of a run use which devices. They are computed from the config, without Ray.
+"""Resource pools: which roles of a run use which devices. This module computes the pools from the config, without Ray.
 
 A role is a model with its trainer ranks, or all engines together (see ROLES). A slot is one device: a GPU, or one CPU if the
-cluster has no GPUs. A pool is a set of slots that one or several roles time-share. By default, it has as many slots as its
-largest role needs.
+cluster has no GPUs. A pool is a set of slots that one or several roles time-share. By default, a pool has as many slots
+as its largest role needs.
 """
 
 import difflib
@@ -191,12 +191,12 @@ def check_capacity(pools: Pools, nodes: Sequence[int], unit: str) -> None:
 
 
 def slots_per_node(cluster: ClusterConfig, pools: Pools) -> int:
-    """Return the number of slots of a planned node: its GPUs. A node without GPUs takes all slots of the run."""
+    """Return the number of slots of one node: the number of its GPUs, or all slots of the run if nodes have no GPUs."""
     return cluster.gpus_per_node or pools.size
 
 
 def with_node_count(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
-    """Return the config with `nodes` set. The default is the number of nodes that the pools need."""
+    """Return `cluster` with a value for `nodes`. The default is the number of nodes that the pools need."""
     if cluster.nodes:
         return cluster
     missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # slots that cluster.components do not provide

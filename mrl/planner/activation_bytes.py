@@ -1,13 +1,13 @@
 """Bytes of the activations that a trainer rank saves for the backward pass of one micro-batch, tensor by tensor.
 
 The count follows Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer Models".
-Equation 1 of the paper counts the saved inputs of one layer (34 s b h without attention scores). Equations 2 to 4 divide them
-over tensor-parallel ranks. Section 5 describes recomputation. This module counts the saved inputs of the layers that mrl trains:
-gated MLPs, grouped and latent attention, experts, and packed sequences. The attention kernels save no scores, so the paper's
-term 5 a s^2 b does not occur.
+Equation 1 of the paper counts the saved inputs of one layer (34 s b h without attention scores). Equations 2 to 4 divide these
+inputs over tensor-parallel ranks. Section 5 describes recomputation. This module counts the saved inputs of the layers that mrl
+trains: gated MLPs, grouped and latent attention, experts, and packed sequences. The attention kernels save no scores. So the
+paper's term 5 a s^2 b does not occur.
 
 Symbols: s is the number of tokens of a pack on one context-parallel rank. r is the number of rows of hidden states on one
-tensor-parallel rank, outside of tensor-parallel matrices. r = s / tp with sequence parallelism, else r = s.
+tensor-parallel rank, outside of tensor-parallel matrices: r = s / tp with sequence parallelism, else r = s.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class MicroBatchShape:
     def key_rows(self) -> int:
         """Number of rows of keys that attention reads.
 
-        Context parallelism cuts a sequence into 2 cp chunks. A rank has two of the chunks. Their queries together read 2 cp + 1
-        chunks of keys.
+        Context parallelism cuts a sequence into 2 cp chunks. A rank has two of the chunks. The queries of both chunks
+        together read 2 cp + 1 chunks of keys.
         """
         read_ratio = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1  # chunks of keys that are read, divided by chunks
         return int(self.tokens * self.cp * self.keys_per_token * read_ratio)
@@ -157,7 +157,8 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
         saved["qkv projection"] = s * (q + 2 * kv) * e
     if shape.qk_norm:
         heads, several_groups = (shape.num_heads + shape.num_kv_heads) // batch.tp, shape.num_kv_heads // batch.tp > 1
-        is_copy = several_groups and shape.num_heads > shape.num_kv_heads  # otherwise it is a view of the projection
+        is_copy = several_groups and shape.num_heads > shape.num_kv_heads
+        # If the input is a view, the bytes of the projection include it.
         saved["query norm's input"] = s * q * e if is_copy else 0
         normalized = 0 if batch.kernels.fused_norm else s * (q + kv) * e
         saved["qk norm statistics"] = s * heads * STATISTIC_BYTES + normalized
@@ -221,7 +222,7 @@ def _intermediate_bytes(
 
 
 def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
-    """Return the bytes that the experts of a layer save, with the norm before them and with the router.
+    """Return the bytes that the experts of a layer save, with the norm before the experts and with the router.
 
     Each token is sent to the ranks of its experts. So the experts' tensors have one row for each token that the rank receives.
     """
@@ -244,7 +245,7 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
 
 
 def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
-    """Return the bytes of the router: indices and weights of the chosen experts, and the order in which tokens are sent."""
+    """Return the bytes of the router: indices and router weights of the chosen experts, and the order of sending tokens."""
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
     scores = (shape.num_experts * (STATISTIC_BYTES + 1) + STATISTIC_BYTES) if shape.sigmoid_router else 0

@@ -26,13 +26,13 @@ class EngineTime:
     shape: ModelShape
     cluster: GpuCluster
     tp: int
-    memory_fraction: float = DEFAULT_MEM_FRACTION  # fraction of a GPU's memory for weights and KV cache
-    max_requests: int | None = None  # largest number of requests that run together; None: the KV cache alone limits it
+    memory_fraction: float = DEFAULT_MEM_FRACTION  # fraction of a GPU's memory for model weights and KV cache
+    max_requests: int | None = None  # largest number of requests that run together; None: as many as the KV cache holds
     kv_itemsize: int = WEIGHT_BYTES  # bytes of one element of the KV cache
 
     @cached_property
     def memory(self) -> EngineRankMemory:
-        """Bytes on each of the engine's GPUs."""
+        """Bytes of model weights and KV cache on each GPU of the engine."""
         topology, free = Topology(self.tp), int(self.cluster.memory_bytes)
         return engine_memory(self.shape, topology, WEIGHT_BYTES, free, self.memory_fraction, self.kv_itemsize)
 
@@ -46,19 +46,19 @@ class EngineTime:
     def decoding_step_s(self, running: float, context: float) -> float:
         """Return the seconds of one decoding step of `running` requests, each with `context` tokens.
 
-        In a decoding step, the engine samples one token for each running request. It reads the weights and the KV cache from GPU
-        memory, computes, and all-reduces.
+        In a decoding step, the engine samples one token for each running request. The engine reads the model weights and the KV
+        cache from GPU memory, computes, and all-reduces.
         """
         shape, cluster = self.shape, self.cluster
         dense, experts = self._weight_parts
-        # Expected fraction of the experts that at least one request chooses. Only their weights are read.
+        # Expected fraction of the experts that at least one request chooses. The engine reads only the weights of these experts.
         chosen_fraction = 1 - (1 - shape.topk / shape.num_experts) ** running if shape.num_experts else 0.0
-        read = dense + chosen_fraction * experts + running * context * self.memory.token_bytes
-        return read / cluster.hbm_bytes_per_s + running * self._compute_s + self._all_reduce_s(running)
+        read_bytes = dense + chosen_fraction * experts + running * context * self.memory.token_bytes
+        return read_bytes / cluster.hbm_bytes_per_s + running * self._compute_s + self._all_reduce_s(running)
 
     @cached_property
     def _weight_parts(self) -> tuple[int, int]:
-        """Bytes of the weights on one GPU: (all weights except routed experts, routed experts)."""
+        """Bytes of model weights on one GPU: (all weights except those of routed experts, weights of routed experts)."""
         return engine_weight_parts(self.shape, Topology(self.tp), WEIGHT_BYTES)
 
     @property
@@ -69,7 +69,8 @@ class EngineTime:
     def _all_reduce_s(self, tokens: float) -> float:
         """Return the seconds of two all-reduces per layer for `tokens` tokens.
 
-        The latency is also added for an engine on one GPU. It then stands for the time to launch the kernels of the layer.
+        The result includes the latency even for an engine on one GPU. There, the latency stands for the time to launch the
+        kernels of the layer.
         """
         size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
         return 2 * self.shape.num_layers * (size / self.cluster.link_bytes_per_s(self.tp) + self.cluster.latency_s)
@@ -94,7 +95,7 @@ class RolloutTime:
     """Predicts the seconds of a training step from the speeds of the engines and the seconds of the trainers."""
 
     staleness: int  # K: number of training steps that sampling may be ahead of training
-    fixed_decoding_s: float  # EngineSpeeds.fixed_step_s, summed over the decoding steps of the longest response
+    fixed_decoding_s: float  # EngineSpeeds.fixed_step_s, times the decoding steps until the last response is finished
     responses_s: float  # seconds of decoding and prefill that grow with the number of responses of an engine
     saturated_step_s: float  # seconds of a training step if the engines always run as many responses as possible
 
@@ -104,7 +105,8 @@ class RolloutTime:
         lengths, most = work.lengths, speeds.max_running
         requests = -(-work.responses // num_engines)
         prompts = requests / work.responses_per_prompt * lengths.prompt_tokens
-        prefilled_again = min(most, requests * staleness) * lengths.mean_context  # tokens of running requests at a push
+        # Tokens of the requests that run when weights are pushed; after the push, the engine prefills these tokens again.
+        prefilled_again = min(most, requests * staleness) * lengths.mean_context
         prefill_s = (prompts + requests + prefilled_again) * speeds.prefill_s
         shared = requests * lengths.mean * speeds.request_s + prefill_s
         full = shared + requests * lengths.mean / min(most, requests * (staleness + 1)) * speeds.fixed_step_s
@@ -112,12 +114,12 @@ class RolloutTime:
         return cls(staleness, steps * speeds.fixed_step_s, shared, full)
 
     def step_s(self, train_s: float) -> float:
-        """Return the seconds of a training step without the weight push, if its training takes `train_s`.
+        """Return the seconds of a training step without the weight push, if training takes `train_s` of these seconds.
 
         The prompts of step s are dispatched after the training of step s - (K + 1), and the training of step s waits for their
         responses. So the responses must be sampled within (K + 1) * step_s - train_s seconds. The longest response takes
-        fixed_decoding_s / (1 - responses_s / step_s) seconds, because other running responses slow down its decoding steps.
-        `longest_in_time` is the solution of this quadratic equation for step_s.
+        fixed_decoding_s / (1 - responses_s / step_s) seconds, because other running responses slow down the decoding steps.
+        `longest_in_time` is the step_s for which these two expressions are equal (the larger root of a quadratic equation).
         """
         if not self.staleness:
             return train_s + self.fixed_decoding_s + self.responses_s
@@ -128,9 +130,9 @@ class RolloutTime:
 
 
 def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, running: int) -> float:
-    """Return the number of decoding steps until an engine has finished `requests` requests, of which `running` run together.
+    """Return the number of decoding steps until an engine has finished `requests` requests. At most `running` run together.
 
-    `responses`: number of responses of all engines in a training step, which waits for the longest of them.
+    `responses`: number of responses of a training step, over all engines. The step waits for the longest of these responses.
     """
     longest = lengths.longest_of(responses)
     if requests <= running:
@@ -142,7 +144,7 @@ def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, r
 def push_s(
     shape: ModelShape, cluster: GpuCluster, trainers: int, engines: int, engine_tp: int, bucket_bytes: int
 ) -> float:
-    """Return the seconds of a weight push from `trainers` GPUs to `engines` engines on other GPUs.
+    """Return the seconds of a weight push by messages from `trainers` GPUs to `engines` engines.
 
     All trainer GPUs send the same number of bytes, and every engine receives a full copy (mrl/weight_sync/transfer_plan.py). The
     push takes as long as the slower side.
@@ -155,7 +157,7 @@ def push_s(
 
 
 def push_within_a_node_s(shape: ModelShape, cluster: GpuCluster, trainers: int, engine_tp: int) -> float:
-    """Return the seconds of a weight push within one node. The trainers write the weights once, and every engine reads them."""
+    """Return the seconds of a weight push within one node. The trainers write the weights once; every engine reads them all."""
     weights = WEIGHT_BYTES * shape.num_weights
     return max(weights / trainers, weights / engine_tp) / cluster.nvlink_bytes_per_s
 
@@ -176,16 +178,19 @@ class EngineSpeeds:
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """A request for one response, with the progress of its decoding. An admission moves a request to the running batch."""
+    """A request for one response, with the progress of the decoding.
 
-    key: Hashable  # the caller chooses it to identify the request
-    prompt: Hashable  # equal for requests with the same prompt; only the first of them prefills the prompt
+    A request starts when the engine moves it from the queue to the running batch. After a pause, it may start again.
+    """
+
+    key: Hashable  # identifies the request for the caller
+    prompt: Hashable  # equal for requests with the same prompt; only the first of these requests prefills the prompt
     prompt_tokens: int
     response_tokens: int
     decoded: float = 0.0  # number of decoded tokens when the request last left the running batch
-    cached_tokens: int = 0  # prompt tokens that were in the prefix cache at the first admission
-    started: bool = False  # the request was admitted at least once
-    _admission_step: float = 0.0  # number of decoding steps that the engine had run at the last admission
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache at the first start
+    started: bool = False  # the request has started at least once
+    _start_step: float = 0.0  # number of decoding steps that the engine had run at the last start of the request
 
 
 @dataclass(eq=False)
@@ -193,7 +198,7 @@ class EngineQueue:
     """Simulation of one engine. Requests start in order of arrival, and at most `speeds.max_running` of them run together.
 
     A pause with mode `retract` moves the running requests to the end of the queue, as SGLang does. The requests keep their
-    decoded tokens, but the engine prefills these tokens again at the next admission.
+    decoded tokens, but the engine prefills these tokens again when the requests start again.
     """
 
     speeds: EngineSpeeds
@@ -203,16 +208,16 @@ class EngineQueue:
     busy_s: float = 0.0  # seconds in which at least one request ran
     request_seconds: float = 0.0  # integral of the number of running requests over time
     prefilled_tokens: int = 0
-    # Heap of (decoding step at which the request finishes, number of the admission, request)
+    # Heap of (decoding step at which the request finishes, serial number of the start, request)
     _running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     _steps: float = 0.0  # decoding steps so far
     _prefill_left_s: float = 0.0  # seconds of prefill that must pass before decoding continues
     _cached: set[Hashable] = field(default_factory=set)  # prompts in the prefix cache
-    _admission_numbers: count = field(default_factory=count)
+    _start_serials: count = field(default_factory=count)
 
     @property
     def running(self) -> list[SimulatedRequest]:
-        """Running requests in the order of admission."""
+        """Running requests in the order in which they started."""
         return [request for _, _, request in sorted(self._running, key=lambda entry: entry[1])]
 
     @property
@@ -221,13 +226,13 @@ class EngineQueue:
         return len(self._running) + len(self.waiting)
 
     def next_finish(self) -> float:
-        """Return the time at which the next request finishes if no call changes the queue, or infinity if none is running."""
+        """Return the time at which the next request finishes if no call changes the queue. Infinity if no request is decoding."""
         if self.paused or not self._running:
             return inf
         return self.now + self._prefill_left_s + self._steps_left() * self.speeds.decoding_step_s(len(self._running))
 
     def advance(self, now: float) -> list[SimulatedRequest]:
-        """Move the time forward to `now`. Returns the requests that finish until `now`, in the order of finishing."""
+        """Move the time forward to `now`. Returns the requests that have finished by then, in the order of finishing."""
         finished: list[SimulatedRequest] = []
         while (finish_time := self.next_finish()) <= now:
             self._count_busy(finish_time - self.now)
@@ -236,7 +241,7 @@ class EngineQueue:
                 _, _, request = heapq.heappop(self._running)
                 request.decoded = float(request.response_tokens)
                 finished.append(request)
-            self._admit()
+            self._start_waiting()
         self._decode(now - self.now)
         self.now = max(self.now, now)
         return finished
@@ -244,12 +249,12 @@ class EngineQueue:
     def decoded(self, request: SimulatedRequest) -> int:
         """Return the number of whole tokens that a request has decoded so far."""
         running = any(other is request for _, _, other in self._running)
-        return int(request.decoded + (self._steps - request._admission_step if running else 0.0) + 1e-9)
+        return int(request.decoded + (self._steps - request._start_step if running else 0.0) + 1e-9)
 
     def add(self, request: SimulatedRequest) -> None:
         """Add a request at the current time. Call `advance` first."""
         self.waiting.append(request)
-        self._admit()
+        self._start_waiting()
 
     def pause(self, mode: PauseMode) -> list[SimulatedRequest]:
         """Stop decoding until `resume` is called. With mode `abort`, removes and returns all requests; otherwise returns []."""
@@ -263,19 +268,19 @@ class EngineQueue:
     def resume(self) -> None:
         """Continue after a pause."""
         self.paused = False
-        self._admit()
+        self._start_waiting()
 
     def flush(self) -> None:
         """Empty the prefix cache."""
         self._cached.clear()
 
     def abort(self, should_abort: Callable[[SimulatedRequest], bool]) -> list[SimulatedRequest]:
-        """Remove and return the requests for which `should_abort` is true. Also updates the field `decoded` of each of them."""
+        """Remove and return the requests for which `should_abort` is true. Also updates their field `decoded`."""
         aborted = [request for request in [*self.running, *self.waiting] if should_abort(request)]
         self._remove_running(aborted)
         ids = {id(request) for request in aborted}
         self.waiting = deque(request for request in self.waiting if id(request) not in ids)
-        self._admit()
+        self._start_waiting()
         return aborted
 
     def _steps_left(self) -> float:
@@ -295,10 +300,11 @@ class EngineQueue:
         self.busy_s += seconds
         self.request_seconds += seconds * len(self._running)
 
-    def _admit(self) -> None:
+    def _start_waiting(self) -> None:
         """Start waiting requests until the running batch is full.
 
-        A started request prefills its earlier decoded tokens, and its prompt if the prompt is not in the prefix cache.
+        A request that starts prefills the tokens that it decoded earlier. It also prefills its prompt, except for the tokens that
+        are in the prefix cache.
         """
         while self.waiting and not self.paused and len(self._running) < self.speeds.max_running:
             request = self.waiting.popleft()
@@ -309,16 +315,16 @@ class EngineQueue:
             self._cached.add(request.prompt)
             self._prefill_left_s += tokens * self.speeds.prefill_s
             self.prefilled_tokens += tokens
-            request._admission_step = self._steps
+            request._start_step = self._steps
             end = self._steps + request.response_tokens - request.decoded
-            heapq.heappush(self._running, (end, next(self._admission_numbers), request))
+            heapq.heappush(self._running, (end, next(self._start_serials), request))
 
     def _remove_running(self, requests: list[SimulatedRequest]) -> list[SimulatedRequest]:
-        """Remove these requests from the running batch, and update their field `decoded`. Returns the same requests."""
+        """Remove these requests from the running batch, and update their field `decoded`. Returns `requests`."""
         removed = {id(request) for request in requests}
         for _, _, request in self._running:
             if id(request) in removed:
-                request.decoded += self._steps - request._admission_step
+                request.decoded += self._steps - request._start_step
         self._running = [entry for entry in self._running if id(entry[2]) not in removed]
         heapq.heapify(self._running)
         return requests

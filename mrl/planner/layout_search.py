@@ -1,8 +1,9 @@
 """Searches for the layout, the placement and the division of GPUs that have the shortest predicted training step.
 
-The seconds of the trainers depend only on the layout and the number of GPUs of the trainers. The same is true for the engines. So
-the search evaluates trainers and engines separately for every number of GPUs. Then it compares all divisions of the GPUs between
-them. The search is deterministic, and its result is the exact optimum of the prediction.
+The seconds of the trainers depend only on the layout and the number of GPUs of the trainers. The seconds of the engines depend
+only on the layout and the number of GPUs of the engines. So the search evaluates trainers and engines separately for every number
+of GPUs. Then the search compares all divisions of the GPUs between trainers and engines. The search is deterministic, and
+finds the exact optimum of the predicted seconds.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ STALENESS = {"sync": 0, "one_step_off": 1, "async": ASYNC_STALENESS}
 FitsInMemory = Callable[[ReplicaLayout, int], bool]
 """Function (layout, number of replicas) -> whether a trainer rank fits in a GPU's memory.
 
-If a number of replicas fits, every larger number fits, too.
+If a layout fits with some number of replicas, it also fits with every larger number of replicas.
 """
 
 
 def memory_check(shape: ModelShape, cluster: GpuCluster, settings: TrainerSettings) -> FitsInMemory:
     """Return a function that tells whether the rank that needs the most memory fits on its GPU in every phase of a step.
 
-    The function counts memory in the same way as `mrl plan memory`.
+    The returned function counts memory in the same way as `mrl plan memory`.
     """
     available_bytes = cluster.memory_bytes - SENDER_BUCKETS * settings.bucket_bytes
 
@@ -76,9 +77,9 @@ class RunCandidate:
     num_engines: int
     placement: str  # colocated (trainers and engines time-share GPUs) or disaggregated
     mode: str  # rollout.mode
-    rollout: RolloutTime
-    push_s: float
-    switch_s: float
+    rollout: RolloutTime  # predicts the seconds of sampling
+    push_s: float  # seconds of the weight push
+    switch_s: float  # see TrainerCandidate; 0 if disaggregated
 
     @cached_property
     def step_s(self) -> float:
@@ -86,7 +87,7 @@ class RunCandidate:
 
     @property
     def rollout_s(self) -> float:
-        """Seconds of a step, without its push, if training took no time."""
+        """Seconds of a step without the weight push, if training took no time."""
         return self.rollout.step_s(0.0)
 
     @property
@@ -106,7 +107,7 @@ class RunCandidate:
 
     @property
     def order(self) -> tuple:
-        """Sort key: shorter steps first; of equal steps, fewer GPUs first, then simpler layouts."""
+        """Sort key: shorter steps first; of equally long steps, fewer GPUs first, then simpler layouts."""
         layout = self.trainers.layout
         sizes = (layout.recompute, layout.gpus, layout.vpp, layout.cp, layout.pp, layout.tp, layout.etp, layout.ep)
         return self.step_s, self.gpus, sizes, self.placement, self.engine_tp, self.num_engines, self.mode
@@ -256,7 +257,7 @@ class LayoutSearch:
         return engines
 
     def _num_engines(self, engine: EngineTime, gpus: int) -> int:
-        """Return the number of engines on `gpus` GPUs. It is 0 if no engine fits, or if the number in plan.fix does not fit."""
+        """Return the number of engines on `gpus` GPUs, or 0 if fewer engines fit than plan.fix requires."""
         count = min(gpus // engine.tp, self.work.responses)
         fixed = self.space.fixed.get("num_engines", count)
         return fixed if fixed <= count else 0
@@ -302,7 +303,7 @@ class LayoutSearch:
         return EngineTime(space.shape, space.cluster, tp, self.memory_fraction, self.max_requests, self.kv_itemsize)
 
     def engine_load(self, candidate: RunCandidate) -> tuple[int, int]:
-        """Return (number of responses that one engine can run together, number of responses that are requested from it)."""
+        """Return (number of responses that one engine can run together, number of responses that one engine gets)."""
         requested = self._requests_per_engine(candidate.num_engines, candidate.mode)
         return self._engine_time(candidate.engine_tp).max_running(self.work.lengths), requested
 

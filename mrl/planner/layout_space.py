@@ -32,10 +32,10 @@ class GpuCluster:
     matmul_flops_per_s: float
     attention_flops_per_s: float
     expert_flops_per_s: float
-    hbm_bytes_per_s: float
+    hbm_bytes_per_s: float  # between a GPU and its own memory
     nvlink_bytes_per_s: float  # of one GPU in each direction
     network_bytes_per_s: float  # of one GPU in each direction
-    pcie_bytes_per_s: float
+    pcie_bytes_per_s: float  # between one GPU and its host in each direction
     latency_s: float  # fixed seconds of a collective
     message_s: float  # fixed seconds of a message of the weight sync
 
@@ -80,7 +80,7 @@ class GpuCluster:
         )
 
     def link_bytes_per_s(self, num_gpus: int) -> float:
-        """Return the speed at which a GPU sends to the others of a group of `num_gpus` neighbors.
+        """Return the speed at which a GPU sends to other GPUs of its group. The group has `num_gpus` neighboring GPUs.
 
         The group uses NVLink if it fits on one node, else the network.
         """
@@ -89,9 +89,9 @@ class GpuCluster:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """Layout of one replica of a trained model. The number of replicas is not part of it; see `dims`.
+    """Layout of one replica of a trained model. Methods get the number of replicas as the argument `dp`.
 
-    If the layers do not divide evenly over the pipeline stages, the last stage has fewer layers than the others.
+    If the layers do not divide evenly over the pipeline stages, the last stage has fewer layers than every other stage.
     """
 
     tp: int = 1
@@ -100,7 +100,7 @@ class ReplicaLayout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
-    last_layers: int = 0  # number of layers of the last stage; 0: all stages have the same number
+    last_layers: int = 0  # number of layers of the last stage; 0: as many as every other stage
     recompute: bool = False  # the backward pass recomputes the activations of all layers
 
     @property
@@ -112,14 +112,14 @@ class ReplicaLayout:
     def replica_multiple(self) -> int:
         """The number of replicas must be a multiple of this number.
 
-        The ranks of a pipeline stage, tp x cp for each replica, must divide into groups of ep x etp ranks for the experts.
+        A pipeline stage has tp x cp ranks for each replica. These ranks must form whole groups of ep x etp ranks for experts.
         """
         expert_ranks = self.ep * self.etp
         return expert_ranks // gcd(expert_ranks, self.tp * self.cp)
 
     @property
     def uneven(self) -> tuple[tuple[str, int], ...]:
-        """Megatron's fields that give the last pipeline stage another number of layers; () if all stages have the same number."""
+        """Megatron's fields that give the last pipeline stage fewer layers. Empty if all stages have equally many layers."""
         return (("num_layers_in_last_pipeline_stage", self.last_layers),) if self.last_layers else ()
 
     def dims(self, dp: int) -> ParallelDims:
@@ -145,7 +145,7 @@ class ReplicaLayout:
         return keys | {f"megatron.{name}": value for name, value in self.megatron().items()}
 
     def stages(self, moe: tuple[bool, ...]) -> list[tuple[int, int]]:
-        """Return the numbers (dense layers, layers with experts) of each pipeline stage.
+        """Return (number of dense layers, number of layers with experts) of each pipeline stage.
 
         `moe`: [layers] whether the layer has experts.
         """
@@ -247,7 +247,7 @@ class LayoutSpace:
                 self.excluded["sequences too short for context parallelism"] += 1
 
     def _expert_sizes(self, tp: int) -> Iterator[tuple[int, int]]:
-        """Yield (ep, etp). Tensor parallelism shards experts like all other weights (etp = tp), or not at all (etp = 1)."""
+        """Yield (ep, etp). An expert is sharded over as many ranks as other weights (etp = tp), or not sharded (etp = 1)."""
         if not self.arch.num_experts:
             yield 1, tp
             return

@@ -1,7 +1,7 @@
 """Sizes of one model: widths, number of layers, and the shape of every parameter.
 
-The planner computes bytes and seconds from these sizes. ModelShape.of reads them once from the conversion table of the model
-family. A search can then evaluate thousands of layouts quickly.
+The planner computes bytes and seconds from these sizes. ModelShape.of reads the sizes once from the conversion table of the
+model family. A search can then evaluate thousands of layouts quickly.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ first: in the embedding. layer: once in each layer. expert: once in each expert 
 output layer.
 """
 HeadKind = Literal["vocabulary", "value"]
+"""Output for each token: logits of the vocabulary, or one value (critic)."""
 
 MODULE_ORDER = (
     "input_layernorm.",
@@ -53,12 +54,12 @@ MODULE_ORDER = (
 class ParameterShape:
     """Shape of one parameter (or buffer) of a layer, an expert, the embedding, the final norm or the output layer."""
 
-    name: str  # Megatron's name within its layer
+    name: str  # Megatron's name, without the prefix of its layer
     location: ParameterLocation
     shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
     is_sharded: bool  # tensor parallelism (for experts: expert tensor parallelism) shards the parameter
     present_in: str  # the layers that have the parameter: "always" (all layers), "dense" or "moe"
-    is_vocabulary: bool = False  # dim 0 is the vocabulary, padded to a multiple of the number of ranks
+    is_vocabulary: bool = False  # dim 0 is the vocabulary, padded to a multiple of the number of tensor-parallel ranks
 
     @property
     def numel(self) -> int:
@@ -79,9 +80,9 @@ class ModelShape:
     """Sizes of one model. Instances are hashed by identity, so that functions with `lru_cache` can take them as arguments."""
 
     moe: tuple[bool, ...]  # [layers] whether the layer has experts
-    hidden: int
+    hidden: int  # width of the hidden states
     num_heads: int  # query heads
-    num_kv_heads: int
+    num_kv_heads: int  # key/value heads
     head_dim: int  # width of a query head and of a key head
     value_dim: int  # width of a value head
     ffn: int  # width of a dense layer's MLP
@@ -89,16 +90,16 @@ class ModelShape:
     topk: int  # number of experts that the router chooses for each token
     moe_ffn: int  # width of an expert
     shared_ffn: int  # width of all shared experts together
-    vocab: int
-    qk_norm: bool
+    vocab: int  # number of tokens in the vocabulary
+    qk_norm: bool  # attention normalizes queries and keys
     q_lora: int = 0  # width of the compressed queries of latent attention; 0 if queries are not compressed
     kv_lora: int = 0  # width of the compressed keys and values of latent attention; 0 if attention is not latent
     rotary_dim: int = 0  # channels of a head that have a rotary embedding
-    sigmoid_router: bool = False
+    sigmoid_router: bool = False  # the router scores experts with a sigmoid instead of a softmax
     router_groups: int = 0  # groups of experts; the router chooses groups first, then experts in these groups
     tied: bool = False  # the output layer and the embedding share their weights
     gated: bool = True  # MLPs have a gate
-    dropout: bool = False
+    dropout: bool = False  # layers have dropout
     parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
     buffers: tuple[ParameterShape, ...] = ()  # float32 correction biases of routers, which no optimizer updates
 
@@ -156,14 +157,14 @@ class ModelShape:
 
     @cached_property
     def dense_weights(self) -> int:
-        """Number of all weights except those of routed experts."""
+        """Number of weights of the model, without the weights of routed experts."""
         ends = sum(p.numel for p in self.parameters if p.location in ("first", "last"))
         return ends + sum(map(self.layer_weights, self.moe))
 
     def layer_weights(self, moe: bool) -> int:
         """Return the number of weights of one layer, without routed experts.
 
-        It is also the number of multiply-adds that one token needs in these weights, if norms are neglected.
+        If norms are neglected, one token needs one multiply-add for each of these weights.
         """
         return self._layer_weights[moe]
 

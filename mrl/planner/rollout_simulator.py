@@ -1,8 +1,8 @@
 """Discrete-event simulation of the rollouts, the training and the weight pushes of a run, and comparison of different setups.
 
-The simulation uses the code of real runs to admit groups to the staleness buffer, to choose the groups of a step, and to split
-groups over engines. mrl.planner.engine_time.EngineQueue simulates each engine. So the simulated schedule is exact if the
-seconds per token are exact. The simulation starts no processes.
+mrl.planner.engine_time.EngineQueue simulates each engine. The code of real runs admits groups to the staleness buffer, chooses
+the groups of a step, and splits groups over engines. So the simulated schedule is exact if the seconds per token are exact. The
+simulation starts no processes.
 """
 
 from collections import Counter
@@ -47,10 +47,10 @@ class RolloutSetup:
 
     prompts_per_step: int  # N
     num_engines: int
-    staleness: int  # K: 0 is synchronous, 1 is one step off
+    staleness: int  # K: number of training steps that sampling may be ahead of training; 0 in synchronous runs
     in_order: bool = False  # steps train groups in the order in which the groups were drawn
-    extra: int = 0  # number of groups that over-sampling keeps in flight in addition to the groups that steps need
-    train_scale: float = 1.0  # seconds per trained token, divided by the seconds per token of the measured run
+    extra: int = 0  # number of groups that over-sampling adds to the groups that are in flight
+    train_scale: float = 1.0  # seconds of training per token, divided by the same seconds of the measured run
     colocated: bool = False  # engines and trainers time-share the same GPUs
 
 
@@ -74,18 +74,18 @@ class GroupLengths:
 
     @cached_property
     def _indices(self) -> list[int]:
-        """Index of every group in `prompts`, by the group's number in the order of drawing."""
+        """Serial number of a group in the order of drawing -> index of the lengths of this group in `prompts`."""
         return list(range(len(self.prompts)))
 
     def tokens_of(self, number: int) -> tuple[int, list[int]]:
-        """Return (prompt tokens, response tokens [G]) of group `number`. Groups are numbered in the order of drawing."""
+        """Return (prompt tokens, response tokens [G]) of the group with the serial number `number`."""
         while len(self._indices) <= number:
             self._indices.append(int(self._random.integers(len(self.prompts))))
         index = self._indices[number]
         return int(self.prompts[index]), self.responses[index].tolist()
 
     def row_of(self, number: int) -> int:
-        """Return the row of group `number` in the data set. A random group gets a new row, which has a negative number."""
+        """Return the data set row of the group with this serial number. A random group gets a new row with a negative index."""
         return int(self.rows[number]) if self.rows is not None and number < len(self.rows) else -1 - number
 
 
@@ -119,8 +119,8 @@ def simulate(groups: GroupLengths, speeds: RunSpeeds, setup: RolloutSetup, steps
 def best_possible_s(tokens: float, train_s: float, speeds: RunSpeeds, setup: RolloutSetup) -> float:
     """Return a lower bound for the seconds of a step with `tokens` response tokens and `train_s` seconds of training.
 
-    At best, either all engines always run as many requests as possible, or the trainers are always busy. A push interrupts both.
-    On shared GPUs, the seconds of engines and trainers are added.
+    The bound is max(engine_s, train_s) + push_s. On shared GPUs, it is engine_s + train_s + push_s. Here, engine_s is the time
+    that the engines need for the tokens if they always run as many requests as possible.
     """
     full = speeds.engine.max_running
     engine_s = tokens * speeds.engine.decoding_step_s(full) / (full * setup.num_engines)
@@ -145,7 +145,7 @@ class _EngineRequest:
 
     engine: int  # index of the engine
     work: float  # expected number of response tokens, or in synchronous runs the number of responses
-    numbers: list[int]  # numbers of the groups
+    numbers: list[int]  # serial numbers of the groups
     unfinished: int  # number of responses that are not finished
 
 
@@ -158,9 +158,10 @@ class _SimulatedRun:
     setup: RolloutSetup
     now: float = 0.0  # seconds since the start of the run
     _num_ready: int = 0  # number of finished groups that no step has trained yet
-    _requests: dict[Hashable, _EngineRequest] = field(default_factory=dict)  # group -> its unfinished request
-    _admitted_version: dict[int, int] = field(default_factory=dict)  # group -> weight version at its admission
-    # group -> (tokens of the prompt times the number of responses, tokens of all responses)
+    _requests: dict[Hashable, _EngineRequest] = field(default_factory=dict)  # serial number of a group -> its request
+    # serial number of a group -> weight version at the admission of the group
+    _admitted_version: dict[int, int] = field(default_factory=dict)
+    # serial number of a group -> (tokens of the prompt times the number of responses, tokens of all responses)
     _lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -227,7 +228,7 @@ class _SimulatedRun:
         self._update_next_finish()
 
     def _split(self, numbers: Sequence[int]) -> Iterator[tuple[list[int], float]]:
-        """Yield (numbers of the groups, expected work) of each request. Requests are formed in the same way as in a real run."""
+        """Yield (serial numbers of the groups, expected work) of each request. A real run forms the same requests."""
         if self.setup.staleness or self.setup.extra:
             for number in longest_first(numbers, self._expected_length):
                 yield [number], len(self.groups.tokens_of(number)[1]) * self._expected_length(number)
@@ -274,7 +275,7 @@ class _SimulatedRun:
         self._for_all_engines(EngineQueue.resume)
 
     def _drop(self, numbers: Sequence[int]) -> None:
-        """Remove these groups, which over-sampling drops. Requests of unfinished groups are aborted."""
+        """Remove these groups, which over-sampling drops. The engines abort the requests of unfinished groups."""
         unfinished = {number for number in numbers if number in self._requests}
         self._num_ready -= len(numbers) - len(unfinished)
         for number in unfinished:
@@ -310,7 +311,7 @@ class _SimulatedRun:
         )
 
 
-STALENESS_VALUES = (0, 1, 2, 4, 8)
+STALENESS_VALUES = (0, 1, 2, 4, 8)  # values of staleness that are compared
 OVER_SAMPLE_RATES = (0.25, 0.5)  # additional groups, divided by the groups of a step
 MAX_SPLITS = 7  # largest number of divisions of the GPUs that are compared
 
@@ -384,7 +385,7 @@ def _over_sampled(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
 def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, RolloutSetup]]:
     """Yield setups that divide the same GPUs differently between engines and trainers.
 
-    They assume that the trainers' seconds per token are inversely proportional to the number of the trainers' GPUs.
+    These setups assume that the trainers' seconds per token are inversely proportional to the number of the trainers' GPUs.
     """
     disaggregated = gpus.total(setup.num_engines)
     total = max(gpus.trainers, disaggregated - gpus.trainers) if setup.colocated else disaggregated

@@ -1,7 +1,7 @@
 """Memory that a run needs, compared with the memory of its machines: GPU memory in each phase of a step, host memory, and disk.
 
-A GpuPhase is the memory of one GPU of a resource pool during one phase. It has the memory of the role that works in this phase,
-and the memory that the other roles of the pool still use on the GPU after they are offloaded.
+A GpuPhase is the memory of one GPU of a resource pool during one phase. One role works in this phase. The other roles of the pool
+are offloaded, and a GpuPhase includes the memory that they still use on the GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GpuPhase:
     role: str
     phase: str
     parts: Mapping[str, int]  # kind of memory ("weights", "activations", ...) -> bytes
-    limit: int  # bytes of memory of the GPU; 0: unknown
+    limit: int  # bytes of GPU memory; 0: unknown
     rank: str = ""  # the rank that needs the most memory: "each" if all are equal, or "stage N" of the pipeline
 
     @property
@@ -64,10 +64,10 @@ class HostMemory:
     """Bytes of host memory on the busiest node."""
 
     processes: int  # the processes themselves, with their libraries
-    offloaded: int  # offloaded models, in pinned memory
-    reference: int  # weights of the reference model
+    offloaded: int  # models of offloaded roles, in pinned memory
+    reference: int  # model weights of the reference
     checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
-    delta: int  # the last pushed weights, if the weight sync sends only differences
+    delta: int  # copy of the last pushed weights, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store that are not trained yet
 
     @property
@@ -252,7 +252,7 @@ def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Po
 
 
 def kv_itemsize(config: Config, itemsize: int) -> int:
-    """Return the bytes of one element of the KV cache. The default is `itemsize`, the bytes of one element of a weight."""
+    """Return the bytes of one element of the KV cache. The default is `itemsize`: the bytes of one element of a model weight."""
     return 1 if "fp8" in str(config.sglang.get("kv_cache_dtype", "auto")) else itemsize
 
 
@@ -306,7 +306,7 @@ def _host_memory(
     checkpoint: int,
     reference: bool,
 ) -> HostMemory:
-    """Return the host memory of the node that needs most: it has as many ranks of each role as a node can have."""
+    """Return the host memory of the node that needs most: a node with as many ranks of each role as possible."""
     node_slots = slots_per_node(config.cluster, pools)
     on_node = {role: min(node_slots, pool.demands[role].slots) for role, pool in pools.by_role.items()}
     shared = {role for roles in pools.colocated_roles for role in roles}
@@ -338,7 +338,7 @@ DEFAULT_MEM_FRACTION = 0.8
 class EngineRankMemory:
     """Bytes that one engine rank uses on its GPU."""
 
-    weights: int
+    weights: int  # model weights
     kv_cache: int  # negative if the weights alone do not fit
     token_bytes: int  # bytes of the keys and values of one token
 
@@ -378,12 +378,12 @@ def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
 
 
 def engine_weights(shape: ModelShape, topology: Topology, itemsize: int) -> int:
-    """Return the bytes of the weights of one engine rank. Tied embeddings are stored only once."""
+    """Return the bytes of model weights on one engine rank. Tied embeddings are stored only once."""
     return sum(engine_weight_parts(shape, topology, itemsize))
 
 
 def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of the weights of one engine rank: (all weights except routed experts, routed experts)."""
+    """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
     moe = sum(shape.moe)
     layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
     dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES, 0

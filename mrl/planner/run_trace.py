@@ -1,4 +1,4 @@
-"""Reads the records of a run for the rollout simulator: the lengths of its groups, and speeds that are fitted to its steps."""
+"""Reads the record of a run for the rollout simulator: the lengths of all groups, and speeds that fit the recorded seconds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds
 from mrl.rollout.staleness_buffer import split_over_engines
 
 MIN_STEPS = 4  # smallest number of steps to which speeds can be fitted
-MAX_ROUNDS = 20  # largest number of repetitions in fit_engine
+MAX_ROUNDS = 20  # largest number of repetitions of the two parts of fit_engine
 END_OF_TIME = 1e18  # seconds; no simulated request finishes later
 
 
@@ -89,8 +89,8 @@ def fit_engine(steps: Sequence[RecordedStep], num_engines: int, max_running: int
     alone. A training step waits for its slowest engine. Which engine is the slowest depends on a, c and d. So this function
     repeats two parts: choose the slowest engine of each step, and fit the coefficients to these engines.
 
-    The fitted coefficients are a, c - d and d, and none is negative. So d is at most c, because a decoded token needs all the
-    computation of a prefilled token. Without this bound, d would be undetermined if prompts are short.
+    The fitted coefficients are a, c - d and d, and none is negative. So d <= c: a prefilled
+    token takes no longer than a decoded token. Without this bound, d would be undetermined if prompts are short.
     """
     features = [_engine_features(step, num_engines, max_running) for step in steps]  # for each step [engines, 3]
     seconds = np.array([step.engine_s for step in steps])
@@ -110,11 +110,11 @@ def fit_engine(steps: Sequence[RecordedStep], num_engines: int, max_running: int
 def _engine_features(step: RecordedStep, num_engines: int, max_running: int) -> NDArray[np.float64]:
     """Return [engines, 3]: the factors of the coefficients a, c - d and d in the seconds of each engine (see fit_engine)."""
     engines = [EngineQueue(EngineSpeeds(1.0, 0.0, 0.0, max_running)) for _ in range(num_engines)]
-    for group in split_over_engines(range(len(step.prompts)), num_engines, step.responses.shape[1]):
+    for groups in split_over_engines(range(len(step.prompts)), num_engines, step.responses.shape[1]):
         engine = min(engines, key=lambda queue: queue.pending)
-        for number in group:
-            for tokens in step.responses[number].tolist():
-                engine.add(SimulatedRequest(number, number, int(step.prompts[number]), tokens))
+        for group in groups:
+            for tokens in step.responses[group].tolist():
+                engine.add(SimulatedRequest(group, group, int(step.prompts[group]), tokens))
     decoded = [sum(request.response_tokens for request in engine.advance(END_OF_TIME)) for engine in engines]
     return np.array(
         [[e.busy_s, tokens, tokens + e.prefilled_tokens] for e, tokens in zip(engines, decoded, strict=True)]

@@ -24,7 +24,7 @@ class LengthDistribution:
     def log_normal(cls, prompt_tokens: int, median: float, sigma: float, longest: int) -> LengthDistribution:
         """Return log-normal response lengths, truncated at `longest` tokens.
 
-        `sigma`: standard deviation of the logarithm of the length. With 0, all responses have the median length.
+        `sigma`: standard deviation of the logarithm of the length. If `sigma` is 0, all responses have the median length.
         """
         normal = NormalDist(log(median), sigma) if sigma else None
         probabilities = (np.arange(QUANTILES) + 0.5) / QUANTILES
@@ -73,7 +73,7 @@ class LengthDistribution:
     def remaining_of(self, count: int) -> tuple[float, float]:
         """Return the expected (mean, maximum) of the tokens that `count` running responses still need.
 
-        The engine is in steady state: it starts a new response whenever one finishes.
+        The engine is in steady state: whenever a response finishes, the engine starts a new response.
         """
         if count not in self._remaining_by_count:
             tokens, probability = self._remaining
@@ -88,7 +88,10 @@ class LengthDistribution:
 
 
 def _expected_max(values: NDArray[np.float64], probabilities: NDArray[np.float64], count: int) -> float:
-    """Return the expected maximum of `count` random draws. `values`: ascending, with these `probabilities`."""
+    """Return the expected maximum of `count` random draws.
+
+    `values`: possible results of a draw, ascending. `probabilities`: the probability of each value.
+    """
     below = np.minimum(np.cumsum(probabilities), 1.0) ** count
     return float((values * np.diff(below, prepend=0.0)).sum())
 

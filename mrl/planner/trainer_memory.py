@@ -33,13 +33,13 @@ class TrainerSettings:
     """Settings that determine the memory of a trainer rank, together with the model and the layout."""
 
     max_tokens: int = 8192  # tokens of one micro-batch, over all context-parallel ranks
-    itemsize: int = 2  # bytes of one element of a weight or an activation
+    itemsize: int = 2  # bytes of one element of a model weight or an activation
     head: HeadKind = "vocabulary"
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
     entropy: bool = False  # the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
-    micro_batches: int | None = None  # of a replica in one optimizer step; None: enough to fill the pipeline
+    micro_batches: int | None = None  # number for a replica in one optimizer step; None: enough to fill the pipeline
     keys_per_token: float = 1.0  # keys that attention reads, divided by tokens; above 1 if responses share a prompt
     imbalance: float = 1.0  # tokens that reach the experts of the busiest rank, divided by the mean of all ranks
     bucket_bytes: int = 64 * 1024 * 1024  # bytes of a weight sync bucket
@@ -55,10 +55,10 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class TrainerRankMemory:
-    """Bytes on one GPU of a pipeline stage, for the rank of the stage that needs the most memory."""
+    """Bytes on the GPU of one trainer rank: the rank that needs the most memory in its pipeline stage."""
 
-    stage: int
-    state: StateBytes
+    stage: int  # index of the pipeline stage
+    state: StateBytes  # weights, gradients and optimizer state
     saved: int  # activations that are saved for backward passes, of all micro-batches in flight
     working: int  # temporary tensors of a training pass: logits, gradients of activations, one recomputed layer
     scoring: int  # activations and logits of a forward pass without gradients
@@ -108,8 +108,8 @@ def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSetti
         kernels=settings.kernels,
     )
     stages = tuple(
-        _rank_memory(shape, dims, settings, batch, number, stage)
-        for number, stage in enumerate(cached_pipeline_stages(shape.num_layers, dims.pp, dims.vpp, settings.uneven))
+        _rank_memory(shape, dims, settings, batch, index, stage)
+        for index, stage in enumerate(cached_pipeline_stages(shape.num_layers, dims.pp, dims.vpp, settings.uneven))
     )
     names = stages[0].phases() if settings.trained else ("score",)
     return TrainerMemory(stages, {name: max(rank.phases()[name] for rank in stages) for name in names})
@@ -128,7 +128,7 @@ def _rank_memory(
     dims: ParallelDims,
     settings: TrainerSettings,
     batch: MicroBatchShape,
-    number: int,
+    index: int,
     stage: list[VirtualStage],
 ) -> TrainerRankMemory:
     state = largest_state(shape, dims, stage, settings.itemsize, settings.head, settings.trained)
@@ -141,12 +141,12 @@ def _rank_memory(
             + bytes_outside_layers(shape, batch, v.is_first, v.is_last)
             for moe, v in zip(moe_by_stage, stage, strict=True)
         )
-        saved = saved_per_pass * in_flight(dims, number, settings.micro_batches)
+        saved = saved_per_pass * in_flight(dims, index, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
         working = max(head, _backward_bytes(shape, batch, moe_by_stage, settings.recompute))
     widest = max((_forward_bytes(shape, batch, moe) for moe in moe_by_stage), default=0)
     scoring = max(widest, head_bytes(shape, batch, settings, gradients=False) if is_last else 0)
-    return TrainerRankMemory(number, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes)
+    return TrainerRankMemory(index, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes)
 
 
 @lru_cache(maxsize=65536)
@@ -157,9 +157,10 @@ def _saved_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...
 def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) -> int:
     """Return the largest number of forward passes on pipeline rank `stage` whose backward pass has not run yet.
 
-    The 1F1B schedule has pp - stage micro-batches in flight. The interleaved schedule runs vpp passes for each micro-batch, and
-    2 (pp - stage - 1) + (vpp - 1) pp of them before the first pair of a forward and a backward pass. So the first stage saves the
-    activations of L (1 + (pp - 1) / (pp vpp)) layers, where L is the number of layers (Korthikanti et al. 2022, section 4.2.3).
+    The 1F1B schedule has pp - stage micro-batches in flight. The interleaved schedule has vpp forward passes for each
+    micro-batch. It runs 2 (pp - stage - 1) + (vpp - 1) pp forward passes before the first pair of a forward and a backward pass.
+    A pass computes L / (pp vpp) layers, where L is the number of layers of the model. So the first stage saves the activations of
+    L (1 + (pp - 1) / (pp vpp)) layers (Korthikanti et al. 2022, section 4.2.3).
     """
     if dims.vpp == 1:
         warmup = dims.pp - stage
@@ -190,11 +191,11 @@ def _backward_bytes(
 def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts: bool) -> int:
     """Return the bytes of gradients during the backward pass of a dense MLP or of experts.
 
-    These are the gradients of the activations inside the MLP (or the experts), and of the input. A dense MLP also has gradients
-    of weights.
+    The result includes the gradients of the activations inside the MLP or the experts, and the gradient of the input. For a dense
+    MLP, the result also includes the gradients of weights.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
-    gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and its gradient before it is scattered
+    gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and the gradient of the gathered input
     if not has_experts:
         width = shape.ffn // batch.tp
         return batch.tokens * matrices * width * e + gathered + 2 * width * shape.hidden * e

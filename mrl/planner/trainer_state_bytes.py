@@ -1,9 +1,9 @@
 """Bytes of parameters, gradients and optimizer state on trainer ranks and in checkpoints, exactly as Megatron allocates them.
 
 Megatron stores parameters and fp32 gradients in flat buffers. Each virtual pipeline stage has one buffer for its dense parameters
-and one buffer for its experts. In a buffer, every parameter begins at a multiple of 64 elements. The size of a buffer is a
-multiple of 128 elements and of the number of ranks that share its optimizer state. Each rank stores the AdamW moments of its
-shard of each buffer. If the weights have 16 bits, the rank also stores fp32 main weights of its shard.
+and one buffer for its experts. In a buffer, every parameter begins at a multiple of 64 elements. The number of elements of a
+buffer is a multiple of 128 and of the number of ranks that shard the optimizer state of this buffer. Each rank stores the AdamW
+moments for one shard of each buffer. If the model weights have 16 bits, the rank also stores fp32 main weights for these shards.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class VirtualStage:
     is_last: bool  # the stage has the final norm and the head
 
     def moe_layers(self, moe: tuple[bool, ...]) -> int:
-        """Return the number of layers with experts. `moe`: [layers of the model] whether the layer has experts."""
+        """Return how many layers of this stage have experts. `moe`: [layers of the model] whether the layer has experts."""
         return sum(moe[self.first : self.first + self.layers])
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that one trainer rank stores for a model between steps."""
+    """Bytes that one trainer rank stores for a model between training steps."""
 
     weights: int  # parameters in flat buffers, and the routers' correction biases and token counts
     gradients: int
@@ -63,7 +63,7 @@ class StateBytes:
 
 
 def optimizer_bytes_per_parameter(itemsize: int) -> int:
-    """Return the bytes of optimizer state for one parameter. `itemsize`: bytes of its weight."""
+    """Return the bytes of optimizer state for one parameter. `itemsize`: bytes of one element of a model weight."""
     return MOMENT_BYTES + (MAIN_WEIGHT_BYTES if itemsize < MAIN_WEIGHT_BYTES else 0)
 
 
@@ -79,8 +79,8 @@ def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
 def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
     """Return the number of layers of each virtual stage, as `[pp][vpp]`.
 
-    Raises ValueError if the stages cannot have equal numbers of layers, apart from the exceptions in `uneven`. Also raises
-    ValueError if pipeline_model_parallel_layout is set, which is not supported.
+    Raises ValueError if the layers cannot be divided evenly over the stages for which `uneven` sets no number of layers. Also
+    raises ValueError if `uneven` sets pipeline_model_parallel_layout, because mrl plan does not support this field.
     """
     fields = {name: value for name, value in (uneven or {}).items() if name in UNEVEN_STAGE_FIELDS and value}
     if layout := fields.get("pipeline_model_parallel_layout"):
@@ -89,7 +89,7 @@ def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages |
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage."
         )
     ends = [fields.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
-    # Megatron counts the embedding and the loss as one layer each if these fields are set.
+    # If these fields are true, Megatron counts the embedding and the loss as one layer each.
     extra_layers = [int(fields.get(f"account_for_{end}_in_pipeline_split", False)) for end in ("embedding", "loss")]
     inner_stages = dims.pp - sum(end is not None for end in ends)
     inner_layers = num_layers + sum(extra_layers) - sum(end or 0 for end in ends)
@@ -134,7 +134,7 @@ def state_of_rank(
 ) -> StateBytes:
     """Return the exact bytes of the state that `rank` stores. A model that is not trained has only weights.
 
-    `itemsize`: bytes of one element of a weight.
+    `itemsize`: bytes of one element of a model weight.
     """
     coords = dims.coords(rank)
     stage = pipeline_stages(shape.num_layers, dims, uneven)[coords.pp]
@@ -154,9 +154,10 @@ def state_of_rank(
 def _flat_buffers(
     shape: ModelShape, dims: ParallelDims, rank: int, virtual: VirtualStage, head: HeadKind
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Yield (numbers of elements of the parameters, number of shards of the optimizer state, index of this rank's shard).
+    """Yield one result for each flat buffer of the virtual stage.
 
-    There is one result for each flat buffer of the virtual stage.
+    A result is (list with the number of elements of each parameter, number of shards of the optimizer state, index of this
+    rank's shard).
     """
     dense, experts = _parameter_sizes(shape, dims, virtual, head)
     coords, replicas = dims.coords(rank), dims.dp * dims.cp
@@ -194,8 +195,8 @@ def _parameter_sizes(
 def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKind) -> list[int]:
     """Return the number of elements of each parameter of the final norm and the head.
 
-    If the output layer shares its weights with the embedding and both are on the same stage, the weights are not included again.
-    If they are on different stages, the last stage has its own copy of the weights.
+    If the output layer shares its weights with an embedding on the same stage, the result contains only the final norm. If the
+    embedding is on another stage, the last stage has its own copy of the shared weights, which the result includes.
     """
     norm = [p.shard_numel(tp) for p in shape.parameters if p.location == "last" and not p.is_vocabulary]
     if head == "value":
@@ -206,12 +207,12 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
 
 
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
-    """Return the bytes of the buffers of routers: correction biases in fp32, and token counts in the model's dtype."""
+    """Return the bytes of torch buffers of the routers: correction biases in fp32, and token counts in the model's dtype."""
     return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.buffers) * (BIAS_BYTES + itemsize)
 
 
 def _elements_in_shard(sizes: list[int], shard_size: int, index: int) -> int:
-    """Return the number of elements, without padding, in shard number `index` of a flat buffer.
+    """Return the number of elements, without padding, in the shard at `index` of a flat buffer.
 
     `sizes`: number of elements of each parameter in the buffer. `shard_size`: number of elements of a shard with its padding.
     """
@@ -276,7 +277,7 @@ def largest_state(
 ) -> StateBytes:
     """Return an upper bound for the state of every rank of one pipeline stage, from a closed formula that is fast.
 
-    The bound is as large as the largest `state_of_rank` of the stage would be if padding also had optimizer state.
+    The bound equals the largest `state_of_rank` of the stage if padding elements are assumed to have optimizer state, too.
     """
     weights = gradients = optimizer = 0
     for virtual in stage:

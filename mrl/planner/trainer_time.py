@@ -1,6 +1,6 @@
 """Predicts the seconds of training in a step: arithmetic, memory traffic, communication and the pipeline bubble.
 
-All formulas take an array [R] of numbers of replicas, so that the layout search evaluates all of these numbers together.
+All formulas take an array [R] of replica counts, so that the layout search evaluates all R counts in one call.
 Communication does not overlap with computation. For example, mrl reduces gradients after the last backward pass, and gathers keys
 and values before attention.
 """
@@ -41,7 +41,7 @@ class TrainingSeconds:
     """Seconds of training in a step, for each number of replicas."""
 
     update_s: FloatArray  # [R] seconds of forward and backward passes, gradient reduction and optimizer
-    score_s: FloatArray  # [R] seconds of forward passes for log-probabilities and values
+    score_s: FloatArray  # [R] seconds of separate forward passes for log-probabilities and values
     parts: Mapping[str, FloatArray]  # part (see PARTS) -> [R] seconds of update and scoring together
 
     @cached_property
@@ -74,7 +74,7 @@ class TrainerTime:
         return TrainingSeconds(steps * update_s, forwards * score_s, parts)
 
     def _passes(self, replicas: IntArray, *, mini_batches: int, backward: bool) -> dict[str, FloatArray]:
-        """Return part -> seconds [R] of one pipelined pass over a mini-batch. The slowest pipeline stage determines them."""
+        """Return part -> seconds [R] of one pipelined pass over a mini-batch: the seconds of the slowest pipeline stage."""
         work, layout = self.work, self.layout
         # A replica trains at least one whole sequence, because a sequence is not divided over replicas.
         tokens = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)
@@ -107,8 +107,8 @@ class TrainerTime:
     def _forward(self, tokens: FloatArray, dense: int, moe: int, is_last: bool) -> dict[str, FloatArray]:
         """Return part -> seconds [R] of the forward pass of one micro-batch in one pipeline stage.
 
-        `dense`: number of dense layers of the stage. `moe`: number of its layers with experts. `is_last`: the stage has the
-        output layer.
+        `dense`: number of dense layers of the stage. `moe`: number of layers of the stage that have experts. `is_last`: the
+        stage has the output layer.
         """
         shape, layout, cluster = self.shape, self.layout, self.cluster
         tp, cp, layers = layout.tp, layout.cp, dense + moe
