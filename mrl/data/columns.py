@@ -113,7 +113,7 @@ def read_messages(value: Any, name: str) -> Messages:
 
 
 def with_system_message(messages: Messages, system: str | None) -> Messages:
-    """Return `messages`, with the system message `system` before them if they do not begin with a system message."""
+    """Return `messages`. If their first message is no system message, the system message `system` is put before it."""
     if not system or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]

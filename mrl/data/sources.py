@@ -95,7 +95,7 @@ def _source(node: Node, key: str, data: DataConfig, name: str = "") -> PromptSou
     for unknown in node.keys() - set(known):
         near = difflib.get_close_matches(unknown, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected {', '.join(known)}."
-        raise ValueError(f"{key}.{unknown}: no such key of a source; {hint}")
+        raise ValueError(f"{key}.{unknown}: unknown key; {hint}")
     if bool(node.get("files")) == bool(node.get("dataset")):
         raise ValueError(f"{key}: expected either files or a dataset with a _target_, got {node}.")
     weight = node.get("weight", 1.0)

@@ -70,7 +70,7 @@ class DiskSync:
             self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, PauseMode.retract, join_channel=None)
 
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
-        """Write the current weights to `folder/<version>` and have every engine load them. All ranks call this.
+        """Write the current weights to `folder/<version>` and have every engine load this folder. All ranks call this.
 
         `engines_offloaded`: the engines had released their weights. The engines then stay paused, because they have no KV cache
         yet. Raises WeightMismatchError if an engine holds other weights than the folder has.

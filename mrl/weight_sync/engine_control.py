@@ -108,7 +108,7 @@ class EngineControl:
         self._parse(path, self._post(path, body, timeout_s))
 
     def update_weights_from_disk(self, folder: str) -> None:
-        """Have the engine load a Hugging Face folder, which it must be able to read. No weight update session is needed."""
+        """Have the engine load a Hugging Face folder that the engine can read. No weight update session is needed."""
         self._call("/update_weights_from_disk", model_path=folder, flush_cache=False)
 
     def set_weight_version(self, version: str) -> None:

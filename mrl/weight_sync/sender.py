@@ -22,7 +22,7 @@ from mrl.weight_sync.control_channel import ControlChannel, ack_key, failure_key
 from mrl.weight_sync.transfer_plan import Bucket
 from mrl.weight_sync.transports import NUM_SLOTS, SendEndpoint
 
-ZSTD_LEVEL = 1  # the lowest of 22 levels; higher ones take more time than they save on a network
+ZSTD_LEVEL = 1  # the lowest of 22 levels; a higher level takes more time than it saves on a network
 _HASH_BLOCK_WORDS = 1 << 24  # number of 4-byte words that a GPU hashes at once
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # the 64-bit golden-ratio constant, as an int64
 
@@ -32,7 +32,7 @@ ReadTensor = Callable[[str, Box], Tensor]
 
 @dataclass(frozen=True)
 class BucketHeader:
-    """Description of a bucket. Receivers read it before they receive the bucket."""
+    """Description of a bucket. Receivers read the header before they receive the bucket."""
 
     nbytes: int  # number of sent bytes
     checksums: tuple[int, ...]  # checksum of the new values of each chunk

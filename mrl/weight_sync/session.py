@@ -176,7 +176,7 @@ class TrainerRankGroup:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def on_rank_0[T](self, call: Callable[[], T]) -> T:
-        """Run `call` on rank 0. Every rank then returns the result of `call`, or raises its error."""
+        """Run `call` on rank 0. Every rank then returns the result of `call`, or raises the error of `call`."""
         outcome: list[Any] = [_try(call) if self.rank == 0 else None]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         return _result_or_raise(outcome[0])

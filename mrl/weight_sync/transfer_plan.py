@@ -219,7 +219,7 @@ def _routes(
     dtype_of: Callable[[str], tuple[str, int]],
     chunk_bytes: int,
 ) -> Iterator[tuple[TensorChunk, tuple[int, ...], tuple[int, ...]]]:
-    """Yield each chunk with the tensor-parallel ranks of an engine that need it, and with the trainer ranks that have it.
+    """Yield each chunk, the tensor-parallel ranks of an engine that need the chunk, and the trainer ranks that have the chunk.
 
     Chunks come in the order of the family's table. A chunk has at most `chunk_bytes`.
     """

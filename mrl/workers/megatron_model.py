@@ -312,7 +312,7 @@ class MegatronModel:
         self._save = None
 
     def save_reference(self, folder: str | Path) -> None:
-        """Write the reference policy's weights to `folder`, which has another name until it is complete. All ranks call this."""
+        """Write the reference policy's weights to `folder`. It has another name until it is complete. All ranks call this."""
         with self.reference_weights():
             checkpoint.save_weights(folder, self.chunks)
 

@@ -39,7 +39,7 @@ def trace_step(
     lr: float,
     temperature: float,
 ) -> StepTrace:
-    """Run one optimizer step, and trace the step and the outputs before and after it. All ranks call this.
+    """Run one optimizer step, and trace the step and the outputs before and after the step. All ranks call this.
 
     The outputs are log-probabilities or values. `loss` is None for a critic. The block should have a column old_logprobs.
     Without this column, the probability ratio is always 1, and the loss would be the same for all outputs.

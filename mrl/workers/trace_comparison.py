@@ -118,7 +118,7 @@ class Tolerances:
     gradients: float  # difference of two elements, relative to the largest element of the tensor
     weights: float  # difference of two elements, relative to the largest element of the tensor
     updates: float  # as `weights`, but larger: Adam normalises gradients and thereby amplifies their round-off
-    layers: float  # distance of two hidden states of a token, relative to their norm
+    layers: float  # distance of two hidden states of a token, relative to the norm of the reference's state
 
 
 TOLERANCES = {

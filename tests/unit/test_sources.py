@@ -196,7 +196,7 @@ def test_a_row_for_which_a_user_data_set_raises_is_a_bad_row(model):
         ({"train": ["a"], "columns": {"promt": "q"}}, "data.columns.promt: .*did you mean 'prompt'"),
         ({"train": ["a"], "columns": {"prompt": None}}, "columns.prompt=None: expected the name of a column"),
         ({"train": ["a"], "columns": {"ground_truth": 3}}, "columns.ground_truth=3: expected the name"),
-        ({"mixture": {"m": {"fils": ["b"]}}}, "data.mixture.m.fils: no such key of a source; did you mean 'files'"),
+        ({"mixture": {"m": {"fils": ["b"]}}}, "data.mixture.m.fils: unknown key; did you mean 'files'"),
         ({"mixture": {"m": {"weight": 1}}}, "data.mixture.m: expected either files or a dataset"),
         (
             {"mixture": {"m": {"files": ["b"], "weight": 0}}},
@@ -209,7 +209,7 @@ def test_a_row_for_which_a_user_data_set_raises_is_a_bad_row(model):
         ({"dataset": {"_target_": f"{HERE}.Squares", "count": 0}}, "data.dataset: .*Squares has no rows"),
         (
             {"mixture": {"m": {"files": ["b"], "columns": {"promt": "q"}}}},
-            "data.mixture.m.columns.promt: no such column",
+            "data.mixture.m.columns.promt: unknown key",
         ),
         ({"dataset": {"_target_": f"{HERE}.NoRows"}}, "NoRows gives NoRows, which has no __len__"),
         ({"dataset": {"_target_": f"{HERE}.listed", "count": -1}}, "data.dataset: .*listed has no rows"),
