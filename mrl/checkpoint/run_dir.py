@@ -97,12 +97,13 @@ class SampleLedger:
         prompts: for each group, the number of tokens in its prompt
         lengths: for each group, the number of sampled tokens in each response
         updates: for each optimizer step, weight version -> [count of tokens in the loss that this weight version sampled,
-            (sum of the token weights of these tokens) / (sum of all token weights)]; token weights before corrections
+            (sum of the token weights of these tokens) / (sum of all token weights)]. Token weights do not include corrections.
 
     When a run returns to a checkpoint, the lines of later steps are removed.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
+        """Open the file, and remove the lines of steps after `last_step`."""
         self._lines = JsonLinesFile(path, last_step)
 
     def record(
