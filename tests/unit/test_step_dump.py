@@ -108,7 +108,9 @@ def test_the_introduction_says_that_the_weights_are_from_an_earlier_step(tmp_pat
     dump, one = StepDump.read(write(tmp_path / "step")), ParallelDims()
     text = command._introduction(dump, WeightsLocation("/checkpoints/step_000004/actor", 4, checkpoint=True), one, one)
     assert "from step 4, 2 steps before" in text
-    assert "before the weights" not in command._introduction(dump, DESCRIPTION.weights or WeightsLocation("", 0), one, one)
+    assert "before the weights" not in command._introduction(
+        dump, DESCRIPTION.weights or WeightsLocation("", 0), one, one
+    )
 
 
 def test_arrays_of_python_objects_are_rejected(tmp_path):
