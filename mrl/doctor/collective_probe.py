@@ -188,7 +188,10 @@ def _time_all_reduce(values, group, size: int) -> float:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
     if not bool((values == size).all()):
-        raise ValueError(f"the sum of ones over {size} ranks is {values.min().item()} to {values.max().item()}")
+        found = f"{values.min().item()} to {values.max().item()}"
+        raise ValueError(
+            f"the all-reduce over {size} ranks returned a wrong sum: expected {size}, got values from {found}"
+        )
     return seconds
 
 

@@ -116,9 +116,11 @@ class RolloutTime:
     def step_s(self, train_s: float) -> float:
         """Return the seconds of a training step without the weight push, if training takes `train_s` of these seconds.
 
-        The prompts of step s are dispatched after the training of step s - (K + 1), and the training of step s waits for their
-        responses. So the responses must be sampled within (K + 1) * step_s - train_s seconds. The longest response takes
-        fixed_decoding_s / (1 - responses_s / step_s) seconds, because other running responses slow down the decoding steps.
+        The prompts of step n are dispatched after the training of step n - (K + 1), and the training of step n waits for their
+        responses. Trainings end `step_s` seconds apart, and each starts `train_s` seconds before its end. So the responses must
+        be sampled within (K + 1) * step_s - train_s seconds. Work that grows with the number of responses takes the fraction
+        responses_s / step_s of the time. Only the rest is left for the fixed part of the decoding steps. So the longest response
+        takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
         `longest_in_time` is the step_s for which these two expressions are equal (the larger root of a quadratic equation).
         """
         if not self.staleness:
@@ -303,8 +305,8 @@ class EngineQueue:
     def _start_waiting(self) -> None:
         """Start waiting requests until the running batch is full.
 
-        A request that starts prefills the tokens that it decoded earlier. It also prefills its prompt, except for the tokens that
-        are in the prefix cache.
+        When a request starts, the engine prefills the tokens that the request decoded earlier. It also prefills the prompt,
+        except for the tokens that are in the prefix cache.
         """
         while self.waiting and not self.paused and len(self._running) < self.speeds.max_running:
             request = self.waiting.popleft()

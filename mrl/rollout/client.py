@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "EngineUnreachableError", "SamplingParams"]
 
 TRAINING, HELD_OUT = 0, 1
-"""First element of the path that identifies a response for `response_seed`.
+"""`response_seed` identifies a response by a tuple of integers. The first integer is one of these constants.
 
-The path is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out set).
+The tuple is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out set).
 """
 RETRYABLE_STATUSES = (408, 425, 429)
 """HTTP statuses below 500 after which a request may be repeated: the engine is at fault, not the request."""
@@ -70,13 +70,14 @@ class SamplingParams:
         return body
 
 
-def response_seed(seed: int, *path: int) -> int:
+def response_seed(seed: int, *response_id: int) -> int:
     """Return the seed of a response, 63 bits. A response that is sampled again gets the same seed.
 
-    `seed`: the seed of the run. `path` identifies the response (see TRAINING, HELD_OUT). All turns of a response share one seed.
-    SGLang derives the random number of a token from this seed and from the token's position, which differs between turns.
+    `seed`: the seed of the run. `response_id` identifies the response (see TRAINING, HELD_OUT). All turns of a response share
+    one seed. SGLang derives the random number of a token from this seed and from the token's position, which differs
+    between turns.
     """
-    return int(np.random.SeedSequence([seed, *path]).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence([seed, *response_id]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Hugging Face tensor that a trainer rank has. The engine layout gives the boxes t
 intersection of two such boxes, or a part of the intersection if it is large. A bucket is a set of chunks that one message
 carries.
 
-Each engine rank receives every weight that it holds exactly once. No rank has to gather the whole model.
+Each engine rank receives each of its weights exactly once. No rank has to gather the whole model.
 """
 
 from __future__ import annotations
@@ -140,10 +140,11 @@ def trainer_shards(
 ) -> dict[str, list[TrainerShard]]:
     """Return the trainer's shards, by name of the Hugging Face tensor.
 
-    `rows` and `sizes` are the table of the model family and the sizes of the model (Architecture.sizes). `stage_of` takes the
-    name of a Megatron parameter and returns its pipeline stage. The name of an expert's parameter contains the expert's index.
+    `rows` is the table of the model family, which maps Hugging Face tensors to Megatron parameters; each expert has its own
+    rows. `sizes` is Architecture.sizes. `stage_of` takes the name of a Megatron parameter and returns its pipeline stage.
     """
-    # (pipeline stage, expert group or None, index of the shard) -> trainer ranks. Index -1: the tensor is not sharded.
+    # (pipeline stage, expert-parallel rank, index of the shard) -> trainer ranks. The expert-parallel rank is None for a
+    # parameter that belongs to no expert. The index is -1 if the tensor is not sharded.
     ranks_of: dict[tuple[int, int | None, int], tuple[int, ...]] = {}
     for rank in range(dims.world_size):
         etp, ep = dims.expert_coords(rank)
@@ -221,7 +222,7 @@ def _routes(
 ) -> Iterator[tuple[TensorChunk, tuple[int, ...], tuple[int, ...]]]:
     """Yield each chunk, the tensor-parallel ranks of an engine that need the chunk, and the trainer ranks that have the chunk.
 
-    Chunks come in the order of the family's table. A chunk has at most `chunk_bytes`.
+    Chunks come in the order of the engine layout's shards. A chunk has at most `chunk_bytes`.
     """
     # (tensor, box, parameter) -> the tensor-parallel ranks that need this box. They all receive the same chunks.
     tp_ranks_of: dict[tuple[str, Box, str], list[int]] = {}
@@ -241,7 +242,8 @@ def _buckets(
 ) -> Iterator[Bucket]:
     """Group a sender's chunks into buckets. All chunks of a bucket have the same receivers.
 
-    The index of a bucket counts the buckets that became full before it.
+    The index of a bucket is its position in the order in which the buckets are closed. A bucket is closed if the next chunk does
+    not fit. The other buckets are closed at the end.
     """
     open_chunks: dict[tuple[int, ...], list[TensorChunk]] = {}
     open_bytes: dict[tuple[int, ...], int] = defaultdict(int)

@@ -47,7 +47,8 @@ class MicroBatch:
     ) -> "MicroBatch":
         """Pack the rows `rows` of `block`, in this order. If `rows` is empty, pack one token that has no weight in the loss.
 
-        `pack` describes the pack of some segments for this rank, see parallel.packing. `sum_over_ranks` sums a tensor over the
+        `batch` is this rank's part of the mini-batch: token weights and columns of the rows. `pack` takes the segments of a
+        pack and returns this rank's part of the pack (see parallel.packing). `sum_over_ranks` sums a tensor over the
         context-parallel ranks, see `Responses`.
         """
         part = block.select(rows) if len(rows) else _one_token(block)
@@ -97,8 +98,8 @@ def _one_token(block: TokenBlock) -> TokenBlock:
 def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints, Ints]:
     """Return the layout of a pack: (segments, packed_tokens [S], predictor_index [R]).
 
-    The pack has S tokens. `packed_tokens` has, for each of the S tokens, its index in `part`. `predictor_index` has, for each
-    sampled token, the index of the one of the S tokens that predicts it.
+    The pack has S tokens. `packed_tokens` has, for each of the S tokens, its index in `part`. `predictor_index` says, for
+    each sampled token, which of the S tokens predicts it.
 
     If `groups` is given, the rows of a group share one prompt segment. Otherwise, each row is one segment.
     """
@@ -134,7 +135,8 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
 def _routing(part: TokenBlock, packed_tokens: Ints, source: Ints) -> NDArray[np.int64]:
     """Return the experts of this rank's tokens: [L, layers, topk].
 
-    Padding, and tokens that the engine did not compute, are spread evenly over the experts. This does not influence the result.
+    Padding, and tokens that the engine did not compute, are spread evenly over the experts. No sampled token depends
+    on these tokens, so their experts do not influence the loss.
     """
     assert part.routed_experts is not None, "the caller has checked that the block has routed experts"
     experts = part.routed_experts[packed_tokens][source].astype(np.int64)

@@ -124,7 +124,7 @@ class Tolerances:
 TOLERANCES = {
     "float32": Tolerances(1e-5, 2e-5, 2e-5, 2e-5, 5e-2, 1e-5),
     # A relative round-off of 2**-8 propagates through all layers, and sometimes routes a token to another expert. These
-    # tolerances are about the differences between a step in bfloat16 and in float32, both in one process.
+    # tolerances are approximately as large as the differences between a bfloat16 step and a float32 step in one process.
     "bfloat16": Tolerances(0.3, 0.1, 0.4, 2e-3, float("inf"), 0.1),
 }
 
@@ -195,8 +195,8 @@ class LayerDifference:
     """Difference of two layouts in the hidden states at one depth, or in the log-probabilities of the tokens."""
 
     name: str  # name of the module, or of the output
-    # Largest difference of a token. Two hidden states: |other - reference| / |reference|. Two log-probabilities: absolute
-    # difference in nats.
+    # Largest difference over all tokens. For hidden states, it is |other - reference| / |reference|. For log-probabilities, it is
+    # the absolute difference in nats.
     largest: float
     token: int  # index in the block of the token with the largest difference; -1: no token was compared
     compared: int  # number of tokens that both layouts computed

@@ -28,7 +28,13 @@ def calculator(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(start_mrl, calculator):
     """A run of two recorded steps after a short supervised warm start."""
-    small = [*SMALL, f"data.inputs.folder={calculator}", "data.inputs.calls=0.5", "sft.steps=40", "rollout.record=true"]
+    small = [
+        *SMALL,
+        f"data.inputs.folder={calculator}",
+        "data.inputs.call_fraction=0.5",
+        "sft.steps=40",
+        "rollout.record=true",
+    ]
     done = start_mrl("train", *small, "trainer.max_steps=2").finish()
     assert done.process.returncode == 0, done.output()
     return done

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.extended
 
 SHORT = ["trainer.max_steps=1", "rollout.prompts_per_step=4", "rollout.responses_per_prompt=2", "trainer.eval_rows=4"]
 TRAINS = ("train", "sft")
-ENDS_AT_ONCE = {"--help", "--cfg", "--dry-run", "--version", "-h"}
+ENDS_AT_ONCE = {"--help", "--cfg", "--dry-run", "--table", "--version", "-h"}
 MAKE_TARGETS_TESTED_ELSEWHERE = {
     "train",
     "test",
