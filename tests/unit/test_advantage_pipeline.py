@@ -197,3 +197,11 @@ def test_needs_combine_those_of_all_parts():
     assert bare.needs == frozenset()
     scored = ScoredBatch(np.array([1.0, 2.0]), np.zeros(2, int), np.array([1, 2]), np.zeros(2, bool))
     assert bare(scored, {}, 0.0, [0]).columns["advantages"].tolist() == [1.0, 2.0, 2.0]
+
+
+def test_a_batch_without_tokens_has_metrics_of_zero():
+    scored = ScoredBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.zeros(2, int), np.zeros(2, bool))
+    columns = {"old_logprobs": np.empty(0, np.float32), "ref_logprobs": np.empty(0, np.float32)}
+    found = AdvantagePipeline(GRPO(), PPOClip(), kl=KLPenalty("k1"))(scored, columns, 0.5, [0])
+    assert found.metrics["policy/kl_reward"] == 0.0
+    assert (found.metrics["advantage/mean"], found.metrics["advantage/std"]) == (0.0, 0.0)

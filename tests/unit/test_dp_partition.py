@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mrl.algorithms.objective import AGGREGATIONS
 from mrl.core.types import RankBatch, TrainBatch
 from mrl.data.batching import CostModel
-from mrl.workers.dp_partition import Packing, partition_step, split_mini_batches
+from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step, split_mini_batches
 from parallel.dims import ParallelDims
 
 many = settings(max_examples=60)
@@ -181,3 +181,45 @@ def test_micro_batches_stay_within_the_token_budget_and_the_metrics_describe_the
     assert {batch.step_tokens for batch in step.rank_batches} == {max(1, int(metrics["batch/computed_tokens"]))}
     assert metrics["batch/micro_batches"] == max(len(batch.micro_batches) for batch in step.rank_batches)
     assert metrics["batch/imbalance"] >= 1.0 and 0 <= metrics["batch/skipped_tokens_fraction"] <= 1
+
+
+def small_batch(rows, prompts=(4, 4, 4, 4), responses=(2, 3, 5, 1)) -> TrainBatch:
+    """Two groups of two rows each."""
+    return TrainBatch(
+        block=None,
+        prompt_lengths=np.array(prompts),
+        response_lengths=np.array(responses),
+        sampled_lengths=np.array(responses),
+        groups=np.array([0, 0, 1, 1]),
+        rows=np.array(rows, np.int64),
+        denominator_rows=np.arange(4),
+    )
+
+
+def test_the_metrics_of_a_partition_equal_those_computed_by_hand():
+    """The rows have 27 tokens. The group of rows 0 and 1 has 13 tokens, and 9 if the prompt is shared."""
+    packing = Packing(100, True, CostModel(1.0, 0.0))
+    whole = partition_step(small_batch([0, 1, 2, 3]), ParallelDims(dp=2), packing, "token_mean").metrics
+    assert whole == {
+        "batch/computed_tokens": 19.0,
+        "batch/skipped_tokens_fraction": 0.0,
+        "batch/shared_tokens_fraction": pytest.approx(8 / 27),
+        "batch/imbalance": pytest.approx(10 / 9.5),
+        "batch/micro_batches": 1.0,
+    }
+    part = partition_step(small_batch([0, 1]), ParallelDims(dp=1), packing, "token_mean").metrics
+    assert part["batch/computed_tokens"] == 9.0
+    assert part["batch/skipped_tokens_fraction"] == pytest.approx(14 / 27)
+    assert part["batch/shared_tokens_fraction"] == pytest.approx(4 / 13)
+    nothing = partition_step(small_batch([]), ParallelDims(dp=2), packing, "token_mean").metrics
+    assert nothing["batch/shared_tokens_fraction"] == 0.0 and nothing["batch/skipped_tokens_fraction"] == 1.0
+    assert nothing["batch/imbalance"] == 1.0
+
+
+def test_merged_batches_have_the_micro_batches_of_all_replicas_in_order():
+    batch = small_batch([0, 1, 2, 3])
+    step = partition_step(batch, ParallelDims(dp=2), Packing(8, False, CostModel(1.0, 0.0)), "token_mean")
+    merged = merge_rank_batches(step)
+    expected = [rows.tolist() for one in step.rank_batches for rows in one.micro_batches]
+    assert [rows.tolist() for rows in merged.micro_batches] == expected and len(expected) > 1
+    assert merged.weights is step.rank_batches[0].weights

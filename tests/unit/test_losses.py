@@ -164,6 +164,24 @@ def test_the_cases_reach_every_branch():
     assert 0 < dual.mean() < 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_metric_clip_fraction_marks_the_tokens_whose_ratio_is_clipped(seed):
+    case = make_case(seed)
+    ratio = np.exp(case.logprobs - case.old)
+    sums = np.bincount(case.rows, case.logprobs - case.old, len(case.lengths))
+    means = np.exp(sums / np.maximum(case.lengths, 1))[case.rows]
+    outside = lambda values, low, high: (values < 1 - low) | (values > 1 + high)  # noqa: E731
+    expected = {
+        PPOClip(clip_low=0.2, clip_high=0.3): outside(ratio, 0.2, 0.3),
+        GSPO(clip_low=0.1, clip_high=0.2): outside(means, 0.1, 0.2),
+        GSPOToken(clip_low=0.1, clip_high=0.2): outside(means, 0.1, 0.2),
+        TOPR(): (case.advantages < 0) & (sums[case.rows] > 0),
+    }
+    for loss, marked in expected.items():
+        found = loss(loss_inputs(case))[1]["loss/clip_fraction"]
+        np.testing.assert_array_equal(found.numpy() > 0, marked, err_msg=type(loss).__name__)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_micro_batches_add_up(name, aggregation):

@@ -4,7 +4,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
+from mrl.rollout.staleness_buffer import (
+    MAX_RESPONSES_PER_REQUEST,
+    PromptRequest,
+    StalenessBuffer,
+    longest_first,
+    split_over_engines,
+)
 
 
 def run(buffer, steps, durations, keep=lambda number: True):
@@ -121,3 +127,16 @@ def test_a_smaller_buffer_takes_over_all_waiting_requests(size, before, stalenes
         assert groups and len(groups.numbers) == size
         trained += groups.numbers
     assert {request.number for request in waiting} <= set(trained) and len(set(trained)) == len(trained)
+
+
+def test_requests_are_split_evenly_over_engines_and_into_http_requests_of_limited_size():
+    requests = list(range(11))
+    found = split_over_engines(requests, num_engines=2, responses_per_prompt=MAX_RESPONSES_PER_REQUEST // 2)
+    assert found == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
+    assert split_over_engines(requests, 3, 1) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert split_over_engines(requests[:2], 1, 10 * MAX_RESPONSES_PER_REQUEST) == [[0], [1]], "at least one in each"
+
+
+def test_requests_with_long_responses_are_first_and_equal_ones_keep_their_order():
+    lengths = {"a": 3.0, "b": 9.0, "c": 0.0, "d": 9.0, "e": 5.0}
+    assert longest_first(list(lengths), lengths.__getitem__) == ["b", "d", "e", "a", "c"]

@@ -9,10 +9,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from models.architecture import Architecture
+from models.conversion.mapping import Box
 from models.families.mixtral import MIXTRAL
 from models.families.qwen import QWEN3, QWEN3_MOE
 from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineLayout, Topology
-from mrl.weight_sync.transfer_plan import compile_transfer_plan, even_pipeline_stages, trainer_shards
+from mrl.weight_sync.transfer_plan import (
+    Bucket,
+    LinkSpeeds,
+    TensorChunk,
+    TransferPlan,
+    compile_transfer_plan,
+    estimate_transfer_cost,
+    even_pipeline_stages,
+    trainer_shards,
+)
 from parallel.dims import ParallelDims
 from parallel.rope import Rope
 
@@ -244,3 +254,29 @@ def test_the_order_of_buckets_cannot_deadlock():
                 queue.pop(0)
                 moved = True
     assert not any(queues.values())
+
+
+def test_the_estimated_cost_has_the_bytes_and_seconds_of_each_rank():
+    chunk = TensorChunk("a", Box((0,), (250,)), "a", "float32", 4)
+    small = TensorChunk("b", Box((0,), (100,)), "b", "float32", 4)
+    buckets = (Bucket(0, 0, (0, 2), (chunk,)), Bucket(1, 0, (3,), (small,)), Bucket(1, 1, (1,), (small,)))
+    plan = TransferPlan(buckets, ((), ()), 2, 1000)
+    nbytes = [bucket.nbytes for bucket in buckets]
+    cost = estimate_transfer_cost(plan, 2, LinkSpeeds(1e-6, 2e-6, 1000.0), shared=False)
+    assert [(each.rank, each.bytes, each.messages) for each in cost.senders] == [
+        ("trainer 0", 2 * nbytes[0], 2),
+        ("trainer 1", nbytes[1] + nbytes[2], 2),
+    ]
+    assert [(each.rank, each.bytes, each.messages) for each in cost.receivers] == [
+        ("engine 0 rank 0", nbytes[0], 1),
+        ("engine 0 rank 1", nbytes[2], 1),
+        ("engine 1 rank 0", nbytes[0], 1),
+        ("engine 1 rank 1", nbytes[1], 1),
+    ]
+    assert cost.senders[0].seconds == pytest.approx(2 * nbytes[0] / 1e3 + 2e-3)
+    assert cost.receivers[0].seconds == pytest.approx(nbytes[0] / 2e3 + 1e-3)
+    assert cost.seconds == cost.senders[0].seconds
+    assert cost.imbalance == pytest.approx(2 * nbytes[0] / (nbytes[0] + (nbytes[1] + nbytes[2]) / 2))
+    assert cost.ratio == plan.sent_bytes / 1000
+    shared = estimate_transfer_cost(plan, 2, LinkSpeeds(1e-6, 2e-6, 1000.0), shared=True)
+    assert (shared.senders[0].bytes, shared.senders[0].messages) == (nbytes[0], 1), "all receivers read one copy"
