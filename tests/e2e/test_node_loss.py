@@ -35,8 +35,10 @@ def test_ranks_of_a_lost_node_are_started_on_another(start_mrl, quickstart, clus
         timeout_s=300,
     )
     assert run.process.poll() is None, run.output()
-    (raylet,) = {process.ppid() for process in psutil.Process().children(recursive=True) if is_rank(process)}
-    (lost,) = [node for node in nodes if node.all_processes["raylet"][0].process.pid == raylet]
+    node_of_raylet = {node.all_processes["raylet"][0].process.pid: node for node in nodes}
+    # A rank is a child of a raylet. The process that writes a checkpoint has the title of the rank that forked it.
+    parents = [process.ppid() for process in psutil.Process().children(recursive=True) if is_rank(process)]
+    (lost,) = [node_of_raylet[parent] for parent in parents if parent in node_of_raylet]
     made.remove_node(lost, allow_graceful=False)
     assert run.finish(300).process.returncode == 0, run.output()
     assert [line["step"] for line in run.metrics()] == list(range(1, 41))
