@@ -175,7 +175,8 @@ def test_a_stopped_server_of_an_engine_is_named(run):
 def test_a_rollout_worker_whose_reward_deadlocks_is_named(run):
     with run.faults_hang():
         texts = ("is in scoring", "faulty_ranks.py", "reward Deadlock on 8 responses", "scoring 8 responses to rows")
-        run.check_stall(run.generator.worker, run.generate, "the rollout worker", *texts)
+        # The engine has to answer before the reward can hang.
+        run.check_stall(run.generator.worker, run.generate, "the rollout worker", *texts, deadline_s=15)
 
 
 @pytest.mark.extended
