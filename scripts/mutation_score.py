@@ -175,14 +175,12 @@ def preload() -> None:
     assert not loaded, f"{loaded} are imported already; a mutant of them would not be seen"
 
 
-def drawn(mutants: list[Mutant], per_module: int, seed: int) -> list[Mutant]:
+def draw_sample(mutants: list[Mutant], per_module: int, seed: int) -> list[Mutant]:
     """Return a random sample of `per_module` mutants of each module; 0 returns all mutants."""
-    random.Random(seed).shuffle(mutants)
-    number, sample = Counter(), []
-    for mutant in sorted(mutants, key=lambda mutant: mutant.path):
-        number[mutant.path] += 1
-        if not per_module or number[mutant.path] <= per_module:
-            sample.append(mutant)
+    generator, sample = random.Random(seed), []
+    for path in sorted({mutant.path for mutant in mutants}):
+        of_module = [mutant for mutant in mutants if mutant.path == path]
+        sample += generator.sample(of_module, min(per_module or len(of_module), len(of_module)))
     return sample
 
 
@@ -203,7 +201,7 @@ def main() -> int:
     equivalent = json.loads(EQUIVALENT.read_text()) if EQUIVALENT.exists() else []
     known = {(one["file"], one["before"], one["after"]) for one in equivalent}
     counted = [m for m in mutants if (str(m.path.relative_to(HOME)), m.before.strip(), m.after.strip()) not in known]
-    tried = drawn(counted, arguments.sample, arguments.seed)
+    tried = draw_sample(counted, arguments.sample, arguments.seed)
     unchanged = [Mutant(path, 0, "", "unchanged", path.read_text(), tests_of(path)) for path in {m.path for m in tried}]
     failing = set(unchanged) - set(survivors_of(unchanged, arguments.jobs))
     if failing:

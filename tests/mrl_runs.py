@@ -1,10 +1,12 @@
 """Processes of `mrl` commands that a test started: their output, their metrics, and whether any of them are left."""
 
 import json
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,16 @@ def tagged(tag: str) -> list[psutil.Process]:
                 found.append(process)
         except psutil.Error:
             continue
+    return found
+
+
+def own_processes(word: str) -> list[psutil.Process]:
+    """Return the live processes of the run that this process belongs to whose command line has the argument `word`."""
+    found = []
+    for process in tagged(os.environ[TAG]):
+        with suppress(psutil.Error):  # the process ended meanwhile
+            if word in process.cmdline():
+                found.append(process)
     return found
 
 

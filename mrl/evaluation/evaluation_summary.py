@@ -30,10 +30,10 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> float:
     """Return the probability that the majority answer of k responses passes.
 
-    The k responses are drawn without replacement from n responses. Each drawn response votes for its answer; a response
-    without an answer (None) does not vote. If nobody votes, nothing passes. Tied answers win with equal probability. The
-    probability that an answer passes is the fraction of its responses that pass. The result is the exact mean over all
-    subsets and ties.
+    The k responses are drawn without replacement from n responses. Each drawn response votes for its answer. A response
+    without an answer (None) does not vote. If no drawn response has an answer, the majority does not pass. Tied answers win
+    with equal probability. The probability that an answer passes is the fraction of its responses that pass.
+    The result is the exact mean over all subsets and ties.
     """
     return majorities(answers, passed, [k])[k]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mrl_runs
 import pytest
 from mrl_runs import TAG, MrlRun, RunFolder, restore_sigint, tagged
 
@@ -34,6 +35,17 @@ def start_mrl(tmp_path_factory):
     for run in runs:
         for process in tagged(run.tag):
             process.kill()
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """`user_module(name, source)`: runs can import the source as the module `name`, and also the helpers of the tests."""
+
+    def add(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(mrl_runs.__file__).parent)]))
+
+    return add
 
 
 @pytest.fixture(scope="session")

@@ -110,10 +110,9 @@ def strike_when_busy(victim, other_url: str, sign: signal.Signals, num_requests:
     return thread.join
 
 
-def test_a_run_continues_after_it_loses_all_engines_and_then_one(start_mrl, quickstart, tmp_path, monkeypatch):
+def test_a_run_continues_after_it_loses_all_engines_and_then_one(start_mrl, quickstart, user_module):
     """In step 2 all engines are killed before rejected groups are sampled again; in step 3 one engine is stopped."""
-    (tmp_path / "striking_filter.py").write_text(STRIKING_FILTER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    user_module("striking_filter", STRIKING_FILTER)
     own = ["rollout.filter._target_=striking_filter.Striking", "rollout.num_engines=2", "rollout.deterministic=true"]
     limits = [f"fault_tolerance.engine_stall_timeout_s={STALL_TIMEOUT_S}", "trainer.save=false", "trainer.max_steps=4"]
     run = start_mrl("train", *quickstart, *own, *limits).finish(280)
@@ -132,10 +131,9 @@ def test_a_run_continues_after_it_loses_all_engines_and_then_one(start_mrl, quic
 
 STRIKING_FILTER = '''
 import signal
-from contextlib import suppress
 from dataclasses import dataclass
 
-import psutil
+from mrl_runs import own_processes
 
 calls = []
 STRIKES = {12: signal.SIGKILL, 19: signal.SIGSTOP}  # call number -> signal; these are the last groups of steps 2 and 3
@@ -144,12 +142,7 @@ REJECTED = {12, 18, 19}  # call numbers; each rejected group is replaced by a ne
 
 def servers():
     """Return the engine servers of this run, the oldest first."""
-    mine, found = psutil.Process().environ()["MRL_TEST_RUN"], []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # the process ended meanwhile
-            if "mrl.rollout.engines.launch_sglang" in process.cmdline() and process.environ().get("MRL_TEST_RUN") == mine:
-                found.append(process)
-    return sorted(found, key=lambda process: process.create_time())
+    return sorted(own_processes("mrl.rollout.engines.launch_sglang"), key=lambda process: process.create_time())
 
 
 @dataclass(frozen=True)

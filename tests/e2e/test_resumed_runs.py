@@ -8,11 +8,10 @@ from mrl_runs import wait_until
 from run_comparison import check_equal_runs, check_equal_weights, learning_metrics
 
 KILLING_FILTER = '''
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from mrl_runs import own_processes
 
 GROUP_OF_THE_KILL = 20  # the second group of step 4
 groups = []
@@ -28,22 +27,17 @@ class Killing:
         groups.append(1)
         if len(groups) == GROUP_OF_THE_KILL and not Path(self.done).exists():
             Path(self.done).touch()
-            mine = psutil.Process().environ()["MRL_TEST_RUN"]
-            for process in psutil.process_iter():
-                with suppress(psutil.Error):  # the process ended meanwhile
-                    words = process.cmdline()
-                    if "mrl.commands.train_process" in words and process.environ().get("MRL_TEST_RUN") == mine:
-                        process.kill()
+            for process in own_processes("mrl.commands.train_process"):
+                process.kill()
         return True
 '''
 
 
 def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(
-    start_mrl, quickstart, recorded, tmp_path, monkeypatch
+    start_mrl, quickstart, recorded, tmp_path, user_module
 ):
     """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2."""
-    (tmp_path / "killing_filter.py").write_text(KILLING_FILTER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    user_module("killing_filter", KILLING_FILTER)
     kill = ["rollout.filter._target_=killing_filter.Killing", f"++rollout.filter.done={tmp_path / 'killed'}"]
     run = start_mrl("train", *quickstart, *kill, "trainer.max_steps=5", "checkpoint.every=2").finish()
     assert run.process.returncode == 0, run.output()

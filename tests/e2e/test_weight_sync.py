@@ -340,10 +340,9 @@ def remaining(paths: Iterable[Path], within_s: float = 60) -> list[Path]:
 
 
 @pytest.mark.extended
-def test_a_run_continues_after_it_loses_engines_during_pushes(start_mrl, quickstart, tmp_path, monkeypatch):
+def test_a_run_continues_after_it_loses_engines_during_pushes(start_mrl, quickstart, user_module):
     """One of two engines is stopped before the push of step 2 and killed during it; one is stopped for good in step 3."""
-    (tmp_path / "stopping_advantage.py").write_text(STOPPING_ADVANTAGE)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
+    user_module("stopping_advantage", STOPPING_ADVANTAGE)
     advantage = "algorithm.advantage._target_=stopping_advantage.Stopping"
     layout = ["parallel.dp=2", "rollout.num_engines=2", "weight_sync.timeout_s=5", "trainer.save=false"]
     run = start_mrl("train", *quickstart, advantage, *layout, "trainer.max_steps=4").finish(300)
@@ -360,10 +359,9 @@ def test_a_run_continues_after_it_loses_engines_during_pushes(start_mrl, quickst
 STOPPING_ADVANTAGE = '''
 import signal
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 
-import psutil
+from mrl_runs import own_processes
 
 from mrl.algorithms.advantages import GRPO
 
@@ -372,12 +370,7 @@ calls = []
 
 def engines():
     """Return the processes of each engine of this run, the main process first."""
-    mine, found = psutil.Process().environ()["MRL_TEST_RUN"], []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # the process ended meanwhile
-            line = process.cmdline()
-            if "mrl.rollout.engines.launch_sglang" in line and process.environ().get("MRL_TEST_RUN") == mine:
-                found.append(process)
+    found = own_processes("mrl.rollout.engines.launch_sglang")
     own = [process for process in found if process.ppid() not in {other.pid for other in found}]
     return [[process, *process.children(recursive=True)] for process in sorted(own, key=lambda p: p.pid)]
 
