@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,13 @@ def tagged(tag: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def signal_all(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> None:
+    """Send a signal to processes. One that ended meanwhile, for example because its parent was killed, is passed over."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def own_processes(word: str) -> list[psutil.Process]:

@@ -220,7 +220,8 @@ class _SimulatedRun:
             self._expected_work[engine] += work
             responses = sum(len(self.groups.tokens_of(number)[1]) for number in numbers)
             self._requests |= dict.fromkeys(numbers, _EngineRequest(engine, work, numbers, responses))
-            self.engines[engine].advance(self.now)
+            for finished in self.engines[engine].advance(self.now):  # by rounding, a response may finish at this moment
+                self._finish(finished)
             for number in numbers:
                 prompt, lengths = self.groups.tokens_of(number)
                 for tokens in lengths:
@@ -252,7 +253,9 @@ class _SimulatedRun:
 
     def _finish(self, response: SimulatedRequest) -> None:
         """Process a finished response. The last response of a request finishes all groups of the request."""
-        request = self._requests[response.key]
+        request = self._requests.get(response.key)
+        if request is None:  # by rounding, a response of a dropped group may finish at the moment of the drop
+            return
         request.unfinished -= 1
         if not request.unfinished:
             self._expected_work[request.engine] -= request.work

@@ -13,7 +13,7 @@ from typing import Any
 
 import mrl_runs
 import pytest
-from mrl_runs import TAG, MrlRun, RunFolder, restore_sigint, tagged
+from mrl_runs import TAG, MrlRun, RunFolder, restore_sigint, signal_all, tagged
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +33,7 @@ def start_mrl(tmp_path_factory):
 
     yield start
     for run in runs:
-        for process in tagged(run.tag):
-            process.kill()
+        signal_all(tagged(run.tag))
 
 
 @pytest.fixture

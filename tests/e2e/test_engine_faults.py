@@ -11,7 +11,7 @@ import psutil
 import pytest
 from http_engines import spec_of
 from live_engines import PROMPTS, delay_forward_passes, num_running, slow_engines
-from mrl_runs import wait_until
+from mrl_runs import signal_all, wait_until
 
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.rollout.client import TRAINING, EngineClient, SamplingParams, response_seed
@@ -100,8 +100,7 @@ def strike_when_busy(victim, other_url: str, sign: signal.Signals, num_requests:
     def strike() -> None:
         try:
             wait_until(lambda: num_running(client) == num_requests, 120)
-            for process in victim.processes()[1:]:
-                process.send_signal(sign)
+            signal_all(victim.processes()[1:], sign)
         finally:
             delay_forward_passes(other, None)
 
@@ -133,7 +132,7 @@ STRIKING_FILTER = '''
 import signal
 from dataclasses import dataclass
 
-from mrl_runs import own_processes
+from mrl_runs import own_processes, signal_all
 
 calls = []
 STRIKES = {12: signal.SIGKILL, 19: signal.SIGSTOP}  # call number -> signal; these are the last groups of steps 2 and 3
@@ -155,7 +154,6 @@ class Striking:
         if sign:
             own = servers()
             for server in own if sign == signal.SIGKILL else own[:1]:
-                for process in [*server.children(recursive=True), server]:
-                    process.send_signal(sign)
+                signal_all([*server.children(recursive=True), server], sign)
         return len(calls) not in REJECTED
 '''

@@ -11,7 +11,7 @@ KILLING_FILTER = '''
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl_runs import own_processes
+from mrl_runs import own_processes, signal_all
 
 GROUP_OF_THE_KILL = 20  # the second group of step 4
 groups = []
@@ -27,8 +27,7 @@ class Killing:
         groups.append(1)
         if len(groups) == GROUP_OF_THE_KILL and not Path(self.done).exists():
             Path(self.done).touch()
-            for process in own_processes("mrl.commands.train_process"):
-                process.kill()
+            signal_all(own_processes("mrl.commands.train_process"))
         return True
 '''
 

@@ -34,7 +34,7 @@ def listening(processes: list[psutil.Process]) -> dict[str, set[str]]:
 
 def test_an_engine_refuses_requests_without_the_key(engine):
     url, key = engine.server.url, engine_key()
-    paths = httpx.get(f"{url}/openapi.json", headers={"authorization": f"Bearer {key}"}).json()["paths"]
+    paths = httpx.get(f"{url}/openapi.json", headers={"authorization": f"Bearer {key}"}, timeout=120).json()["paths"]
     closed = {path: methods for path, methods in paths.items() if not path.startswith(OPEN_PATHS)}
     assert {
         "/generate",
@@ -43,7 +43,8 @@ def test_an_engine_refuses_requests_without_the_key(engine):
         "/update_weight_version",
     } <= closed.keys()
     assert {"/pause_generation", "/begin_weight_update", "/flush_cache", "/server_info"} <= closed.keys()
-    with httpx.Client(base_url=url) as no_key, httpx.Client(headers={"authorization": "Bearer wrong"}) as wrong_key:
+    wrong = {"authorization": "Bearer wrong"}
+    with httpx.Client(base_url=url, timeout=120) as no_key, httpx.Client(headers=wrong, timeout=120) as wrong_key:
         for path, methods in closed.items():
             for method in methods:
                 assert no_key.request(method, path, json={}).status_code == 401, (method, path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_engines import UnshardedModel, connected, max_logprob_difference, num_running, perturb, slow_engines
-from mrl_runs import wait_until
+from mrl_runs import signal_all, wait_until
 from scripted_lifecycle import scripted_lifecycle
 
 from models.families.qwen import QWEN3
@@ -283,8 +283,7 @@ def test_an_engine_killed_during_a_push_is_replaced_and_the_others_get_the_weigh
 
     def kill_then_send(self, push, bucket, *rest):
         if bucket.index == 2 and victim.alive():
-            for process in victim.processes():
-                process.kill()
+            signal_all(victim.processes())
         send(self, push, bucket, *rest)
 
     monkeypatch.setattr(BucketSender, "_send", kill_then_send)
@@ -361,7 +360,7 @@ import signal
 import threading
 from dataclasses import dataclass
 
-from mrl_runs import own_processes
+from mrl_runs import own_processes, signal_all
 
 from mrl.algorithms.advantages import GRPO
 
@@ -383,9 +382,8 @@ class Stopping(GRPO):
         calls.append(1)
         if len(calls) in (2, 3):
             first, second = engines()
-            for process in first:
-                process.send_signal(signal.SIGSTOP)
+            signal_all(first, signal.SIGSTOP)
             if len(calls) == 2:
-                threading.Timer(1.5, lambda: [process.kill() for process in first]).start()
+                threading.Timer(1.5, lambda: signal_all(first)).start()
         return super().__call__(inputs)
 '''

@@ -1,5 +1,7 @@
 """The rollout simulator: compared with schedules worked out by hand, with sums of phases, and with the lower bound."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -64,6 +66,25 @@ def test_a_push_makes_running_requests_prefill_their_tokens_again():
     first = 2 * 0.5 + 2 + 1.0 + 0.5  # both prompts, 2 tokens, training, push
     again = (5 + 3) * 0.1 + 0.5  # 3 tokens by then; the next group's prompt is prefilled after it
     assert prediction.step_s.tolist() == pytest.approx([first, again + 7 + 1.5])
+
+
+@pytest.mark.parametrize(
+    ("groups", "setup"),
+    [
+        ([[5], [8]], RolloutSetup(1, 2, staleness=2)),
+        ([[6, 3], [7, 4], [10, 11]], RolloutSetup(1, 2, staleness=1, extra=1)),
+    ],
+    ids=["as groups are admitted", "as groups are dropped"],
+)
+def test_a_response_that_finishes_by_rounding_at_the_present_moment_is_not_lost(groups, setup):
+    """Times that are not exact in binary: a response may finish at the moment at which groups are admitted or dropped."""
+    lengths = GroupLengths(np.array(groups), np.array([[0, 4, 0], [3, 1, 4]][setup.extra][: len(groups)]), seed=522)
+    speeds = speeds_of(train_s=0.3, push_s=0.1, fixed_step_s=0.1)
+    if setup.extra:
+        lengths = replace(lengths, seed=2238)
+        speeds = speeds_of(train_s=0.7, push_s=0.5, fixed_step_s=0.1, max_running=2)
+    prediction = simulate(lengths, speeds, setup, 12)
+    assert prediction.tokens.min() > 0 and len(prediction.step_s) == 12
 
 
 def test_colocated_engines_do_not_sample_during_training():

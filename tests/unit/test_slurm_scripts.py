@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from mrl_runs import signal_all
 
 from mrl.config.hydra_entry import format_override
 
@@ -172,8 +173,7 @@ def batch(tmp_path):
     yield run
     for each in made:
         each.process.kill()
-        for process in each.leftovers(0):
-            process.kill()
+        signal_all(each.leftovers(0))
 
 
 def test_a_job_starts_ray_on_every_node_and_leaves_none_of_its_processes(batch, tmp_path):
