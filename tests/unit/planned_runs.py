@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from test_published_configs import ANY, DEEPSEEK_V3, QWEN, QWEN3_8B, QWEN3_30B_A3B
+from test_published_configs import ANY, DEEPSEEK_V3, GLM45_AIR, QWEN, QWEN3_8B, QWEN3_30B_A3B
 
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
@@ -17,11 +17,23 @@ QWEN3_235B_A22B = QWEN3_30B_A3B | dict(
     num_attention_heads=64,
     num_hidden_layers=94,
 )
+QWEN3_06B = QWEN3_8B | dict(
+    hidden_size=1024,
+    intermediate_size=3072,
+    max_window_layers=28,
+    num_attention_heads=16,
+    num_hidden_layers=28,
+    tie_word_embeddings=True,
+)
+QWEN3_4B = QWEN3_8B | dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True)
 MODELS = {
+    "Qwen3-0.6B": QWEN3_06B,
+    "Qwen3-4B": QWEN3_4B,
     "Qwen3-8B": QWEN3_8B,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Qwen3-235B-A22B": QWEN3_235B_A22B,
     "DeepSeek-V3": DEEPSEEK_V3,
+    "GLM-4.5-Air": GLM45_AIR,
 }
 assert QWEN.items() <= QWEN3_235B_A22B.items(), "fields of the Qwen family"
 FULL = [
