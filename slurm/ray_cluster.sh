@@ -103,6 +103,7 @@ ray_node() {
     local status
     trap on_signal USR1 TERM
     rm -rf "$tmp"
+    mkdir -m 700 "$tmp" || return 1 # other users must not read the logs, or use the sockets
     # shellcheck disable=SC2086
     MRL_RAY_OF=$MRL_JOB "${inside[@]}" "$python" -m ray.scripts.scripts start "${role[@]}" --block --temp-dir="$tmp" \
         --node-name="$SLURMD_NODENAME" --num-gpus="$gpus" --num-cpus=$((gpus ? gpus : SLURM_CPUS_ON_NODE)) \

@@ -21,6 +21,7 @@ from ray._private import ray_constants  # private: Ray has no public way to bind
 
 from mrl.config.secrets import ENGINE_KEY, engine_key
 from mrl.core.run_errors import ProcessesLostError
+from mrl.placement.ray_folder import private_ray_folder
 
 # OMP_NUM_THREADS: ranks and engines share the cores, and the idle threads of GNU OpenMP busy-wait.
 # SPT_NOENV: setproctitle, with which Ray renames its processes, must not overwrite their environment. mrl finds the processes
@@ -36,7 +37,8 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
 
     Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
     number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
-    independently of the number of cores. Raises ProcessesLostError if the local cluster does not start.
+    independently of the number of cores. Raises ProcessesLostError if the local cluster does not start, and ValueError if
+    the folder for its files would not be private.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # generates the key, so that every process of the run inherits the same key
@@ -51,7 +53,7 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
         os.environ.update(PROCESS_ENV)  # every process of a local cluster inherits these variables
         _restrict_to_loopback()
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
-        plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2)
+        plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2, _temp_dir=str(private_ray_folder()))
         try:
             ray.init(address="local", num_cpus=num_slots, **plain, **quiet)
         except ValueError:

@@ -132,6 +132,12 @@ def test_ray_refuses_requests_without_the_token_of_the_run(inspected):
     assert without_token.returncode != 0 and "InvalidAuthToken" in without_token.stderr
 
 
+def test_other_users_cannot_enter_the_folder_of_ray(inspected):
+    folder = next(path for path in inspected["logs"].parents if path.name.startswith("mrl-ray-"))
+    assert (folder.stat().st_mode & 0o777, folder.stat().st_uid) == (0o700, os.getuid())
+    assert inspected["logs"].is_relative_to(folder) and len(list(inspected["logs"].iterdir())) > 3
+
+
 def test_no_secret_is_written_by_a_run(inspected):
     run = inspected["run"]
     assert find_secrets(run.folder, inspected["planted"]) == []

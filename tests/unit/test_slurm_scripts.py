@@ -58,7 +58,7 @@ with open(f"{{fake}}/started", "a") as file:
 if module == "ray.scripts.scripts":
     options = dict(word.partition("=")[::2] for word in sys.argv[4:])
     os.makedirs(options["--temp-dir"] + "/session_latest/logs")
-    open(options["--temp-dir"] + "/session_latest/logs/raylet.out", "w").write("a raylet")
+    open(options["--temp-dir"] + "/session_latest/logs/raylet.out", "w").write(f"{{os.stat(options['--temp-dir']).st_mode:o}}")
     open(f"{{fake}}/ray_on_{{os.environ['SLURMD_NODENAME']}}", "w").close()
     if "--head" in options:
         listener = socket.create_server((options["--node-ip-address"], int(options["--port"])))
@@ -188,6 +188,9 @@ def test_a_job_starts_ray_on_every_node_and_leaves_none_of_its_processes(batch, 
     assert job.leftovers() == [] and not list(Path("/tmp").glob(f"mrl-{4000 + os.getpid() % 97}.*"))
     logs = {str(path.relative_to(tmp_path / "mine/logs")) for path in (tmp_path / "mine/logs").rglob("*")}
     assert logs >= {"driver.log", "ray_n1.log", "ray_n2.log", "ray_n1/raylet.out", "ray_n2/raylet.out"}
+    for node in ("n1", "n2"):
+        mode = (tmp_path / f"mine/logs/ray_{node}/raylet.out").read_text()
+        assert mode == "40700", "other users cannot enter the folder of Ray"
 
 
 def test_the_token_is_random_and_in_no_command_line_log_or_file(batch, tmp_path):

@@ -58,7 +58,7 @@ def _check_free_space(host: HostFacts, folder: FolderFacts, checkpoint_bytes: in
         yield error(where, what, "the run would fail when it writes a checkpoint", fix)
     elif folder.purpose == "temporary" and used > MAX_USED_FRACTION:
         why = f"Ray creates no objects on a file system that is more than {MAX_USED_FRACTION:.0%} full"
-        fix = f"remove old sessions (ls /tmp/ray), or {_choose_folder(folder)}"
+        fix = f"remove old sessions (ls -d /tmp/mrl-ray-*), or {_choose_folder(folder)}"
         yield error(where, f"{name} is {used:.0%} full", why, fix)
     elif free < MIN_FREE_BYTES:
         why = "logs and checkpoints of a run would fill the file system"

@@ -1,0 +1,73 @@
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from mrl.placement import ray_cluster, ray_folder
+from mrl.placement.ray_folder import private_ray_folder
+
+
+@pytest.fixture
+def short_folder(monkeypatch, tmp_path_factory):
+    """A folder with a short path, in which private_ray_folder creates its folder."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="m") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_the_folder_of_ray_is_private_and_is_used_again(short_folder):
+    previous = os.umask(0)
+    try:
+        folder = private_ray_folder()
+    finally:
+        os.umask(previous)
+    assert folder == short_folder / f"mrl-ray-{os.getuid()}"
+    assert stat.filemode(folder.stat().st_mode) == "drwx------"
+    assert private_ray_folder() == folder
+
+
+def test_a_socket_of_ray_fits_below_the_longest_folder():
+    longest = "/" + "x" * (ray_folder.MAX_PATH_BYTES - 1)
+    assert len(f"{longest}/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store.9") <= 107
+
+
+def test_a_folder_that_others_can_enter_or_have_prepared_is_refused(short_folder, tmp_path):
+    folder = short_folder / f"mrl-ray-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o755)
+    with pytest.raises(ValueError, match=r"has the mode drwxr-xr-x .* expected a folder with the mode drwx------"):
+        private_ray_folder()
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="has the mode lrwxrwxrwx"):
+        private_ray_folder()
+
+
+def test_a_long_ray_tmpdir_is_refused_and_a_long_tmpdir_is_replaced(monkeypatch, tmp_path):
+    long = tmp_path / ("x" * 60)
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    with pytest.raises(ValueError, match="Set RAY_TMPDIR to a shorter path"):
+        private_ray_folder()
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setattr(ray_folder.tempfile, "gettempdir", lambda: str(long))
+    assert private_ray_folder() == Path(f"/tmp/mrl-ray-{os.getuid()}")
+
+
+def test_a_local_cluster_writes_into_the_private_folder(short_folder, monkeypatch):
+    """Without starting Ray: its first call gets the folder."""
+    given = {}
+
+    def init(**options):
+        given.update(options)
+        raise ValueError("no cluster in this test")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "_restrict_to_loopback", lambda: None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(ValueError, match="no cluster in this test"), ray_cluster.ray_cluster(None):
+        pass
+    assert given["_temp_dir"] == str(short_folder / f"mrl-ray-{os.getuid()}")
