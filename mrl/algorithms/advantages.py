@@ -21,12 +21,14 @@ Floats = NDArray[np.float64]
 class Advantage(Protocol):
     """Interface of an advantage estimator. `algorithm.advantage._target_` may name any callable of this form.
 
-    A class may declare two attributes:
+    A class may declare three attributes:
 
     - `needs`: names of the inputs that the estimator reads. The names are those of columns (values, old_logprobs,
       ref_logprobs, teacher_logprobs) and greedy_rewards. By default the set is empty.
     - `uses_token_rewards`: whether the estimator reads `rewards` or `token_rewards`, which contain the KL penalty of
       algorithm.kl_in_reward. By default this is true.
+    - `group_relative`: whether the advantage of a response is always 0 if it is the only response to its prompt. By
+      default this is false.
     """
 
     def __call__(self, inputs: AdvantageInputs) -> NDArray[np.floating] | Advantages: ...
@@ -86,6 +88,7 @@ class GRPO:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    group_relative: ClassVar[bool] = True
     eps: float = 1e-4
     normalize_std: bool = True
     ddof: int = 1
@@ -105,6 +108,7 @@ class RLOO:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    group_relative: ClassVar[bool] = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]: r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), where n is the size of the group."""
@@ -121,6 +125,7 @@ class ReinforcePlusPlusBaseline:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    group_relative: ClassVar[bool] = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B] before whitening."""
@@ -155,6 +160,7 @@ class OPO:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    group_relative: ClassVar[bool] = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
@@ -173,6 +179,7 @@ class GPG:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    group_relative: ClassVar[bool] = True
     normalize_std: bool = False
     eps: float = 1e-4
 
@@ -196,6 +203,7 @@ class PassAtK:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    group_relative: ClassVar[bool] = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
@@ -219,6 +227,7 @@ class LogMeanExp:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    group_relative: ClassVar[bool] = True
     tau: float = 1.0
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
@@ -246,6 +255,7 @@ class GDPO:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    group_relative: ClassVar[bool] = True
     uses_token_rewards: ClassVar[bool] = False
     weights: Mapping[str, float] = field(default_factory=dict)
     eps: float = 1e-4

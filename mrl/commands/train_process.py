@@ -10,7 +10,14 @@ from mrl.config.schema import Config
 from mrl.controller import build
 from mrl.controller.memory_check import plan_fitting_run
 from mrl.controller.trainer import TrainingResult
-from mrl.core.run_errors import REQUEUE_STATUS, PreemptedError, PreemptionHandler, StartupLostError
+from mrl.core.run_errors import (
+    REQUEUE_STATUS,
+    UNHEALTHY_STATUS,
+    PreemptedError,
+    PreemptionHandler,
+    StartupLostError,
+    UnhealthyRunError,
+)
 from mrl.launch import slurm_job, supervisor
 from mrl.placement.resource_pools import with_node_count
 from mrl.sweep.points import metric_value
@@ -35,6 +42,12 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
     except PreemptedError as reason:
         sys.stdout.write(f"{reason}: the same command with run.dir={config.run.dir} continues the run\n")
         raise SystemExit(REQUEUE_STATUS) from None
+    except UnhealthyRunError as reason:
+        sys.stdout.write(
+            f"{reason}\nThe run wrote a checkpoint. The same command with run.dir={config.run.dir} and corrected keys continues "
+            "it; trainer.on_unhealthy=warn continues it in spite of the problem.\n"
+        )
+        raise SystemExit(UNHEALTHY_STATUS) from None
     except StartupLostError as error:
         supervisor.request_restart()
         sys.stderr.write(f"mrl: {error}\n")

@@ -59,6 +59,13 @@ class Aggregation(StrEnum):
     fixed_length = "fixed_length"
 
 
+class OnUnhealthy(StrEnum):
+    """What happens when the health check of learning finds a problem."""
+
+    warn = "warn"
+    stop = "stop"
+
+
 class OldLogprobs(StrEnum):
     """Source of the old policy's log-probabilities."""
 
@@ -393,6 +400,11 @@ class TrainerConfig:
         "Number of rows that are evaluated, from the start of each held-out set. Default: all rows.",
         "rows",
         least=1,
+    )
+    on_unhealthy: OnUnhealthy = key(
+        OnUnhealthy.warn,
+        "What happens when the run cannot learn (docs/how_to/learning.md). With warn, the problem is shown once. With stop, the "
+        "run writes a checkpoint and ends with status 3.",
     )
     save: bool = key(True, "Whether to write a checkpoint and the Hugging Face folder hf/ at the end of the run.")
     timeout_s: float = key(

@@ -17,7 +17,7 @@ from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.controller.plan_models import ModelPlan
-from mrl.controller.plan_train import TrainPlan
+from mrl.controller.plan_train import TrainPlan, learning_settings
 from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
 from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
 from mrl.controller.worker_groups import model_spec
@@ -28,7 +28,8 @@ from mrl.diagnostics.replay import ReplayResult, StepReplay
 from mrl.diagnostics.step_dump import StepDump, WeightsLocation
 from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
 from mrl.placement.ray_cluster import ray_cluster
-from mrl.tracking.console import ConsoleSink
+from mrl.tracking.console import ConsoleSink, show_warning
+from mrl.tracking.learning_health import LearningHealth, read_first_steps
 from mrl.tracking.sinks import CurveSink, WandbSink
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
 from mrl.workers.group import WorkerGroup
@@ -123,6 +124,8 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]
         recovery.begin()
         last_step = checkpoint.step if checkpoint else 0
         with ExitStack() as stack:
+            health = _learning_health(plan, last_step)
+            stack.callback(health.report_totals)  # after the tracker has closed its progress display
             tracker = stack.enter_context(Tracker(_sinks(config, last_step)))
             ledger = SampleLedger(Path(config.run.dir) / "ledger.jsonl", last_step)
             stack.callback(ledger.close)
@@ -141,6 +144,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]
                 saver=saver,
                 recover=recovery,
                 preemption_requested=preemption,
+                check_learning=health.check,
                 placement_metrics=processes.scheduler.metrics,
                 schedule=_schedule(plan),
             )
@@ -168,6 +172,12 @@ def _schedule(plan: TrainPlan) -> TrainingSchedule:
         eval_every=trainer.eval_every,
         critic_steps=plan.config.critic.warmup_steps if plan.critic else 0,
     )
+
+
+def _learning_health(plan: TrainPlan, last_step: int) -> LearningHealth:
+    first = read_first_steps(Path(plan.config.run.dir) / "metrics.jsonl") if last_step else []
+    stop = plan.config.trainer.on_unhealthy == "stop"
+    return LearningHealth(learning_settings(plan.config, plan.algorithm), show_warning, stop, first)
 
 
 def _sinks(config: Config, last_step: int) -> list[Sink]:

@@ -32,6 +32,8 @@ from mrl.rewards.scorer import check_reward
 from mrl.rollout import rollout_log
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
+from mrl.tracking.console import show_warning
+from mrl.tracking.learning_health import LearningSettings, find_static_problems
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +111,37 @@ def plan_training(config: Config) -> TrainPlan:
         teacher=models.get("teacher"),
     )
     check_time_sharing(config, plan.colocated_roles)
+    check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
+
+
+def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSettings:
+    """Return the values that the health check of learning reads."""
+    advantage = algorithm.advantage_pipeline.advantage
+    return LearningSettings(
+        responses_per_prompt=config.rollout.responses_per_prompt,
+        max_response_tokens=config.rollout.max_response_tokens,
+        lr=config.optim.lr,
+        advantage=type(advantage).__name__,
+        group_relative=getattr(advantage, "group_relative", False),
+        reads_rewards="teacher_logprobs" not in algorithm.needs or getattr(advantage, "uses_token_rewards", True),
+        mask_truncated=config.algorithm.mask_truncated,
+    )
+
+
+def check_learning(config: Config, algorithm: AlgorithmParts, num_rows: int) -> None:
+    """Show the settings with which the run cannot learn well. With trainer.on_unhealthy=stop, raise ValueError instead."""
+    problems = find_static_problems(
+        learning_settings(config, algorithm),
+        num_rows=num_rows,
+        prompts_per_step=config.rollout.prompts_per_step,
+        max_steps=config.trainer.max_steps,
+    )
+    for problem in problems:
+        if config.trainer.on_unhealthy == "stop":
+            raise ValueError(f"{problem} trainer.on_unhealthy=warn starts the run nevertheless.")
+        show_warning(problem)
 
 
 def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]]) -> None:

@@ -13,7 +13,7 @@ from mrl.algorithms.kl import KLControl
 from mrl.checkpoint.run_dir import SampleLedger
 from mrl.checkpoint.saver import CheckpointSaver
 from mrl.core.metrics import Metrics
-from mrl.core.run_errors import PreemptedError, ProcessesLostError
+from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
 from mrl.tracking.tracker import Tracker
@@ -160,6 +160,10 @@ class StepMetrics:
         }
 
 
+def _check_nothing(step: int, metrics: Metrics) -> None:
+    """Stand-in for a health check in a run without one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
     """Trains one policy with RL. mrl.controller.build builds it."""
@@ -179,6 +183,9 @@ class Trainer:
     recover: LostProcessRecovery  # restarts lost processes
     preemption_requested: Callable[[], bool]  # whether the run must stop before the next step
     schedule: TrainingSchedule
+    check_learning: Callable[[int, Metrics], None] = (
+        _check_nothing  # health check: gets each finished step; may end the run
+    )
     placement_metrics: Callable[[], Metrics] = dict  # returns the metrics placement/* for the time since the last call
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
@@ -213,7 +220,8 @@ class Trainer:
     def fit(self) -> TrainingResult:
         """Train until the schedule ends, and evaluate before and after training. Recovers from lost processes.
 
-        If the run is preempted, writes a checkpoint and then raises PreemptedError.
+        If the run is preempted, or if the health check ends it, writes a checkpoint and then raises PreemptedError or
+        UnhealthyRunError.
         """
         self.progress.state_after_step = self.state_dict()
         while True:
@@ -222,7 +230,7 @@ class Trainer:
             except ProcessesLostError as error:
                 weights_intact = self.phase.interrupted not in WEIGHT_CHANGING
                 self.load_state_dict(self.recover(error, self.progress.state_after_step if weights_intact else None))
-            except PreemptedError:
+            except (PreemptedError, UnhealthyRunError):
                 self.saver.save_now(self.progress.state_after_step)
                 raise
 
@@ -254,6 +262,7 @@ class Trainer:
         progress.after, progress.step_s = {}, seconds
         progress.state_after_step = self.state_dict()
         self.tracker.log(progress.step, result.with_duration(seconds))
+        self.check_learning(progress.step, result.values)
         return dict(result.values)
 
     def evaluate(self) -> Metrics:

@@ -34,6 +34,10 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("", "mean reward of the step's responses", label="reward"),
+    "reward/std": Metric("", "standard deviation of the rewards of all sampled responses of the step"),
+    "reward/uniform_groups_fraction": Metric(
+        "", "fraction of the sampled groups whose responses all have the same reward"
+    ),
     "reward/failed_fraction": Metric("", "fraction of the responses that could not be scored; their reward is 0"),
     "eval/accuracy_sampled": Metric(
         "", "fraction of the held-out prompts answered correctly at temperature 1", label="sampled"

@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 REQUEUE_STATUS = 75
 """Exit status of a preempted run. The run has a checkpoint, and must be started again. 75 is EX_TEMPFAIL of sysexits.h."""
+UNHEALTHY_STATUS = 3
+"""Exit status of a run that trainer.on_unhealthy=stop has ended. The run has a checkpoint."""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 DUPLICATE_S = 2.0  # seconds after a signal in which PreemptionHandler ignores the same signal
 
@@ -42,6 +44,10 @@ class NonFiniteGradientError(FloatingPointError):
             f"the gradient of mini-batch {self.mini_batch} is not finite (norm {self.norm}); the run ends before it sends "
             "weights to the engines."
         )
+
+
+class UnhealthyRunError(RuntimeError):
+    """The health check of learning ends the run, because trainer.on_unhealthy=stop. The run writes a checkpoint first."""
 
 
 class PreemptedError(Exception):

@@ -57,11 +57,21 @@ class SampledStep:
         usages = [sample.trajectory.usage for sample in samples]
         return {
             **Scores.of([sample.score for sample in samples], self.reward_s).metrics(),
+            **_reward_spread([group.rewards for group in groups]),
             **_multi_turn_metrics([usage for usage in usages if usage]),
             "rollout/kept_groups_fraction": len(self.kept) / len(groups),
             "rollout/rounds": float(self.rounds),
             "spent/engine_s": self.engine_s,
         }
+
+
+def _reward_spread(groups: list[NDArray[np.float64]]) -> dict[str, float]:
+    """Return metrics of how much rewards differ. `groups`: the rewards [G] of each group."""
+    rewards = np.concatenate(groups)
+    return {
+        "reward/std": float(rewards.std()) if np.ptp(rewards) else 0.0,  # without rounding errors for equal rewards
+        "reward/uniform_groups_fraction": float(np.mean([np.ptp(group) == 0 for group in groups])),
+    }
 
 
 def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:

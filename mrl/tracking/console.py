@@ -77,6 +77,13 @@ class ConsoleSink:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def show_warning(text: str) -> None:
+    """Log a warning, and show it on the terminal, above the progress display if there is one."""
+    logger.warning("%s", text)
+    sys.stdout.write(f"warning: {text}\n")
+    sys.stdout.flush()
+
+
 class Startup:
     """Prints and logs which parts of a run are ready before the first step, with the seconds since the run began."""
 

@@ -1,6 +1,7 @@
 """Trainer.fit after lost processes and preemption: which steps are repeated, and from which state."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from mrl.algorithms.kl import KLControl
 from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
-from mrl.core.run_errors import PreemptedError, ProcessesLostError
+from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Rollouts
 from mrl.data.prompts import PromptStream
 
@@ -209,3 +210,15 @@ def test_only_long_steps_are_abandoned_and_only_before_the_update():
             found[phase] = (made.should_abandon_step(grace_s=5), made.should_abandon_step(grace_s=60))
     assert {name for name, (hurry, _) in found.items() if hurry} == {"rollout", "score", "advantage", "evaluate"}
     assert not any(patient for _, patient in found.values()) and not made.should_abandon_step(5)
+
+
+def test_a_run_that_the_health_check_ends_writes_a_checkpoint_of_the_finished_step():
+    def check(step, metrics):
+        assert metrics["reward/mean"] == 1
+        if step == 3:
+            raise UnhealthyRunError("the rewards teach nothing")
+
+    world = World({})
+    with pytest.raises(UnhealthyRunError, match="teach nothing"):
+        replace(trainer(world), check_learning=check).fit()
+    assert world.saved[max(world.saved)]["progress"]["step"] == 3 and world.logged == [1, 2, 3]

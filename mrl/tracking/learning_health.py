@@ -1,0 +1,262 @@
+"""Health check of learning: reads the metrics of each step, and names what keeps a run from learning.
+
+`RULES` lists the problems. A rule reads the metrics of one step and of the first steps of the run. A problem is reported once,
+after it has been present for several consecutive steps, with the measured values and the config keys to change. At the end of
+the run, the number of steps with each problem is reported. docs/how_to/learning.md describes each problem.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from mrl.core.metrics import Metrics
+from mrl.core.run_errors import UnhealthyRunError
+
+BASELINE_STEPS = 3  # number of steps at the start of the run with which later steps are compared
+TRUNCATED = 0.9  # fraction of truncated responses from which on they are a problem
+FAILED = 0.05  # fraction of responses without a score from which on they are a problem
+ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entropy has collapsed
+MISMATCH_NATS = 0.05  # a mean difference of log-probabilities up to this value is not a problem
+MISMATCH_GROWTH = 5.0  # nor is one up to this factor times that of the first steps
+GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times that of the first steps has exploded
+REWARD_LEFT = 0.25  # a mean reward below this fraction of the first steps' mean reward has collapsed
+
+
+@dataclass(frozen=True)
+class LearningSettings:
+    """Values of the config that the rules read and that their texts quote."""
+
+    responses_per_prompt: int
+    max_response_tokens: int
+    lr: float
+    advantage: str  # name of the advantage estimator's class
+    group_relative: bool  # whether the advantage compares the responses to one prompt with each other
+    reads_rewards: bool = True  # whether advantages depend on rewards; false for distillation without rewards
+    mask_truncated: bool = False
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What a rule sees: the metrics of one step, the metrics of the first steps of the run, and the settings."""
+
+    now: Metrics
+    first: Sequence[Metrics]  # at most BASELINE_STEPS steps
+    settings: LearningSettings
+
+    def value(self, name: str) -> float:
+        """Return a metric of this step; NaN if the step does not have it."""
+        return self.now.get(name, math.nan)
+
+    def baseline(self, name: str) -> float:
+        """Return the median of a metric over the first steps of the run; NaN until BASELINE_STEPS steps have it."""
+        values = [metrics[name] for metrics in self.first if math.isfinite(metrics.get(name, math.nan))]
+        return float(np.median(values)) if len(values) == BASELINE_STEPS else math.nan
+
+
+def _no_signal(step: StepView) -> str:
+    if step.value("batch/zero_advantage_fraction") != 1 or step.value("rollout/kept_groups_fraction") == 0:
+        return ""
+    settings, mean = step.settings, step.value("reward/mean")
+    if settings.group_relative and settings.responses_per_prompt == 1:
+        reason = one_response_text(settings.advantage)
+    elif step.value("reward/std") == 0:
+        reason = (
+            f"every reward of the step is {mean:.4g}. Compare the responses with their rewards (`mrl samples`): either the "
+            "reward function does not tell good responses from bad ones, or the prompts of data.train are all too hard or all "
+            "too easy for the model."
+        )
+    else:
+        reason = (
+            f"all responses to one prompt have the same reward (mean {mean:.4g}). Raise rollout.responses_per_prompt "
+            f"(now {settings.responses_per_prompt}) or rollout.temperature, or use prompts of medium difficulty in data.train."
+        )
+    return f"no response has an advantage other than 0, so the rewards teach the model nothing: {reason}"
+
+
+def one_response_text(advantage: str) -> str:
+    """Return why an estimator that compares the responses to one prompt cannot learn from one response."""
+    return (
+        f"rollout.responses_per_prompt=1, but {advantage} compares the responses to one prompt with each other. Set "
+        "rollout.responses_per_prompt to 4 or more, or choose an algorithm that needs no groups, such as algorithm=reinforce_pp."
+    )
+
+
+def _constant_reward(step: StepView) -> str:
+    is_seen = step.value("reward/std") == 0 and step.value("batch/zero_advantage_fraction") < 1
+    if not (is_seen and step.settings.reads_rewards):
+        return ""
+    return (
+        f"every reward of the step is {step.value('reward/mean'):.4g}, so the rewards do not tell good responses from bad ones. "
+        "Check the reward function with `mrl samples`, or use prompts of medium difficulty in data.train."
+    )
+
+
+def _truncated(step: StepView) -> str:
+    fraction, settings = step.value("rollout/truncated_fraction"), step.settings
+    if not fraction >= TRUNCATED:
+        return ""
+    masked = ", and algorithm.mask_truncated=true excludes them from the loss" if settings.mask_truncated else ""
+    return (
+        f"{fraction:.0%} of the responses were truncated at rollout.max_response_tokens={settings.max_response_tokens}{masked}. "
+        "Raise rollout.max_response_tokens. If the model never ends its responses, check data.chat_template and "
+        "data.template_args, or fine-tune the model first (sft.train)."
+    )
+
+
+def _failed_rewards(step: StepView) -> str:
+    fraction = step.value("reward/failed_fraction")
+    if not fraction >= FAILED:
+        return ""
+    return (
+        f"{fraction:.0%} of the responses could not be scored; their reward counts as 0. The file logs/rollout.log in run.dir "
+        "has the reasons. Correct the reward function. If it is slow, raise scoring.sample_timeout_s."
+    )
+
+
+def _entropy_collapse(step: StepView) -> str:
+    entropy, first = step.value("policy/entropy_mean"), step.baseline("policy/entropy_mean")
+    if not entropy < ENTROPY_LEFT * first:
+        return ""
+    return (
+        f"the entropy of the policy collapsed to {entropy:.2g} nats per token, from {first:.2g} in the first steps; the "
+        f"responses to a prompt become equal, and learning ends. Lower optim.lr (now {step.settings.lr:g}), or set "
+        "algorithm.entropy_coef above 0 or algorithm.kl_in_loss."
+    )
+
+
+def _mismatch(step: StepView) -> str:
+    name = "mismatch/logprob_abs_mean"
+    mismatch, first = step.value(name), step.baseline(name)
+    if not mismatch > max(MISMATCH_NATS, MISMATCH_GROWTH * first if math.isfinite(first) else MISMATCH_NATS):
+        return ""
+    before = f", {first:.2g} in the first steps" if math.isfinite(first) else ""
+    return (
+        f"the log-probabilities of trainer and engine differ by {mismatch:.2g} nats per token on average{before}; the samples no "
+        "longer come from the policy that is trained. Lower rollout.max_staleness, set algorithm.correction, use the same "
+        "precision (model.dtype) in both, and for a mixture of experts set rollout.routing_replay=true."
+    )
+
+
+def _nothing_trained(step: StepView) -> str:
+    settings, kept = step.settings, step.value("rollout/kept_groups_fraction")
+    if kept == 0:
+        return (
+            "rollout.filter rejected all groups of the step, so nothing was trained "
+            f"(mean reward {step.value('reward/mean'):.4g}). Use prompts that the filter accepts, raise "
+            f"rollout.responses_per_prompt (now {settings.responses_per_prompt}), or change rollout.filter."
+        )
+    if step.value("optim/grad_norm") != 0 or step.value("batch/zero_advantage_fraction") == 1:
+        return ""
+    if settings.mask_truncated and step.value("rollout/truncated_fraction") == 1:
+        reason = (
+            "algorithm.mask_truncated=true excludes all responses, because all were truncated. Raise "
+            f"rollout.max_response_tokens (now {settings.max_response_tokens})."
+        )
+    elif (rejected := step.value("correction/rejected_fraction")) > 0:
+        reason = (
+            f"algorithm.correction rejects {rejected:.0%} of the response tokens as too far off-policy. Lower "
+            "rollout.max_staleness, or relax algorithm.correction."
+        )
+    else:
+        reason = "no response has an effect on the loss. Check algorithm.loss and algorithm.advantage."
+    return f"the gradient norm is 0, so the step changed nothing: {reason}"
+
+
+def _exploded(step: StepView) -> str:
+    norm, first = step.value("optim/grad_norm"), step.baseline("optim/grad_norm")
+    lr = f"optim.lr is {step.settings.lr:g}; try a tenth of it, or a longer optim.warmup_steps."
+    if norm > GRAD_NORM_GROWTH * first > 0:
+        return f"the gradient norm rose to {norm:.3g}, from {first:.3g} in the first steps: the training diverges. {lr}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One problem that the health check finds."""
+
+    find: Callable[[StepView], str]  # returns a text that describes the problem, or "" if the step does not have it
+    patience: int = 3  # number of consecutive steps with the problem after which it is reported
+
+
+RULES = {
+    "no learning signal": Rule(_no_signal, 2),
+    "all rewards equal": Rule(_constant_reward),
+    "nothing trained": Rule(_nothing_trained, 2),
+    "truncated responses": Rule(_truncated),
+    "failed rewards": Rule(_failed_rewards),
+    "entropy collapse": Rule(_entropy_collapse),
+    "mismatch of trainer and engine": Rule(_mismatch),
+    "divergence": Rule(_exploded, 2),
+}
+"""Name of a problem -> rule."""
+
+
+@dataclass
+class LearningHealth:
+    """Applies RULES to the metrics of each step. Reports each problem once, and the totals at the end."""
+
+    settings: LearningSettings
+    report: Callable[[str], None]  # shows a line to the user
+    stop: bool = False  # whether a problem ends the run
+    first: list[Metrics] = field(default_factory=list)  # metrics of the first steps of the run
+    _streaks: dict[str, int] = field(default_factory=dict)  # problem -> consecutive steps up to the last one
+    _steps: dict[str, list[int]] = field(default_factory=dict)  # problem -> all steps that had it
+    _reported: dict[str, str] = field(default_factory=dict)  # problem -> text of its report
+    _checked: int = 0  # number of checked steps
+
+    def check(self, step: int, metrics: Metrics) -> None:
+        """Check a finished step. With `stop`, raise UnhealthyRunError when a problem is reported."""
+        view = StepView(metrics, tuple(self.first), self.settings)
+        if len(self.first) < BASELINE_STEPS:
+            self.first.append(metrics)
+        self._checked += 1
+        new = [text for name, rule in RULES.items() if (text := self._apply(name, rule, view, step))]
+        for text in new:
+            self.report(f"step {step}: {text}")
+        if new and self.stop:
+            raise UnhealthyRunError(f"trainer.on_unhealthy=stop ends the run after step {step}: {new[0]}")
+
+    def _apply(self, name: str, rule: Rule, view: StepView, step: int) -> str:
+        """Apply one rule. Returns the text to report, or ""."""
+        text = rule.find(view)
+        self._streaks[name] = self._streaks.get(name, 0) + 1 if text else 0
+        if text:
+            self._steps.setdefault(name, []).append(step)
+        if self._streaks[name] < rule.patience or name in self._reported:
+            return ""
+        self._reported[name] = text
+        return text
+
+    def report_totals(self) -> None:
+        """Report how many steps had each problem that was reported."""
+        for name in self._reported:
+            steps = self._steps[name]
+            self.report(f"{name}: in {len(steps)} of {self._checked} steps, from step {steps[0]} to step {steps[-1]}")
+
+
+def read_first_steps(path: Path) -> list[Metrics]:
+    """Return the metrics of the first steps in a metrics.jsonl; [] if there is no file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        lines = [line for line, _ in zip(file, range(BASELINE_STEPS), strict=False)]
+    return [{k: v for k, v in orjson.loads(line).items() if v is not None} for line in lines if line.endswith(b"\n")]
+
+
+def find_static_problems(
+    settings: LearningSettings, *, num_rows: int, prompts_per_step: int, max_steps: int
+) -> list[str]:
+    """Return the problems that are known before the run starts. `num_rows`: number of rows of data.train."""
+    problems = []
+    if settings.group_relative and settings.responses_per_prompt == 1:
+        problems.append(f"the run cannot learn: {one_response_text(settings.advantage)}")
+    if num_rows < prompts_per_step and max_steps:
+        problems.append(
+            f"data.train has {num_rows} rows, but a step draws rollout.prompts_per_step={prompts_per_step} prompts, so each step "
+            f"repeats rows. Add rows, or set rollout.prompts_per_step to at most {num_rows}."
+        )
+    return problems
