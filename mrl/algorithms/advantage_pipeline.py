@@ -83,7 +83,10 @@ class AdvantagePipeline:
         if self.kl is None:
             return rewards, {}
         kl = self.kl.values(columns["old_logprobs"], columns["ref_logprobs"])
-        return rewards - kl_coef * kl, {"policy/kl_reward": float(kl.mean()) if len(kl) else 0.0}
+        known = ~np.isnan(kl)  # an engine may report NaN as log-probability; such a token has no penalty
+        return rewards - kl_coef * np.where(known, kl, 0.0), {
+            "policy/kl_reward": float(kl[known].mean()) if known.any() else 0.0
+        }
 
     def _extra_columns(
         self, batch: AdvantageInputs, advantages: Column, in_loss: NDArray[np.bool_], rng: np.random.Generator
@@ -128,11 +131,15 @@ def _select_responses(batch: AdvantageInputs, selected: NDArray[np.bool_]) -> Ad
 
 
 def _whiten(advantages: NDArray[np.float64], in_loss: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return advantages [R], normalized with the mean and the standard deviation of the tokens `in_loss` [R]."""
+    """Return advantages [R], normalized with the mean and the unbiased variance of the tokens `in_loss` [R].
+
+    As in verl and trl, 1e-8 is added to the variance. So advantages that differ by less than 1e-4 stay small.
+    """
     if not in_loss.any():
         return advantages
     shifted = advantages - advantages[in_loss][0]  # exactly 0 if all advantages are equal
-    return (shifted - shifted[in_loss].mean()) / (shifted[in_loss].std() + 1e-8)
+    variance = shifted[in_loss].var(ddof=int(in_loss.sum() > 1))
+    return (shifted - shifted[in_loss].mean()) / np.sqrt(variance + 1e-8)
 
 
 def _advantage_metrics(advantages: NDArray[np.float64]) -> dict[str, float]:

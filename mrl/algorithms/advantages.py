@@ -273,7 +273,8 @@ class GDPO:
             normalised = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
             total += self.weights.get(name, 1.0) * normalised
         # The mean over the batch is 0 because the mean of each group is 0. Subtracting the mean would only add rounding errors.
-        return total / (total.std() + self.eps) if self.normalize_batch else total
+        # The standard deviation is the unbiased one, as in the normalisation over the group and in trl.
+        return total / (total.std(ddof=int(len(total) > 1)) + self.eps) if self.normalize_batch else total
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from mrl.algorithms.inputs import LossInputs
+from mrl.algorithms.inputs import LossInputs, bounded_exp
 
 if TYPE_CHECKING:  # the driver builds and checks corrections without torch
     from torch import Tensor
@@ -81,10 +81,10 @@ class ImportanceSampling:
         """Return weights [R] without gradient, and metrics for the mean weight and the truncated and rejected fractions."""
         log_ratio, responses = (inputs.old_logprobs - inputs.rollout_logprobs).detach(), inputs.responses
         if self.level == "token":
-            ratio = log_ratio.exp()
+            ratio = bounded_exp(log_ratio)
         else:
             combine = responses.sum if self.level == "sequence" else responses.mean
-            ratio = responses.to_tokens(combine(log_ratio).exp())
+            ratio = responses.to_tokens(bounded_exp(combine(log_ratio)))
         outside = (ratio < self.low) | (ratio > self.high)
         if self.mode == "truncate":
             weights, rejected = ratio.clamp(self.low, self.high), outside.new_zeros(outside.shape)
@@ -157,17 +157,19 @@ class Product:
         return weights, metrics | {"correction/weight_mean": weights}
 
 
-MISMATCH_SUMS = tuple(f"mismatch/{name}" for name in ("count", "log_ratio", "ratio", "ratio_squared", "k3_sum"))
+MISMATCH_SUMS = tuple(f"mismatch/{name}" for name in ("count", "log_ratio", "ratio", "ratio_squared", "k3_sum", "nan"))
 """Names of the sums that `mismatch_sums` returns."""
 
 
 def mismatch_sums(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
     """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
-    `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are the engine's.
-    The results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
+    `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are the engine's. Tokens for which
+    the engine reported NaN are only counted. The results are float64 scalars. The caller adds the sums of all micro-batches
+    and ranks.
     """
-    log_ratio = old.detach().double() - rollout.double()
+    known = ~rollout.isnan()
+    log_ratio = (old.detach().double() - rollout.double())[known]
     ratio = log_ratio.exp()
     return {
         "mismatch/count": log_ratio.new_tensor(float(len(log_ratio))),
@@ -175,13 +177,15 @@ def mismatch_sums(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
         "mismatch/ratio": ratio.sum(),
         "mismatch/ratio_squared": ratio.square().sum(),
         "mismatch/k3_sum": (ratio - 1 - log_ratio).sum(),
+        "mismatch/nan": (~known).double().sum(),
     }
 
 
 def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the mismatch metrics, computed from the sums of a whole batch.
 
-    Here ratio is pi_trainer / pi_engine of a sampled token, and E is the mean over the sampled tokens.
+    Here ratio is pi_trainer / pi_engine of a sampled token, and E is the mean over the sampled tokens for which the engine
+    reported a log-probability. `nan_tokens` is the number of all other sampled tokens.
 
     kl            KL(engine || trainer), estimated by -E[log ratio]
     k3            KL(engine || trainer), estimated by E[ratio - 1 - log ratio] (Schulman 2020)
@@ -190,9 +194,9 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     ppl_ratio     perplexity of the samples under the trainer, divided by their perplexity under the engine:
                   exp(-E[log ratio])
 
-    All metrics are NaN if there are no tokens, or if the engine returned NaN as log-probabilities.
+    All metrics except nan_tokens are NaN if the engine reported no log-probability of any token.
     """
-    count, log_ratio, ratio, squared, k3 = (np.float64(sums[name]) for name in MISMATCH_SUMS)
+    count, log_ratio, ratio, squared, k3, num_nan = (np.float64(sums[name]) for name in MISMATCH_SUMS)
     with np.errstate(all="ignore"):
         metrics = {
             "kl": -log_ratio / count,
@@ -201,4 +205,6 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             "ess_fraction": ratio**2 / (count * squared),
             "ppl_ratio": np.exp(-log_ratio / count),
         }
-    return {f"mismatch/{name}": float(value) for name, value in metrics.items()}
+    return {f"mismatch/{name}": float(value) for name, value in metrics.items()} | {
+        "mismatch/nan_tokens": float(num_nan)
+    }

@@ -88,6 +88,19 @@ def broadcast_to_tokens(advantages: NDArray[np.floating], inputs: AdvantageInput
     )
 
 
+MAX_LOG_RATIO = 20.0
+"""Largest absolute value of a log-ratio in nats that is exponentiated. It is the bound of verl."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio), with log_ratio clamped to [-MAX_LOG_RATIO, MAX_LOG_RATIO]. Outside the bounds the gradient is 0.
+
+    Without the bounds, exp overflows in float32 for log-ratios above 88.7, and the gradient of a clipped loss becomes
+    0 * inf = NaN.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def _identity(values: Tensor) -> Tensor:
     return values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.algorithms.inputs import LossInputs
+from mrl.algorithms.inputs import LossInputs, bounded_exp
 from mrl.core.types import Column
 
 if TYPE_CHECKING:  # the driver builds and checks penalties without torch
@@ -68,9 +69,9 @@ class KLPenalty:
     def __call__(self, inputs: LossInputs) -> Tensor:
         """Return a KL estimate for each of the R sampled tokens, for the loss. The estimates are not multiplied by `coef`."""
         d = inputs.logprobs - inputs.columns["ref_logprobs"]
-        value = KL_ESTIMATORS[self.kind](d, lambda x: x.exp())
+        value = KL_ESTIMATORS[self.kind](d, bounded_exp)
         if self.kind == "unbiased":
-            return (inputs.logprobs - inputs.old_logprobs).exp() * value
+            return bounded_exp(inputs.logprobs - inputs.old_logprobs) * value
         if self.kind.endswith("+"):
             k2 = KL_ESTIMATORS["k2"](d, None)
             return value.detach() + (k2 - k2.detach())
@@ -118,9 +119,14 @@ class KLControl:
         return {f"policy/kl_coef_{term}": coef for term, coef in self.coefs.items()}
 
     def adapt(self, metrics: Mapping[str, float], samples: int) -> None:
-        """Adapt the coefficients to the `metrics` of a step that trained the actor on `samples` responses."""
+        """Adapt the coefficients to the `metrics` of a step that trained the actor on `samples` responses.
+
+        A coefficient stays as it is if the step measured no KL, for example because every response of the step was rejected.
+        """
         for term, penalty in self.penalties.items():
-            self.coefs[term] = penalty.next_coef(self.coefs[term], metrics[MEASURED_KL_METRIC[term]], samples)
+            measured = metrics.get(MEASURED_KL_METRIC[term], math.nan)
+            if math.isfinite(measured):
+                self.coefs[term] = penalty.next_coef(self.coefs[term], measured, samples)
 
     def state_dict(self) -> dict[str, float]:
         """Return the coefficients for a checkpoint."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, bounded_exp
 from mrl.core.types import Column
 
 if TYPE_CHECKING:  # the driver builds and checks losses without torch
@@ -65,6 +65,15 @@ class PolicyLoss:
         return {}
 
 
+def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A) [R], and the metric `loss/clip_fraction`. `ratio` is r.
+
+    The metric counts the tokens whose loss the clip changes: r > 1 + high with A > 0, and r < 1 - low with A < 0.
+    """
+    objective, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return -objective.minimum(clipped), {"loss/clip_fraction": (clipped < objective).float()}
+
+
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
     """Clipped policy-gradient loss, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, Schulman et al. 2017, eq. 7).
@@ -84,10 +93,8 @@ class PPOClip(PolicyLoss):
             raise ValueError(f"dual_clip={self.dual_clip}: must be greater than 1, or null for no dual clip.")
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = (inputs.logprobs - inputs.old_logprobs).exp()
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss = -(ratio * inputs.advantages).minimum(clipped * inputs.advantages)
-        metrics = {"loss/clip_fraction": (ratio != clipped).float()}
+        ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
+        loss, metrics = clipped_loss(ratio, inputs.advantages, self.clip_low, self.clip_high)
         if self.dual_clip is None:
             return loss, metrics
         ceiling = -self.dual_clip * inputs.advantages
@@ -119,7 +126,7 @@ class CISPO(PolicyLoss):
     clip_high: float = 4.0
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = (inputs.logprobs.detach() - inputs.old_logprobs).exp()
+        ratio = bounded_exp(inputs.logprobs.detach() - inputs.old_logprobs)
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return -weight * inputs.advantages * inputs.logprobs, {"loss/clip_fraction": (ratio != weight).float()}
 
@@ -137,7 +144,7 @@ class SAPO(PolicyLoss):
     tau_negative: float = 1.05  # tau of tokens with A <= 0
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+        ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
         negative = inputs.advantages <= 0
         tau = ratio.new_full(ratio.shape, self.tau_positive).masked_fill(negative, self.tau_negative)
         return -inputs.advantages * (tau * (ratio - 1)).sigmoid() * 4 / tau, {}
@@ -160,7 +167,7 @@ class DPPO(PolicyLoss):
         detached = inputs.logprobs.detach()
         change = detached.exp() - inputs.old_logprobs.exp()
         outside = (change > self.delta_high).where(inputs.advantages > 0, change < -self.delta_low)
-        weight = (detached - inputs.old_logprobs).exp().clamp(max=self.max_ratio).masked_fill(outside, 0.0)
+        weight = bounded_exp(detached - inputs.old_logprobs).clamp(max=self.max_ratio).masked_fill(outside, 0.0)
         return -weight * inputs.advantages * inputs.logprobs, {"loss/clip_fraction": outside.float()}
 
 
@@ -179,10 +186,12 @@ def covariances(advantages: Column, logprobs: Column) -> np.ndarray:
 
     Tokens with a large term reduce the entropy (Cui et al. 2025, eq. 10). ClipCov and KLCov select such tokens from all
     tokens of the step, with the log-probabilities before the first optimizer step. So the selection depends neither on
-    micro-batches nor on the parallel layout. The authors' code selects tokens within each micro-batch.
+    micro-batches nor on the parallel layout. The authors' code selects tokens within each micro-batch. The result is NaN for a
+    token whose log-probability is NaN.
     """
     a, b = advantages.astype(np.float64), logprobs.astype(np.float64)
-    return (a - a.mean()) * (b - b.mean()) if len(a) else a
+    known = ~np.isnan(b)
+    return (a - a.mean()) * (b - b[known].mean()) if known.any() else np.full(len(a), np.nan)
 
 
 def _indicator(size: int, selected: np.ndarray) -> Column:
@@ -220,12 +229,10 @@ class ClipCov(PolicyLoss):
         return {"clip_cov": _indicator(len(cov), rng.choice(candidates, count, replace=False))}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = (inputs.logprobs - inputs.old_logprobs).exp()
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss = -(ratio * inputs.advantages).minimum(clipped * inputs.advantages)
+        ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
+        loss, metrics = clipped_loss(ratio, inputs.advantages, self.clip_low, self.clip_high)
         selected = inputs.columns["clip_cov"] > 0
-        metrics = {"loss/clip_fraction": (ratio != clipped).float(), "loss/selected_fraction": selected.float()}
-        return loss.masked_fill(selected, 0.0), metrics
+        return loss.masked_fill(selected, 0.0), metrics | {"loss/selected_fraction": selected.float()}
 
 
 KL_COV_ESTIMATES = ("k3", "abs")
@@ -263,7 +270,7 @@ class KLCov(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = inputs.logprobs - inputs.old_logprobs
-        ratio, selected = log_ratio.exp(), inputs.columns["kl_cov"]
+        ratio, selected = bounded_exp(log_ratio), inputs.columns["kl_cov"]
         kl = log_ratio.abs() if self.kl == "abs" else ratio - 1 - log_ratio
         loss = -ratio * inputs.advantages + self.coef * selected * kl
         return loss, {"loss/selected_fraction": selected}

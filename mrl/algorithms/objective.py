@@ -28,6 +28,9 @@ class Objective:
     """The loss that the actor's optimizer minimises: a policy loss times a correction, plus KL and entropy terms.
 
     An Objective implements the interface mrl.algorithms.losses.Loss, for all these terms together.
+
+    A token for which the engine reported NaN has policy loss 0 if the objective uses the engine's log-probabilities. Its ratio
+    counts as 1 in products and means over its response. The metric `mismatch/nan_tokens` counts these tokens.
     """
 
     policy: Loss
@@ -59,12 +62,17 @@ class Objective:
         return replace(self, kl=replace(self.kl, coef=coef)) if self.kl else self
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        unknown = inputs.rollout_logprobs.isnan()
         if self.rollout_logprobs_as_old:
-            inputs = replace(inputs, old_logprobs=inputs.rollout_logprobs)
+            old = inputs.logprobs.detach().where(unknown, inputs.rollout_logprobs)
+            inputs = replace(inputs, old_logprobs=old, rollout_logprobs=old)
         loss, metrics = self.policy(inputs)
         if self.correction:
-            weights, correction_metrics = self.correction(inputs)
+            rollout_logprobs = inputs.old_logprobs.where(unknown, inputs.rollout_logprobs)
+            weights, correction_metrics = self.correction(replace(inputs, rollout_logprobs=rollout_logprobs))
             loss, metrics = loss * weights, metrics | correction_metrics
+        if self.rollout_logprobs_as_old or self.correction:
+            loss = loss.masked_fill(unknown, 0.0)
         if self.kl:
             kl = self.kl(inputs)
             loss, metrics = loss + self.kl.coef * kl, metrics | {"policy/kl_ref": kl.detach()}

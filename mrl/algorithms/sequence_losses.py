@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mrl.algorithms.inputs import LossInputs
-from mrl.algorithms.losses import PolicyLoss
+from mrl.algorithms.inputs import LossInputs, bounded_exp
+from mrl.algorithms.losses import PolicyLoss, clipped_loss
 
 if TYPE_CHECKING:  # the driver builds and checks losses without torch
     from torch import Tensor
@@ -33,8 +33,8 @@ class GSPO(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         responses = inputs.responses
-        ratio = responses.to_tokens(responses.mean(inputs.logprobs - inputs.old_logprobs).exp())
-        return _clipped_loss(ratio, inputs.advantages, self.clip_low, self.clip_high)
+        ratio = responses.to_tokens(bounded_exp(responses.mean(inputs.logprobs - inputs.old_logprobs)))
+        return clipped_loss(ratio, inputs.advantages, self.clip_low, self.clip_high)
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,9 @@ class GSPOToken(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         responses, detached = inputs.responses, inputs.logprobs.detach()
-        sequence_ratio = responses.to_tokens(responses.mean(detached - inputs.old_logprobs).exp())
+        sequence_ratio = responses.to_tokens(bounded_exp(responses.mean(detached - inputs.old_logprobs)))
         ratio = sequence_ratio * (inputs.logprobs - detached).exp()
-        return _clipped_loss(ratio, inputs.advantages, self.clip_low, self.clip_high)
-
-
-def _clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    clipped = ratio.clamp(1 - low, 1 + high)
-    return -(ratio * advantages).minimum(clipped * advantages), {"loss/clip_fraction": (ratio != clipped).float()}
+        return clipped_loss(ratio, inputs.advantages, self.clip_low, self.clip_high)
 
 
 @dataclass(frozen=True)
@@ -76,8 +71,9 @@ class GMPO(PolicyLoss):
         log_ratio, responses = inputs.logprobs - inputs.old_logprobs, inputs.responses
         above, below = log_ratio.clamp(max=self.clip_high), log_ratio.clamp(min=-self.clip_low)
         clipped = above.where(inputs.advantages > 0, below)
-        loss = -inputs.advantages * responses.to_tokens(responses.mean(clipped).exp())
-        return loss, {"loss/clip_fraction": (log_ratio != clipped).float()}
+        loss = -inputs.advantages * responses.to_tokens(bounded_exp(responses.mean(clipped)))
+        bound = (log_ratio != clipped) & (inputs.advantages != 0)
+        return loss, {"loss/clip_fraction": bound.float()}
 
 
 @dataclass(frozen=True)

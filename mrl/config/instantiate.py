@@ -3,7 +3,7 @@
 import difflib
 import inspect
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, Protocol
 
 from hydra.utils import get_object
 
@@ -29,6 +29,11 @@ def instantiate(node: Node, key: str) -> Any:
         factory = get_object(target)
     except Exception as error:  # a user's module may raise any error on import
         raise ValueError(f"{key}._target_={target}: cannot be imported ({error}).") from error
+    if not callable(factory):
+        raise ValueError(
+            f"{key}._target_={target}: is a {type(factory).__name__}; expected the dotted name of a class "
+            f"or function{_example(factory, target)}."
+        )
     arguments = {name: value for name, value in node.items() if name != "_target_"}
     _check_arguments(factory, arguments, key)
     arguments = {name: _instantiate_nested(value, f"{key}.{name}") for name, value in arguments.items()}
@@ -38,6 +43,15 @@ def instantiate(node: Node, key: str) -> Any:
         return factory(**arguments)
     except Exception as error:
         raise ValueError(f"{key}: {target} rejects its arguments: {error}") from error
+
+
+def _example(module: Any, target: str) -> str:
+    """Return ", such as <class>" for the first class with `__call__` that a module defines, or "" if it defines none."""
+    for name, value in vars(module).items() if inspect.ismodule(module) else ():
+        plug_in = isinstance(value, type) and value.__module__ == module.__name__ and "__call__" in vars(value)
+        if plug_in and Protocol not in value.__bases__:
+            return f", such as {target}.{name}"
+    return ""
 
 
 def _instantiate_nested(value: Any, key: str) -> Any:

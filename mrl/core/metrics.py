@@ -125,6 +125,9 @@ METRICS: dict[str, Metric] = {
     "mismatch/logprob_abs_mean": Metric(
         "nats", "mean absolute difference between the trainer's and the engine's log-probability of a token", ".1e"
     ),
+    "mismatch/nan_tokens": Metric(
+        "tokens", "number of trained tokens for which the engine reported no log-probability (NaN)", ",.0f"
+    ),
     "mismatch/kl": Metric("nats", "KL(engine || trainer) per token, estimated by the mean log ratio", ".2e"),
     "mismatch/k3": Metric("nats", "KL(engine || trainer) per token, estimated by k3", ".2e"),
     "mismatch/chi2": Metric("", "chi-square divergence of the trainer from the engine, per token", ".2e"),

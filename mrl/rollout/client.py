@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ class EngineClient(EngineControl):
         token_ids = answer["output_ids"]
         return Completion(
             token_ids,
-            [entry[0] for entry in info.get("output_token_logprobs") or ()],
+            [math.nan if entry[0] is None else entry[0] for entry in info.get("output_token_logprobs") or ()],
             info["finish_reason"]["type"],
             spans[0]["version"] if spans else info["weight_version"],
             self._routing(info, len(prompt) + len(token_ids) - 1) if routed_experts else None,

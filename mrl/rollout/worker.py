@@ -15,6 +15,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from mrl.algorithms.filters import filter_values
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble_column
 from mrl.data.prompts import PromptDataset
@@ -227,7 +228,11 @@ class RolloutWorker:
 
     def _passes_filter(self, group: Group) -> bool:
         """Return whether the rollout filter lets steps train this group."""
-        return self.spec.rollout_filter is None or self.spec.rollout_filter(group.rewards)
+        rollout_filter = self.spec.rollout_filter
+        if rollout_filter is None:
+            return True
+        parts = [sample.score.parts for sample in group.samples]
+        return rollout_filter(filter_values(getattr(rollout_filter, "metric", None), group.rewards, parts))
 
     def _replay(self, step: int) -> list[Group]:
         """Return the groups of a recorded step. The responses are scored again."""

@@ -99,13 +99,14 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
     per_token, loss_statistics = loss(inputs)
     loss_weights = micro.weights.to(per_token.dtype)
     total = (per_token * loss_weights).sum()
-    mismatch = (inputs.old_logprobs - micro.rollout_logprobs).abs()  # NaN for tokens that no engine sampled
+    mismatch = (inputs.old_logprobs - micro.rollout_logprobs).abs()
+    mismatch = mismatch[~mismatch.isnan()]  # without tokens that no engine sampled
     largest_mismatch = mismatch.max() if mismatch.numel() else mismatch.new_full((), float("-inf"))
     sums = {
         "loss": total.detach(),
         "mismatch_abs": mismatch.sum(),
         "entropy": entropy.detach().sum(),
-        "tokens": torch.tensor(len(mismatch)),
+        "tokens": torch.tensor(len(logprobs)),
         **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),
         "weight": loss_weights.sum(),
         **{name: (value * loss_weights).sum() for name, value in loss_statistics.items()},

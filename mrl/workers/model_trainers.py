@@ -178,13 +178,16 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
     A mini-batch whose rows are all left out reports no tokens.
     """
     tokens, mismatch_abs, entropy = (_total(reports, name) for name in ("tokens", "mismatch_abs", "entropy"))
+    sums = {name: _total(reports, name) for name in corrections.MISMATCH_SUMS}
+    known = sums["mismatch/count"] > 0  # whether the engine reported a log-probability of any token
+    largest = max(r.maxima.get("mismatch_abs", float("-inf")) for r in reports)
     seconds, computed = (sum(r.maxima[name] for r in reports) for name in ("seconds", "batch/computed_tokens"))
     return {
         "loss/policy": float(np.mean([r.sums.get("loss", 0.0) for r in reports])),
         "policy/entropy_mean": entropy / tokens,
-        "mismatch/logprob_abs_mean": mismatch_abs / tokens,
-        "mismatch/logprob_abs_max": max(r.maxima.get("mismatch_abs", float("-inf")) for r in reports),
-        **corrections.mismatch_metrics({name: _total(reports, name) for name in corrections.MISMATCH_SUMS}),
+        "mismatch/logprob_abs_mean": mismatch_abs / sums["mismatch/count"] if known else float("nan"),
+        "mismatch/logprob_abs_max": largest if known else float("nan"),
+        **corrections.mismatch_metrics(sums),
         "batch/trained_tokens": tokens,
         "batch/computed_tokens": computed,
         "batch/optimizer_steps": float(len(reports)),

@@ -132,10 +132,10 @@ def test_whitening_uses_only_the_tokens_in_the_loss():
     kept = [t for row, span in enumerate(spans(LENGTHS)) for t in span if not truncated[row]]
     assert len(kept) == 10
     mean = sum(plain[t] for t in kept) / 10
-    std = (sum((plain[t] - mean) ** 2 for t in kept) / 10) ** 0.5
+    std = (sum((plain[t] - mean) ** 2 for t in kept) / 9 + 1e-8) ** 0.5
     np.testing.assert_allclose(found.columns["advantages"], (plain - mean) / std, rtol=1e-5)
     assert found.metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-9)
-    assert found.metrics["advantage/std"] == pytest.approx(1.0, rel=1e-6)
+    assert found.metrics["advantage/std"] == pytest.approx(0.9**0.5, rel=1e-6)
     assert found.rejected.tolist() == truncated
 
 
@@ -205,3 +205,22 @@ def test_a_batch_without_tokens_has_metrics_of_zero():
     found = AdvantagePipeline(GRPO(), PPOClip(), kl=KLPenalty("k1"))(scored, columns, 0.5, [0])
     assert found.metrics["policy/kl_reward"] == 0.0
     assert (found.metrics["advantage/mean"], found.metrics["advantage/std"]) == (0.0, 0.0)
+
+
+def test_whitening_leaves_rounding_differences_small():
+    """1e-8 is added to the variance, as in verl and trl: a standard deviation of 1e-7 becomes 0.001 and not 0.9."""
+    scored = ScoredBatch(np.array([0.5, 0.5 + 2e-7]), np.arange(2), np.ones(2, np.int64), np.zeros(2, bool))
+    found = AdvantagePipeline(ReinforcePlusPlus(), PPOClip(), whiten=True)(scored, {}, 0.0, [0]).columns["advantages"]
+    variance = 2 * 1e-7**2  # unbiased
+    np.testing.assert_allclose(found, np.array([-1e-7, 1e-7]) / np.sqrt(variance + 1e-8), rtol=1e-4)
+    assert np.abs(found).max() < 2e-3
+
+
+def test_a_token_whose_log_probability_is_unknown_has_no_penalty():
+    scored, columns = make_scored(), make_columns(12)
+    columns["old_logprobs"][3] = np.nan
+    found = AdvantagePipeline(ReinforcePlusPlus(), KLCov(), KLPenalty())(scored, columns, 0.5, [0])
+    assert all(np.isfinite(column).all() for column in found.columns.values())
+    known = np.arange(12) != 3
+    kl = (columns["old_logprobs"].astype(float) - columns["ref_logprobs"])[known]
+    assert found.metrics["policy/kl_reward"] == pytest.approx(kl.mean())

@@ -77,7 +77,7 @@ def loop_gpg(batch):
 def loop_gdpo(batch):
     total = 0.5 * by_group(batch, batch.parts["right"], lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4))
     total = total + by_group(batch, batch.parts["short"], lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4))
-    return (total - mean(total)) / (std(total, ddof=0) + 1e-4)
+    return (total - mean(total)) / (std(total) + 1e-4)
 
 
 def loop_to_go(batch, values, factor):

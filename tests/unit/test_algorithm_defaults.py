@@ -62,8 +62,8 @@ DEFAULTS = {
     corrections.OffPolicyMask: {"delta": 0.05},
     # KL penalty and filters
     kl.KLPenalty: {"coef": 0.001, "kind": "k1", "target": None, "horizon": 10_000},  # horizon of Ziegler et al.
-    filters.NonzeroVariance: {"tolerance": 0.0},  # equation 11 of DAPO: not all equal
-    filters.RewardRange: {"low": 0.2, "high": 0.8},  # PRIME
+    filters.NonzeroVariance: {"tolerance": 0.0, "metric": None},  # equation 11 of DAPO: not all equal
+    filters.RewardRange: {"low": 0.2, "high": 0.8, "metric": None},  # PRIME
 }
 
 WITHOUT_DEFAULTS = {advantages.GroupStatistics, corrections.Product, kl.KLControl}
@@ -165,7 +165,7 @@ CONFIGS = {
             "mask_truncated": True,
             "mini_batches": 4,
         },
-        "rollout": {"filter": part("filters.NonzeroVariance"), "max_sampling_rounds": 10},
+        "rollout": {"filter": part("filters.NonzeroVariance", metric="correctness"), "max_sampling_rounds": 10},
     },
     "ppo": {
         "algorithm": {

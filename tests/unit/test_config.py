@@ -165,6 +165,8 @@ def test_a_plug_in_is_built_and_its_arguments_are_checked():
     assert instantiate({"_target_": "mrl.algorithms.losses.PPOClip", "clip_low": 0.1}, "k").clip_low == 0.1
     with pytest.raises(ValueError, match=r"algorithm.loss.clip_lo: .* did you mean 'clip_low'"):
         instantiate({"_target_": "mrl.algorithms.losses.PPOClip", "clip_lo": 0.1}, "algorithm.loss")
+    with pytest.raises(ValueError, match=r"losses: is a module; .* such as mrl.algorithms.losses.PPOClip"):
+        instantiate({"_target_": "mrl.algorithms.losses"}, "algorithm.loss")
     with pytest.raises(ValueError, match="cannot be imported"):
         instantiate({"_target_": "no.such.Thing"}, "reward")
     with pytest.raises(ValueError, match="_target_ is missing"):

@@ -18,7 +18,7 @@ from mrl.algorithms.corrections import (
     mismatch_metrics,
     mismatch_sums,
 )
-from mrl.algorithms.filters import NonzeroVariance, RewardRange
+from mrl.algorithms.filters import NonzeroVariance, RewardRange, filter_values
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import PPOClip
 from mrl.algorithms.objective import Objective
@@ -94,8 +94,8 @@ def test_long_responses_do_not_overflow():
     case = make_case(0, lengths=(4000, 4000))
     case.rollout[:4000], case.rollout[4000:] = case.old[:4000] - 1.0, case.old[4000:] + 1.0
     weights, _ = ImportanceSampling("sequence", "truncate", high=2.0)(loss_inputs(case))
-    assert (weights[:4000] == 2.0).all() and (weights[4000:] == 0.0).all()
-    assert (ImportanceSampling("sequence", "mask")(loss_inputs(case))[0] == 0.0).all()
+    assert (weights[:4000] == 2.0).all() and (weights[4000:] < 1e-8).all()
+    assert (ImportanceSampling("sequence", "mask")(loss_inputs(case))[0] < 1e-8).all()
 
 
 def test_the_off_policy_mask_rejects_bad_responses_that_drifted():
@@ -188,9 +188,11 @@ def test_mismatch_sums_add_up_and_nothing_sampled_is_nan():
     for name in whole:
         assert (a[name] + b[name]).item() == pytest.approx(whole[name].item(), rel=1e-12)
     same = mismatch_metrics({k: v.item() for k, v in mismatch_sums(old, old).items()})
-    assert same == {f"mismatch/{k}": v for k, v in dict(kl=0, k3=0, chi2=0, ess_fraction=1, ppl_ratio=1).items()}
+    expected = dict(kl=0, k3=0, chi2=0, ess_fraction=1, ppl_ratio=1, nan_tokens=0)
+    assert same == {f"mismatch/{k}": v for k, v in expected.items()}
     for nothing in (mismatch_sums(old, torch.full((3,), math.nan)), mismatch_sums(old[:0], old[:0])):
-        assert all(math.isnan(x) for x in mismatch_metrics({k: v.item() for k, v in nothing.items()}).values())
+        found = mismatch_metrics({k: v.item() for k, v in nothing.items()})
+        assert found.pop("mismatch/nan_tokens") in (3.0, 0.0) and all(map(math.isnan, found.values()))
     far = mismatch_metrics(
         {k: v.item() for k, v in mismatch_sums(torch.tensor([-900.0]), torch.tensor([-0.1])).items()}
     )
@@ -208,3 +210,74 @@ def test_filters_keep_what_can_teach():
     assert not between(np.array([0.0, 0.0])) and not between(np.zeros(0))
     with pytest.raises(ValueError, match=r"low=0\.9, high=0\.1: expected low <= high"):
         RewardRange(0.9, 0.1)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(PPOClip(), ImportanceSampling()),
+        Objective(PPOClip(), ImportanceSampling("sequence", "mask")),
+        Objective(PPOClip(), ImportanceSampling("geometric", "reject", veto=0.1)),
+        Objective(PPOClip(), OffPolicyMask()),
+        Objective(PPOClip(), rollout_logprobs_as_old=True),
+    ],
+)
+def test_a_token_without_a_log_probability_of_the_engine_has_no_loss(objective):
+    """All other tokens keep the loss that they have if the unknown ratio is 1."""
+    case = make_case(3)
+    ratio_one = loss_inputs(case)
+    same = ratio_one.logprobs if objective.rollout_logprobs_as_old else ratio_one.old_logprobs
+    ratio_one.rollout_logprobs[4] = same[4]
+    expected, _ = objective(ratio_one)
+    unknown = loss_inputs(case)
+    unknown.rollout_logprobs[4] = math.nan
+    unknown.logprobs.requires_grad_()
+    loss, metrics = objective(unknown)
+    loss.sum().backward()
+    assert loss[4] == 0 and unknown.logprobs.grad is not None and unknown.logprobs.grad[4] == 0
+    assert torch.isfinite(unknown.logprobs.grad).all()
+    others = torch.arange(len(loss)) != 4
+    np.testing.assert_allclose(loss[others].detach(), expected[others])
+    assert all(torch.isfinite(values).all() for values in metrics.values())
+
+
+def test_the_mismatch_is_measured_over_the_tokens_that_the_engine_reported():
+    old, rollout = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, math.nan, -0.7])
+    found, reported = (
+        mismatch_metrics({k: v.item() for k, v in mismatch_sums(old[rows], rollout[rows]).items()})
+        for rows in ([0, 1, 2], [0, 2])
+    )
+    assert found.pop("mismatch/nan_tokens") == 1.0 and reported.pop("mismatch/nan_tokens") == 0.0
+    assert found == reported and all(map(math.isfinite, found.values()))
+
+
+def test_a_correction_without_bounds_stays_finite_in_float32():
+    case = make_case(0)
+    case.rollout[0] = case.old[0] - 200.0
+    inputs = loss_inputs(case)
+    inputs = replace(inputs, old_logprobs=inputs.old_logprobs.float(), rollout_logprobs=inputs.rollout_logprobs.float())
+    weights, _ = ImportanceSampling(high=math.inf)(inputs)
+    assert torch.isfinite(weights).all()
+
+
+def test_a_filter_decides_from_the_part_that_it_names():
+    """DAPO counts correct responses: all wrong is dropped although the punishment of a long response differs."""
+    rewards = np.array([0.0, 0.0, 0.0, -0.4])
+    parts = [{"correct": 0.0, "overlong": x} for x in (0.0, 0.0, 0.0, -0.4)]
+    keep = lambda filter, parts: filter(filter_values(filter.metric, rewards, parts))  # noqa: E731
+    assert keep(NonzeroVariance(), parts)
+    assert not keep(NonzeroVariance(metric="correctness"), parts) and not keep(NonzeroVariance(metric="correct"), parts)
+    assert keep(NonzeroVariance(metric="overlong"), parts)
+    assert keep(RewardRange(-0.2, 0.0, metric="overlong"), parts)
+    assert keep(NonzeroVariance(metric="correctness"), [{}] * 4)  # no such part: the total reward
+    one_failed = [{"acc": 1.0}, {}, {"acc": 1.0}, {"acc": 1.0}]
+    assert keep(NonzeroVariance(metric="correctness"), one_failed)
+
+
+def test_an_unknown_part_is_refused_with_the_names_of_the_parts():
+    parts = [{"correct": 0.0, "overlong": -0.4}]
+    with pytest.raises(ValueError, match=r"metric=length: the reward has no part .* its parts are correct, overlong"):
+        filter_values("length", np.array([-0.4]), parts)
+    with pytest.raises(ValueError, match=r"it has no parts\. Remove rollout.filter.metric"):
+        filter_values("length", np.array([1.0]), [{}])
+    assert filter_values("length", np.zeros(2), [{}, {}]).tolist() == [0.0, 0.0]  # every response failed

@@ -47,3 +47,11 @@ def test_constant_and_new_coefficients_come_from_the_config():
     added = control(reward=KLPenalty(2.0, target=1.0, horizon=10), loss=KLPenalty(0.3, target=1.0, horizon=10))
     added.load_state_dict({"reward": 1.2})
     assert added.coefs == {"reward": 1.2, "loss": 0.3}
+
+
+@pytest.mark.parametrize("metrics", [{}, {"policy/kl_ref": float("nan")}])
+@pytest.mark.parametrize("target", [None, 0.1])
+def test_a_step_that_measured_no_kl_leaves_the_coefficient(metrics, target):
+    kl = control(loss=KLPenalty(0.5, target=target))
+    kl.adapt(metrics, samples=100)
+    assert kl.coef("loss") == 0.5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from loss_cases import loss_and_gradient, loss_inputs, make_case, slopes
 
-from mrl.algorithms.inputs import AdvantageInputs
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, Responses
 from mrl.algorithms.losses import (
     CISPO,
     DPPO,
@@ -165,16 +165,19 @@ def test_the_cases_reach_every_branch():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_metric_clip_fraction_marks_the_tokens_whose_ratio_is_clipped(seed):
+def test_the_metric_clip_fraction_marks_the_tokens_whose_loss_the_clip_changes(seed):
+    """As verl's pg_clipfrac: a ratio above the upper bound counts only if A > 0, and one below the lower bound if A < 0."""
     case = make_case(seed)
     ratio = np.exp(case.logprobs - case.old)
     sums = np.bincount(case.rows, case.logprobs - case.old, len(case.lengths))
     means = np.exp(sums / np.maximum(case.lengths, 1))[case.rows]
-    outside = lambda values, low, high: (values < 1 - low) | (values > 1 + high)  # noqa: E731
+    up, down = case.advantages > 0, case.advantages < 0
+    outside = lambda values, low, high: down & (values < 1 - low) | up & (values > 1 + high)  # noqa: E731
     expected = {
         PPOClip(clip_low=0.2, clip_high=0.3): outside(ratio, 0.2, 0.3),
         GSPO(clip_low=0.1, clip_high=0.2): outside(means, 0.1, 0.2),
         GSPOToken(clip_low=0.1, clip_high=0.2): outside(means, 0.1, 0.2),
+        ClipCov(clip_low=0.2, clip_high=0.3): outside(ratio, 0.2, 0.3),
         TOPR(): (case.advantages < 0) & (sums[case.rows] > 0),
     }
     for loss, marked in expected.items():
@@ -422,3 +425,50 @@ def test_token_weights_give_the_declared_means():
 def test_token_weights_accept_batches_without_tokens(aggregation, lengths):
     weights = token_weights(np.array(lengths, np.int64), aggregation, max_tokens=4)
     assert weights.shape == (len(lengths),) and np.isfinite(weights).all()
+
+
+FAR = [-100.0, -60.0, -0.1, 0.3, 60.0, 100.0]  # log-ratios; exp overflows in float32 above 88.7
+
+
+def far_gradient(loss, sign: float) -> np.ndarray:
+    """Return the float32 gradient of a loss for responses of one token with the log-ratios FAR. All values are finite."""
+    total = len(FAR)
+    logprobs = torch.full((total,), -1.0, requires_grad=True)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=-1.0 - torch.tensor(FAR),
+        advantages=torch.full((total,), sign),
+        entropy=torch.zeros(total),
+        rollout_logprobs=torch.full((total,), -1.0),
+        responses=Responses(torch.arange(total), torch.ones(total, dtype=torch.int64)),
+        columns={"clip_cov": torch.zeros(total), "kl_cov": torch.ones(total)},
+    )
+    values, metrics = loss(inputs)
+    values.sum().backward()
+    assert logprobs.grad is not None
+    assert all(torch.isfinite(x).all() for x in (values, logprobs.grad, *metrics.values()))
+    return logprobs.grad.double().numpy()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_far_log_ratios_give_finite_gradients_in_float32(name, sign):
+    far_gradient(LOSSES[name][0], sign)
+
+
+def test_beyond_the_clip_the_gradient_of_a_far_log_ratio_is_zero():
+    """The references are float64, in which exp(100) does not overflow."""
+    ratio = np.exp(np.array(FAR, np.float64))
+    soft = 1 / (1 + np.exp(-np.minimum(ratio - 1, 700)))
+    clipped = lambda high: np.where(ratio <= 1 + high, -ratio, 0.0)  # noqa: E731
+    expected = {
+        "ppo": clipped(0.3),
+        "ppo_dual": clipped(0.3),
+        "clip_cov_of_the_authors": clipped(0.3),
+        "gspo": clipped(0.1),
+        "gspo_token": clipped(0.1),
+        "gmpo": np.where(np.array(FAR) <= 0.3, -ratio, 0.0),
+        "sapo": -4 * soft * (1 - soft) * np.where(soft < 1, ratio, 0.0),
+    }
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(far_gradient(LOSSES[name][0], 1.0), gradient, rtol=1e-5, atol=1e-8, err_msg=name)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.corrections import MISMATCH_SUMS
+from mrl.algorithms.kl import KLControl, KLPenalty
 from mrl.algorithms.losses import PPOClip
 from mrl.algorithms.objective import Objective
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
@@ -109,7 +110,7 @@ def test_statistics_of_a_loss_are_averaged_over_the_weight_of_the_trained_tokens
     """Half of the weight was skipped; the metric describes the other half."""
     reports = [
         UpdateReport(
-            dict(zip(MISMATCH_SUMS, (4.0, 0.0, 4.0, 4.0, 0.0), strict=True)) | own,
+            dict(zip(MISMATCH_SUMS, (4.0, 0.0, 4.0, 4.0, 0.0, 0.0), strict=True)) | own,
             {"seconds": 1.0, "batch/computed_tokens": 4},
         )
         for own in (
@@ -118,3 +119,23 @@ def test_statistics_of_a_loss_are_averaged_over_the_weight_of_the_trained_tokens
         )
     ]
     assert _actor_metrics(reports)["loss/clip_fraction"] == (0.5 + 0.0) / 2
+
+
+def test_a_step_that_rejects_every_row_adapts_no_kl_coefficient():
+    """The loss of the step has weight 0, so the step has no measured KL."""
+    reports = [
+        UpdateReport({"tokens": 4.0, "weight": 0.0, "policy/kl_ref": 0.0}, {"seconds": 1.0, "batch/computed_tokens": 4})
+    ]
+    metrics = _actor_metrics(reports)
+    assert "policy/kl_ref" not in metrics
+    kl = KLControl({"loss": KLPenalty(0.3, target=0.1)})
+    kl.adapt(metrics, samples=100)
+    assert kl.coef("loss") == 0.3
+
+
+def test_the_mismatch_is_averaged_over_the_tokens_that_the_engine_reported():
+    sums = dict(zip(MISMATCH_SUMS, (2.0, 0.0, 2.0, 2.0, 0.0, 2.0), strict=True))
+    sums |= {"tokens": 4.0, "weight": 1.0, "mismatch_abs": 1.0}
+    metrics = _actor_metrics([UpdateReport(sums, {"mismatch_abs": 0.75, "seconds": 1.0, "batch/computed_tokens": 4})])
+    assert metrics["mismatch/logprob_abs_mean"] == 0.5 and metrics["mismatch/logprob_abs_max"] == 0.75
+    assert metrics["mismatch/nan_tokens"] == 2.0
