@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from parallel.checkpoint_validation import BACKEND_CONFIG
 from parallel.collectives import raise_on_all_ranks
 from parallel.durable_files import fsync_path
+from parallel.file_hashes import FileHash, hash_file, write_hashes
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, so that the child loads nothing
 _PR_SET_PDEATHSIG = 1  # option of prctl(): the signal that the child gets when its parent ends
@@ -123,6 +124,13 @@ def _child_main(parent: int, connection: Connection, write: Callable[[], Any]) -
     os._exit(0)  # skip the trainer's exit hooks
 
 
+class WrittenFiles(NamedTuple):
+    """What the writer of a rank returns."""
+
+    results: list[WriteResult]  # for each shard, its place in a file
+    hashes: dict[str, FileHash]  # file name -> (size in bytes, hash)
+
+
 class CheckpointSaveError(RuntimeError):
     """A checkpoint could not be written; its folder is not a valid checkpoint."""
 
@@ -147,7 +155,7 @@ class CheckpointSave:
             if dist.get_rank() == 0:
                 folder.mkdir(parents=True, exist_ok=True)
         self._strategy = _plan(state, folder)
-        self._writer: ForkedWriter[list[WriteResult]] | None = None
+        self._writer: ForkedWriter[WrittenFiles] | None = None
         contents = {folder / name: content for name, content in files.items()}
         try:
             with raise_on_all_ranks(self._error):
@@ -175,9 +183,9 @@ class CheckpointSave:
         """
         assert self._writer is not None, "the constructor raises if there is no writer"
         with raise_on_all_ranks(self._error):
-            results = self._writer.result(timeout_s)
+            written = self._writer.result(timeout_s)
         gathered: list = [None] * dist.get_world_size()
-        dist.gather_object(results, gathered if dist.get_rank() == 0 else None)
+        dist.gather_object(written, gathered if dist.get_rank() == 0 else None)
         with raise_on_all_ranks(self._error):
             if dist.get_rank() == 0:
                 self._strategy.complete(gathered)
@@ -201,11 +209,12 @@ class _SaveStrategy(TorchDistSaveShardedStrategy):
         self.writer, self.metadata, _ = writer, *save_state_dict_ret[1:]
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
 
-    def complete(self, results: list[list[WriteResult]]) -> None:
-        """Write the files that describe the checkpoint, and sync them to the disk."""
+    def complete(self, written: list[WrittenFiles]) -> None:
+        """Write the files that describe the checkpoint and the hashes of all files, and sync them to the disk."""
         folder = Path(self.writer.checkpoint_dir)
-        self.writer.finish(self.metadata, results)
+        self.writer.finish(self.metadata, [of_rank.results for of_rank in written])
         save_config(CheckpointingConfig(self.backend, self.version), str(folder))
+        write_hashes(folder, {name: entry for of_rank in written for name, entry in of_rank.hashes.items()})
         for path in (folder / BACKEND_CONFIG, folder):
             fsync_path(path)
 
@@ -238,8 +247,8 @@ def _view_as_storage(tensor: Tensor) -> Tensor:
     return shared.view(tensor.dtype).view(tensor.shape)
 
 
-def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes]) -> list[WriteResult]:
-    """Write this rank's files and sync them to the disk. An asynchronous save calls this in the forked child."""
+def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes]) -> WrittenFiles:
+    """Write this rank's files, sync them to the disk, and hash them. An asynchronous save calls this in the forked child."""
     for path, content in files.items():
         path.write_bytes(content)
         fsync_path(path)
@@ -252,4 +261,5 @@ def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes])
             raise bucket_results
         fsync_path(Path(bucket[0]))  # Megatron syncs the file before Python flushes its buffer
         results += bucket_results
-    return results
+    paths = [*files, *(Path(bucket[0]) for bucket in buckets)]
+    return WrittenFiles(results, {path.name: hash_file(path) for path in paths})

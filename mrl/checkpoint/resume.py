@@ -53,6 +53,7 @@ class ResumePoint:
     checkpoint: Checkpoint | None = None  # None: the run starts at step 0
     of_another_run: bool = False  # whether the checkpoint belongs to another run
     changes: tuple[str, ...] = ()  # `key: old -> new` for each key that has changed since the run's last start
+    damaged: frozenset[int] = frozenset()  # steps of the run's checkpoints that have files with wrong hashes
 
     def rollout_log_key(self, config: Config, data_fingerprint: str) -> str:
         """Return a hash of the settings, data and initial weights that decide which samples this run draws."""
@@ -71,24 +72,43 @@ def model_sizes(arch: Architecture) -> dict[str, int]:
 def find_resume_point(config: Config) -> ResumePoint:
     """Find the checkpoint that the key `resume` selects for this run directory.
 
-    Raises ValueError if the run would overwrite results in the directory, or if all checkpoints there are incomplete.
+    Raises ValueError if the run would overwrite results in the directory, or if all checkpoints there are incomplete or damaged.
     """
     folder = Path(config.run.dir).resolve()
-    record = read_run_record(folder)
-    if config.resume == "never" or record is None or record["command"] != "train":
+    store = CheckpointStore(folder / "checkpoints")
+    if config.resume == "never":
+        check_unused(folder)
+    record = _run_record(folder, store)
+    if record is None or record["command"] != "train":
         check_unused(folder)
     changes = list(_changes(record["config"], config_as_json(config))) if record else []
-    store = CheckpointStore(folder / "checkpoints")
-    if record and store.all_incomplete():
+    own = store.latest_intact() if record else None
+    if record and own is None and not store.is_empty():
         raise ValueError(
-            f"run.dir={folder}: none of its checkpoints is complete ({folder / 'mrl.log'} says why); name another run.dir, "
-            "or remove checkpoints/ to start again there."
+            f"run.dir={folder}: none of its checkpoints is complete and undamaged ({folder / 'mrl.log'} says why); name another "
+            "run.dir, or remove checkpoints/ to start again there."
         )
-    own = store.latest() if record else None
     other = find_checkpoint(config.resume) if own is None and config.resume not in ("auto", "never") else None
     for change in changes:
         logger.warning("the run is resumed with a changed key: %s", change)
-    return ResumePoint(own or other, other is not None, tuple(changes))
+    return ResumePoint(own or other, other is not None, tuple(changes), frozenset(store.damaged))
+
+
+def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
+    """Return the command and config of the run in `folder`. If run.json is damaged, they are taken from the newest checkpoint.
+
+    Raises ValueError if run.json is damaged and the run has no checkpoint.
+    """
+    try:
+        return read_run_record(folder)
+    except ValueError as error:
+        if (newest := store.latest()) is None:
+            raise ValueError(
+                f"{error} The run has no checkpoint with the same content; name another run.dir, or remove {folder} to start "
+                "again there."
+            ) from None
+        logger.warning("%s Command and config are taken from %s instead", error, newest.path)
+        return dict(command="train", config=newest.state["config"])
 
 
 def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[str]) -> None:

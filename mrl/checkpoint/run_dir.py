@@ -18,8 +18,10 @@ import xxhash
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from mrl.core.jsonl import JsonLinesFile, write_json
+from mrl.core.jsonl import JsonLinesFile
 from mrl.core.types import Rollouts
+from parallel.durable_files import write_file
+from parallel.file_hashes import read_sealed_json, sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Itera
         os.environ[RUN_DIR_VARIABLE] = str(folder)
         if "NCCL_DEBUG" in os.environ:
             os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / "logs/nccl_%h_%p.log"))
-        write_json(folder / RUN_RECORD, dict(command=command, config=config))
+        write_file(folder / RUN_RECORD, sealed_json(dict(command=command, config=config)), durable=True)
         yield
     finally:
         os.environ.pop(RUN_DIR_VARIABLE, None)
@@ -55,11 +57,21 @@ def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Itera
 
 
 def read_run_record(folder: Path) -> dict[str, Any] | None:
-    """Return the command and config of the run in this folder; None if there is no run."""
+    """Return the command and config of the run in this folder; None if there is no run.
+
+    Raises ValueError if the file is damaged. Older versions of mrl wrote the file without a hash.
+    """
+    path = folder / RUN_RECORD
     try:
-        return json.loads((folder / RUN_RECORD).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        return read_sealed_json(path)
+    except FileNotFoundError:
         return None
+    except ValueError as error:
+        with suppress(ValueError):
+            content = json.loads(path.read_text())
+            if isinstance(content, dict) and content.keys() == {"command", "config"}:
+                return content
+        raise error from None
 
 
 def check_unused(folder: Path) -> None:

@@ -4,7 +4,7 @@ A checkpoint folder gets its name only when it is complete. Old checkpoints are 
 run.dir/checkpoints/step_000050/ has:
 
     actor/ critic/ reference/    Megatron's distributed checkpoints with random states; other modules write and read them
-    state.json                   state of the driver, and the size of every file
+    state.json                   state of the driver, size and hash of every file, and the hash of its own text
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,10 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from parallel.durable_files import fsync_path, rename_durably, write_file
+from parallel.file_hashes import (
+    FileHash,
+    find_damage,
+    hash_file,
+    hash_files,
+    hash_stream,
+    read_hashes,
+    read_sealed_json,
+    sealed_json,
+)
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # format of checkpoint folders; checkpoints of another format are refused
+FORMAT = 2  # format of checkpoint folders; checkpoints of another format are refused
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _PARTIAL = ".partial-"  # begins the name of an incomplete folder
@@ -39,29 +50,29 @@ class Checkpoint:
     step: int  # number of finished training steps
     state: Mapping[str, Any]  # state of the driver
     score: float | None = None  # value of checkpoint.best_metric, higher is better; None if it was not known
+    files: Mapping[str, FileHash] = field(default_factory=dict)  # path in the folder -> (size in bytes, hash)
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Read a checkpoint. Raises ValueError if it is incomplete; the message names the missing part."""
-        try:
-            content = json.loads((path / STATE_FILE).read_text())
-            if content["format"] != FORMAT:
-                raise ValueError(
-                    f"{path}: the checkpoint has format {content['format']}; this version of mrl reads format {FORMAT}."
-                )
-            files, step, state = content["files"], content["step"], content["state"]
-        except FileNotFoundError:
-            raise ValueError(f"{path}: the folder has no {STATE_FILE}, so it is not a complete checkpoint.") from None
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: {STATE_FILE} cannot be read ({type(error).__name__}: {error}).") from None
-        for name, size in files.items():
-            found = (path / name).stat().st_size if (path / name).is_file() else None
-            if found != size:
-                got = "is missing" if found is None else f"has {found} bytes"
-                raise ValueError(
-                    f"{path}: {name} {got} but was written with {size} bytes; the checkpoint is incomplete."
-                )
-        return cls(path, step, state, content.get("score"))
+        """Read a checkpoint. Raises ValueError if it is incomplete; the message names the missing part.
+
+        The hash of state.json and the sizes of all other files are compared; `check_hashes` compares their hashes.
+        """
+        content = _read_state(path)
+        if damage := find_damage(path, content["files"], content=False):
+            raise ValueError(f"{path}: {damage}; the checkpoint is incomplete.")
+        name = _NAME.fullmatch(path.name)
+        if name and int(name[1]) != content["step"]:
+            raise ValueError(f"{path}: the folder has the checkpoint of step {content['step']}; rename the folder.")
+        return cls(path, content["step"], content["state"], content["score"], content["files"])
+
+    def check_hashes(self) -> None:
+        """Read all files. Raises ValueError if one differs from what was written; the message names the file and the cause."""
+        start = time.perf_counter()
+        if damage := find_damage(self.path, self.files):
+            raise ValueError(f"{self.path}: {damage}; use another checkpoint.")
+        seconds, size = time.perf_counter() - start, sum(size for size, _ in self.files.values())
+        logger.info("%s is intact (%.2f GB read in %.1f s)", self.path, size / 1e9, seconds)
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,7 @@ class CheckpointStore:
     keep_last: int = 2  # number of newest checkpoints to keep
     keep_best: int = 0  # number of checkpoints to keep in addition: the ones with the highest scores
     copy_to: str | None = None  # fsspec URL of a folder to which each checkpoint is copied
+    damaged: set[int] = field(default_factory=set)  # steps whose checkpoints have files with wrong hashes
     _copying: list[threading.Thread] = field(default_factory=list)  # thread of the latest copy
 
     def begin(self) -> Path:
@@ -100,37 +112,53 @@ class CheckpointStore:
 
         `score`: higher is better. Raises OSError if the disk fails; the caller then abandons `partial`.
         """
-        files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
+        files = _hashes(partial)
         content = dict(format=FORMAT, step=step, score=score, files=files, state=state)
-        write_file(partial / STATE_FILE, json.dumps(content, indent=1), durable=True)
+        write_file(partial / STATE_FILE, sealed_json(content), durable=True)
         fsync_path(partial)
         path, old = self._path(step), self.folder / f"{_PARTIAL}{uuid.uuid4().hex[:8]}"
         if path.exists():
             path.rename(old)
         rename_durably(partial, path)
+        self.damaged.discard(step)
         shutil.rmtree(old, ignore_errors=True)
         self._prune()
-        self._start_copy(path)
-        return Checkpoint(path, step, state, score)
+        checkpoint = Checkpoint(path, step, state, score, files)
+        self._start_copy(checkpoint)
+        return checkpoint
 
     def abandon(self, partial: Path) -> None:
         """Remove an incomplete folder."""
         shutil.rmtree(partial, ignore_errors=True)
 
-    def all_incomplete(self) -> bool:
-        """Return whether there are checkpoint folders but none of them is complete."""
-        return bool(self._steps()) and self.latest() is None
+    def is_empty(self) -> bool:
+        """Return whether there are no checkpoint folders, not even incomplete ones."""
+        return not self._steps()
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint. Incomplete ones are skipped with a warning."""
+        """Return the newest complete checkpoint, except `damaged` ones. Incomplete ones are skipped with a warning."""
         return next(self._complete(), None)
 
+    def latest_intact(self) -> Checkpoint | None:
+        """Return the newest checkpoint whose files all have their hashes. Others are skipped with a warning.
+
+        The function reads all files of the checkpoint, so it takes time. It adds the steps that it skips to `damaged`.
+        """
+        for checkpoint in self._complete():
+            try:
+                checkpoint.check_hashes()
+                return checkpoint
+            except (OSError, ValueError) as error:
+                self.damaged.add(checkpoint.step)
+                logger.warning("checkpoint skipped: %s", error)
+        return None
+
     def _complete(self) -> Iterator[Checkpoint]:
-        """Yield the complete checkpoints, newest first."""
-        for step in sorted(self._steps(), reverse=True):
+        """Yield the complete checkpoints that are not in `damaged`, newest first."""
+        for step in sorted(set(self._steps()) - self.damaged, reverse=True):
             try:
                 yield Checkpoint.read(self._path(step))
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 logger.warning("checkpoint skipped: %s", error)
 
     def _path(self, step: int) -> Path:
@@ -150,13 +178,13 @@ class CheckpointStore:
             # The folder was renamed first, so a kill during its removal leaves no incomplete checkpoint.
             shutil.rmtree(removed, ignore_errors=True)
 
-    def _start_copy(self, path: Path) -> None:
+    def _start_copy(self, checkpoint: Checkpoint) -> None:
         """Start a thread that copies a complete checkpoint to `copy_to`. The run waits for the thread only at its end."""
         if self.copy_to and self.wait_for_copy(timeout_s=0):
-            self._copying[:] = [threading.Thread(target=self._copy, args=[path], name="copy", daemon=True)]
+            self._copying[:] = [threading.Thread(target=self._copy, args=[checkpoint], name="copy", daemon=True)]
             self._copying[0].start()
         elif self.copy_to:
-            logger.warning("%s is not copied: an earlier checkpoint is still being copied", path)
+            logger.warning("%s is not copied: an earlier checkpoint is still being copied", checkpoint.path)
 
     def wait_for_copy(self, timeout_s: float) -> bool:
         """Wait for the running copy, if there is one. Returns whether it has ended."""
@@ -164,25 +192,33 @@ class CheckpointStore:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._copying)
 
-    def _copy(self, path: Path) -> None:
-        """Copy a complete checkpoint, its state file last. A failure is logged as a warning."""
+    def _copy(self, checkpoint: Checkpoint) -> None:
+        """Copy a complete checkpoint, its state file last. A failure is logged as a warning.
+
+        Each copied file is read again. If its hash is wrong, the copy gets no state file, so it is not a complete checkpoint.
+        """
         import fsspec  # the import takes seconds
 
         try:
             files, root = fsspec.url_to_fs(self.copy_to or "")
-            target = f"{root.rstrip('/')}/{path.name}"
-            for file in sorted(_files(path), key=lambda file: file.name == STATE_FILE):
-                destination = f"{target}/{file.relative_to(path)}"
+            target = f"{root.rstrip('/')}/{checkpoint.path.name}"
+            for name in [*sorted(checkpoint.files), STATE_FILE]:
+                expected = checkpoint.files.get(name) or hash_file(checkpoint.path / name)
+                destination = f"{target}/{name}"
                 files.makedirs(destination.rpartition("/")[0], exist_ok=True)
-                files.put_file(str(file), destination)
+                files.put_file(str(checkpoint.path / name), destination)
+                with files.open(destination, "rb") as copied:
+                    if (found := hash_stream(copied)) != tuple(expected):
+                        raise ValueError(f"size and hash of the copied file {name} are {found}, expected {expected}")
         except Exception as error:  # plug-ins of fsspec may raise any error
+            path = checkpoint.path
             logger.warning("%s was not copied to %s: %s: %s", path, self.copy_to, type(error).__name__, error)
 
 
 def find_checkpoint(path_or_run: str) -> Checkpoint:
     """Return the checkpoint in a folder. The folder may also be a run directory or its checkpoints/; then return the newest.
 
-    Raises ValueError if there is no complete checkpoint.
+    Raises ValueError if there is no complete checkpoint, or if the named checkpoint is damaged.
     """
     path = Path(path_or_run)
     if not path.is_dir():
@@ -190,14 +226,46 @@ def find_checkpoint(path_or_run: str) -> Checkpoint:
             f"resume={path_or_run}: no such folder; name a checkpoint or a run directory, or use auto or never."
         )
     if (path / STATE_FILE).is_file() or _NAME.fullmatch(path.name):
-        return Checkpoint.read(path)
+        checkpoint = Checkpoint.read(path)
+        checkpoint.check_hashes()
+        return checkpoint
     for folder in (path, path / "checkpoints"):
-        if checkpoint := CheckpointStore(folder).latest():
-            return checkpoint
+        if found := CheckpointStore(folder).latest_intact():
+            return found
     raise ValueError(
-        f"resume={path_or_run}: the folder has no complete checkpoint; name a folder such as RUN/checkpoints/step_000050."
+        f"resume={path_or_run}: the folder has no complete and undamaged checkpoint; name a folder such as "
+        "RUN/checkpoints/step_000050."
     )
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's state.json. Raises ValueError if it is missing, damaged or of another format."""
+    file = path / STATE_FILE
+    try:
+        text = file.read_text(errors="replace")
+        content = json.loads(text)
+        found = content["format"] if isinstance(content, dict) else type(content).__name__
+    except FileNotFoundError:
+        raise ValueError(f"{path}: the folder has no {STATE_FILE}, so it is not a complete checkpoint.") from None
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{path}: {STATE_FILE} cannot be read ({type(error).__name__}: {error}).") from None
+    if found != FORMAT:
+        raise ValueError(f"{path}: the checkpoint has format {found}; this version of mrl reads format {FORMAT}.")
+    content = read_sealed_json(file)
+    return content | {"files": {name: (size, digest) for name, (size, digest) in content["files"].items()}}
+
+
+def _hashes(folder: Path) -> dict[str, FileHash]:
+    """Return path -> (size, hash) of every file of a checkpoint. The writers of models have hashed their files."""
+    known: dict[str, FileHash] = {}
+    for part in folder.iterdir():
+        if part.is_dir():
+            known |= {f"{part.name}/{name}": entry for name, entry in read_hashes(part).items()}
+    names = [str(file.relative_to(folder)) for file in _files(folder)]
+    if damage := find_damage(folder, known, content=False):
+        raise OSError(f"{damage}")
+    return dict(sorted((known | hash_files(folder, [name for name in names if name not in known])).items()))

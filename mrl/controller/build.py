@@ -252,7 +252,9 @@ def _build_critic(plan: ModelPlan, group: WorkerGroup, actor_updates: UpdateRunn
 def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
     config, run_dir = plan.config.checkpoint, processes.run_dir
     return CheckpointSaver(
-        store=CheckpointStore(run_dir / "checkpoints", config.keep_last, config.keep_best, config.copy_to),
+        store=CheckpointStore(
+            run_dir / "checkpoints", config.keep_last, config.keep_best, config.copy_to, set(plan.resume.damaged)
+        ),
         models=processes.models.trained_groups,
         constant_parts={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.algorithm.needs else {},
         schedule=CheckpointSchedule(

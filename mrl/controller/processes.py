@@ -256,7 +256,7 @@ class ProcessRecovery:
         Raises the latest error if all restarts are used up.
         """
         while True:
-            checkpoint = self.store.latest() or self.initial_checkpoint
+            checkpoint = self.store.latest_intact() or self.initial_checkpoint
             step = checkpoint.step if checkpoint else None
             self.restarts, self.newest_step = self.restarts + 1 if step == self.newest_step else 1, step
             if self.restarts > self.max_restarts:

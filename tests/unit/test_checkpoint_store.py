@@ -1,21 +1,24 @@
 """CheckpointStore: a checkpoint is complete or absent, whatever interrupts its writing or damages it later."""
 
-import json
 import logging
 import os
+import pathlib
 import threading
 
 import pytest
+import xxhash
+from fsspec.implementations.local import LocalFileSystem
 
 from mrl.checkpoint import store as checkpoint
 from mrl.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore, find_checkpoint
+from parallel import file_hashes
 
 
 def written(store: CheckpointStore, step: int, score: float | None = None) -> Checkpoint:
     partial = store.begin()
     (partial / "actor").mkdir()
     (partial / "actor/__0_0.distcp").write_bytes(os.urandom(100 + step))
-    return store.commit(partial, step, {"progress": {"step": step}}, score)
+    return store.commit(partial, step, {"progress": {"step": step}, "seen": 10_000}, score)
 
 
 def steps(store: CheckpointStore) -> list[int]:
@@ -28,7 +31,14 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path):
     for step in (9, 10, 100):
         written(store, step)
     latest = CheckpointStore(store.folder).latest()
-    assert latest and (latest.step, latest.state) == (100, {"progress": {"step": 100}})
+    assert latest and (latest.step, latest.state) == (100, {"progress": {"step": 100}, "seen": 10_000})
+
+
+def flip_bit(path, after: bytes = b"") -> None:
+    """Change one bit of a file: of the third byte after the bytes `after`."""
+    content = bytearray(path.read_bytes())
+    content[content.index(after) + len(after) + 2] ^= 1
+    path.write_bytes(content)
 
 
 def torn_shard(folder):
@@ -42,7 +52,8 @@ TEARS = {
     "half a state": (lambda folder: (folder / STATE_FILE).write_text('{"format": 1, "st'), "cannot be read"),
     "no state": (lambda folder: (folder / STATE_FILE).unlink(), "has no state.json"),
     "another format": (lambda folder: (folder / STATE_FILE).write_text('{"format": 7}'), "format 7; this version"),
-    "a state of something else": (lambda folder: (folder / STATE_FILE).write_text("[1]"), "cannot be read"),
+    "a state of something else": (lambda folder: (folder / STATE_FILE).write_text("[1]"), "has format list"),
+    "another number in the state": (lambda folder: flip_bit(folder / STATE_FILE, b'"seen":'), "its hash is"),
 }
 
 
@@ -58,6 +69,67 @@ def test_an_incomplete_checkpoint_is_skipped_with_a_warning_and_refused_by_name(
     assert "step_000020" in caplog.text
     with pytest.raises(ValueError, match=message):
         find_checkpoint(str(tmp_path / "step_000020"))
+
+
+def test_a_checkpoint_with_a_changed_bit_is_passed_over_and_refused_by_name(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep_last=3)
+    written(store, 10)
+    flip_bit(written(store, 20).path / "actor/__0_0.distcp")
+    again = CheckpointStore(tmp_path, keep_last=3)
+    intact = again.latest_intact()
+    assert intact and intact.step == 10 and again.damaged == {20}
+    assert "step_000020: actor/__0_0.distcp is damaged: its hash is" in caplog.text
+    with pytest.raises(ValueError, match=r"step_000020: actor/__0_0\.distcp is damaged.*; use another checkpoint"):
+        find_checkpoint(str(tmp_path / "step_000020"))
+    assert find_checkpoint(str(tmp_path)).step == 10
+    written(again, 15)  # the run continues from step 10, and the damaged checkpoint is not its newest
+    latest = again.latest()
+    assert latest and latest.step == 15 and steps(again) == [10, 15, 20]
+    written(again, 20)
+    latest = again.latest_intact()
+    assert latest and latest.step == 20 and not again.damaged
+
+
+def test_exchanged_files_and_folders_are_found(tmp_path):
+    store = CheckpointStore(tmp_path)
+    first, second = (written(store, step).path for step in (1, 2))
+    first.rename(tmp_path / "aside"), second.rename(first)
+    with pytest.raises(ValueError, match="has the checkpoint of step 2; rename the folder"):
+        Checkpoint.read(first)
+    partial = store.begin()
+    for name in ("a", "b"):
+        (partial / name).write_text(name)
+    path = store.commit(partial, 3, {}).path
+    (path / "a").write_text("b"), (path / "b").write_text("a")
+    with pytest.raises(ValueError, match="a is damaged"):
+        Checkpoint.read(path).check_hashes()
+
+
+def test_hashes_of_the_writers_are_used_and_their_files_are_not_read_again(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    partial = store.begin()
+    (partial / "actor").mkdir()
+    (partial / "actor/shard").write_bytes(b"w")
+    file_hashes.write_hashes(partial / "actor", {"shard": (1, "hash of the writer")})
+    committed = store.commit(partial, 1, {})
+    assert committed.files["actor/shard"] == (1, "hash of the writer")
+    assert committed.files.keys() == {"actor/shard", f"actor/{file_hashes.HASHES_FILE}"}
+
+
+def test_a_copy_with_another_content_is_not_a_checkpoint(tmp_path, monkeypatch, caplog):
+    store = CheckpointStore(tmp_path / "own", copy_to=f"file://{tmp_path}/copies")
+    put = LocalFileSystem.put_file
+
+    def put_damaged(self, source, target, **options):
+        put(self, source, target, **options)
+        if target.endswith(".distcp"):
+            flip_bit(pathlib.Path(target))
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", put_damaged)
+    written(store, 3)
+    assert store.wait_for_copy(60) and "size and hash of the copied file actor/__0_0.distcp are" in caplog.text
+    with pytest.raises(ValueError, match=r"has no state\.json"):
+        Checkpoint.read(tmp_path / "copies/step_000003")
 
 
 def test_an_uncommitted_folder_is_not_a_checkpoint_and_the_next_begin_removes_it(tmp_path):
@@ -99,10 +171,10 @@ def test_incomplete_checkpoints_do_not_count_among_those_kept(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (950, 1000):
         torn_shard(written(store, step).path)
-    assert store.all_incomplete()
+    assert store.latest() is None and not store.is_empty()
     written(store, 50)
     latest = store.latest()
-    assert latest and latest.step == 50 and not store.all_incomplete()
+    assert latest and latest.step == 50
 
 
 def test_a_checkpoint_exists_at_every_moment_of_its_replacement(tmp_path, monkeypatch):
@@ -116,7 +188,7 @@ def test_a_checkpoint_exists_at_every_moment_of_its_replacement(tmp_path, monkey
 
 def test_a_hanging_copy_delays_nothing(tmp_path, monkeypatch, caplog):
     store, go_on = CheckpointStore(tmp_path, copy_to="file:///unused"), threading.Event()
-    monkeypatch.setattr(CheckpointStore, "_copy", lambda self, path: go_on.wait(60))
+    monkeypatch.setattr(CheckpointStore, "_copy", lambda self, checkpoint: go_on.wait(60))
     for step in (1, 2):
         written(store, step)
     assert "still being copied" in caplog.text and not store.wait_for_copy(0.01)
@@ -143,7 +215,7 @@ def test_constant_parts_are_linked_and_not_written_again(tmp_path):
     assert store.link_latest("reference", partial)
     second = store.commit(partial, 2, {})
     assert (second.path / "reference/weights").stat().st_ino == (first.path / "reference/weights").stat().st_ino
-    assert json.loads((second.path / STATE_FILE).read_text())["files"] == {"reference/weights": 1000}
+    assert second.files == {"reference/weights": (1000, xxhash.xxh3_128_hexdigest(b"w" * 1000))}
 
 
 def test_complete_checkpoints_are_copied_to_the_users_url(tmp_path, caplog):
@@ -167,5 +239,5 @@ def test_a_user_can_name_a_run_its_checkpoints_folder_or_one_checkpoint(tmp_path
     with pytest.raises(ValueError, match="no such folder"):
         find_checkpoint(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no complete checkpoint"):
+    with pytest.raises(ValueError, match="has no complete and undamaged checkpoint"):
         find_checkpoint(str(tmp_path / "empty"))

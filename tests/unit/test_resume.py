@@ -50,7 +50,8 @@ def begin(config, command: str = "train", step: int | None = None, **state) -> N
         store = CheckpointStore(folder / "checkpoints")
         partial = store.begin()
         (partial / "actor").mkdir()
-        store.commit(partial, step, state)
+        (partial / "actor/shard").write_bytes(os.urandom(50))
+        store.commit(partial, step, state | dict(config=config_as_json(config)))
 
 
 def test_a_run_in_a_new_folder_starts_at_step_0(tmp_path):
@@ -139,8 +140,59 @@ def test_a_run_with_only_incomplete_checkpoints_does_not_start_again(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
     (tmp_path / "run/checkpoints/step_000004/state.json").write_text("{")
-    with pytest.raises(ValueError, match="none of its checkpoints is complete"):
+    with pytest.raises(ValueError, match="none of its checkpoints is complete and undamaged"):
         find_resume_point(config)
+
+
+@pytest.mark.parametrize("content", ["", '{"command": "tr', "[]", "{}", "null", '{"command": "train"}'])
+def test_a_damaged_run_record_is_replaced_by_the_newest_checkpoint_or_refused(tmp_path, caplog, content):
+    config = config_of(tmp_path)
+    begin(config)
+    record = tmp_path / "run/run.json"
+    record.write_text(content)
+    with pytest.raises(
+        ValueError, match=r"run\.json is damaged: .* The run has no checkpoint with the same content; name"
+    ):
+        find_resume_point(config)
+    begin(config, step=4)
+    record.write_text(content)
+    found = find_resume_point(config)
+    assert found.checkpoint and found.checkpoint.step == 4 and found.changes == ()
+    assert "Command and config are taken from" in caplog.text
+
+
+def test_a_changed_character_of_the_run_record_is_found(tmp_path, caplog):
+    config = config_of(tmp_path)
+    begin(config, step=4)
+    record = tmp_path / "run/run.json"
+    record.write_text(record.read_text().replace('"seed": 0', '"seed": 1'))
+    assert find_resume_point(config).changes == () and "run.json is damaged: its hash is" in caplog.text
+
+
+def test_files_of_a_state_that_are_not_a_table_are_refused(tmp_path):
+    config = config_of(tmp_path)
+    begin(config, step=2)
+    begin(config, step=4)
+    state = tmp_path / "run/checkpoints/step_000004/state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"files": None}))
+    found = find_resume_point(config)
+    assert found.checkpoint and found.checkpoint.step == 2
+
+
+def test_a_run_continues_from_an_older_checkpoint_if_the_newest_is_damaged(tmp_path, caplog):
+    config = config_of(tmp_path)
+    for step in (4, 8):
+        begin(config, step=step)
+    shard = tmp_path / "run/checkpoints/step_000008/actor/shard"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    found = find_resume_point(config)
+    assert found.checkpoint and found.checkpoint.step == 4 and found.damaged == {8}
+    assert "step_000008: actor/shard is damaged" in caplog.text
+    branch = config_of(tmp_path, **{"resume": str(shard.parents[1]), "run.dir": f"{tmp_path}/second"})
+    with pytest.raises(
+        ValueError, match=r"step_000008: actor/shard is damaged: its hash is .*; use another checkpoint"
+    ):
+        find_resume_point(branch)
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_the_differing_sizes_are_named(tmp_path):

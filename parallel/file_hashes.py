@@ -1,0 +1,123 @@
+"""Hashes of files (xxh3, 128 bits), with which readers find files that are damaged, exchanged or missing.
+
+A folder that mrl writes has the file HASHES_FILE: name of each other file -> [size in bytes, hash]. JSON files that one process
+writes alone, such as run.json, contain the hash of their own text instead.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from parallel.durable_files import write_file
+
+type FileHash = tuple[int, str]  # (size in bytes, hash)
+
+HASHES_FILE = "mrl_hashes.json"
+MAX_THREADS = 16  # most files that are read at the same time
+_CHUNK_BYTES = 1 << 18  # fits into the cache of a core
+_SEAL = re.compile(r',\n "xxh3": "([0-9a-f]{32})"\n}\n\Z')  # end of a sealed JSON text
+
+
+def hash_stream(file: BinaryIO) -> FileHash:
+    """Return the number of bytes from the position of `file` to its end, and their hash."""
+    digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK_BYTES))
+    while count := file.readinto(buffer):  # type: ignore[missing-attribute]
+        digest.update(buffer[:count])
+        size += count
+    return size, digest.hexdigest()
+
+
+def hash_file(path: Path) -> FileHash:
+    """Return size and hash of a file."""
+    with path.open("rb", buffering=0) as file:
+        return hash_stream(file)  # type: ignore[bad-argument-type]
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileHash]:
+    """Return name -> (size, hash) of files in `folder`. Several files are read at the same time."""
+    names = list(names)
+    with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(names), os.cpu_count() or 1))) as pool:
+        return dict(zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True))
+
+
+def write_hashes(folder: Path, known: Mapping[str, FileHash], *, leave_out: str = "") -> None:
+    """Write HASHES_FILE. It has the hashes `known`, and those of all other files in `folder` except `leave_out`."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    missing = [name for name in names if name not in known and name not in (HASHES_FILE, leave_out)]
+    hashes = {**known, **hash_files(folder, missing)}
+    write_file(folder / HASHES_FILE, sealed_json({"files": dict(sorted(hashes.items()))}), durable=True)
+
+
+def read_hashes(folder: Path) -> dict[str, FileHash]:
+    """Return name -> (size, hash) from HASHES_FILE, or {} if there is no such file. Raises ValueError if it is damaged."""
+    path = folder / HASHES_FILE
+    if not path.is_file():
+        return {}
+    return {name: (size, digest) for name, (size, digest) in read_sealed_json(path)["files"].items()}
+
+
+def find_damage(folder: Path, hashes: Mapping[str, FileHash], *, content: bool = True) -> str | None:
+    """Return which file differs from its entry in `hashes`, and how; None if no file does.
+
+    The sizes of all files are compared first. Without `content`, the files are not read.
+    """
+    for name, (size, _) in hashes.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            return f"{name} {'is missing' if found is None else f'has {found} bytes'} but was written with {size} bytes"
+    if content:
+        for name, (_, digest) in hash_files(folder, hashes).items():
+            if digest != hashes[name][1]:
+                return f"{name} is damaged: its hash is {digest} but was {hashes[name][1]} when it was written"
+    return None
+
+
+def check_folder(folder: str | Path) -> None:
+    """Raise ValueError if a file in `folder` differs from HASHES_FILE. A folder without HASHES_FILE is not checked."""
+    folder = Path(folder)
+    if damage := find_damage(folder, read_hashes(folder)):
+        raise ValueError(
+            f"{folder}: {damage}. Copy or write the folder again; if you changed the file on purpose, remove {HASHES_FILE}."
+        )
+
+
+def sealed_json(content: Mapping[str, Any]) -> str:
+    """Return the JSON text of `content`, with the hash of the text as its last entry."""
+    assert content, "an empty object is never written"
+    body = json.dumps(content, indent=1).removesuffix("\n}")
+    return f'{body},\n "xxh3": "{_hash_text(body)}"\n}}\n'
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """Read a file with a text of `sealed_json`. Raises FileNotFoundError, and ValueError if the file is damaged."""
+    failed = partial(_damaged_json, path)
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise failed(str(error)) from None
+    if not text:
+        raise failed("it is empty")
+    seal = _SEAL.search(text)
+    if seal is None:
+        raise failed("its last line has no hash, so it is truncated or of an older version of mrl")
+    if seal[1] != (found := _hash_text(text[: seal.start()])):
+        raise failed(f"its hash is {found} but was {seal[1]} when it was written")
+    content = json.loads(text)
+    del content["xxh3"]
+    return content
+
+
+def _damaged_json(path: Path, cause: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {cause}.")
+
+
+def _hash_text(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -1,0 +1,59 @@
+"""Hashes of files: every damage to a folder or to a sealed JSON file is found, and the message names the file and the cause."""
+
+import json
+
+import pytest
+
+from parallel import checkpoint_writer, file_hashes
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a", "b", "empty"):
+        (tmp_path / name).write_text(name * 1000 if name != "empty" else "")
+    file_hashes.write_hashes(tmp_path, {})
+    return tmp_path
+
+
+DAMAGES = {
+    "a is missing but was written with 1000 bytes": lambda folder: (folder / "a").unlink(),
+    "a has 10 bytes but was written with 1000 bytes": lambda folder: (folder / "a").write_text("a" * 10),
+    "a is damaged: its hash is": lambda folder: (folder / "a").write_text("a" * 999 + "b"),
+    "empty has 1 bytes": lambda folder: (folder / "empty").write_text("x"),
+    "mrl_hashes.json is damaged": lambda folder: (folder / file_hashes.HASHES_FILE).write_text(""),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_file_of_a_folder_is_named(folder, message):
+    file_hashes.check_folder(folder)
+    DAMAGES[message](folder)
+    with pytest.raises(ValueError, match=message):
+        file_hashes.check_folder(folder)
+
+
+def test_files_that_were_added_later_and_folders_without_hashes_are_not_checked(folder):
+    (folder / "notes").write_text("mine")
+    file_hashes.check_folder(folder)
+    (folder / file_hashes.HASHES_FILE).unlink()
+    (folder / "a").write_text("changed")
+    file_hashes.check_folder(folder)
+
+
+def test_every_changed_bit_of_a_sealed_file_is_found(tmp_path):
+    path, content = tmp_path / "run.json", {"command": "train", "config": {"seed": 1, "lr": float("nan")}}
+    text = file_hashes.sealed_json(content)
+    path.write_text(text)
+    assert json.dumps(file_hashes.read_sealed_json(path)) == json.dumps(content)
+    for position in range(len(text) * 8):
+        damaged = bytearray(text.encode())
+        damaged[position // 8] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"run\.json is damaged: .*\.$"):
+            file_hashes.read_sealed_json(path)
+
+
+def test_the_writer_of_a_rank_hashes_its_files(tmp_path):
+    path = tmp_path / "rng_00000.safetensors"
+    written = checkpoint_writer._write_files([], None, {path: b"states"})
+    assert written == ([], {path.name: file_hashes.hash_file(path)})
