@@ -6,6 +6,7 @@ import sys
 COMMANDS = {
     "train": "train a model with RL (the default experiment runs on any machine)",
     "sft": "fine-tune a model on prompt/response rows",
+    "samples": "show sampled responses of a run with their rewards",
     "generate": "sample responses to a data set, into parquet files",
     "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
     "certify": "check that a parallel layout computes what one process computes",

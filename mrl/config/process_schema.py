@@ -144,6 +144,18 @@ class TrackingConfig:
     wandb: bool = key(True, "Whether to log to Weights & Biases. Without an API key it logs offline.")
     project: str = key("mrl", "Project in wandb.")
     group: str | None = key(None, "Group in wandb. A sweep sets it for all its runs.")
+    samples_per_step: int = key(
+        8,
+        "Number of responses of each step that run.dir/samples.jsonl keeps as text, for `mrl samples`. 0 keeps none.",
+        "responses",
+        least=0,
+    )
+    samples_every: int = key(
+        10,
+        "Number of steps after which the terminal shows the best and the worst response of the step. 0 shows none.",
+        "steps",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)

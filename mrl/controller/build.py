@@ -22,6 +22,7 @@ from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, r
 from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
+from mrl.core.sample_file import best_and_worst_text
 from mrl.core.types import Handle, Rollouts
 from mrl.diagnostics.parity import ParityCheck
 from mrl.diagnostics.replay import ReplayResult, StepReplay
@@ -188,7 +189,13 @@ def _sinks(config: Config, last_step: int) -> list[Sink]:
     evaluations = JsonlSink(folder / "eval.jsonl", evaluations=True, last_step=last_step or -1)
     curve = CurveSink(folder / "curve.png", title=run.name)
     curve.read_logs([folder / "metrics.jsonl", folder / "eval.jsonl"])
-    sinks: list[Sink] = [metrics, evaluations, ConsoleSink(config.trainer.max_steps, title=run.name), curve]
+    console = ConsoleSink(
+        config.trainer.max_steps,
+        title=run.name,
+        samples_every=config.tracking.samples_every,
+        read_samples=partial(best_and_worst_text, folder),
+    )
+    sinks: list[Sink] = [metrics, evaluations, console, curve]
     if config.tracking.wandb:
         names = dict(project=config.tracking.project, group=config.tracking.group, name=run.name)
         sinks.append(WandbSink(folder, **names, config=config_as_json(config)))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mrl.algorithms.filters import filter_values
 from mrl.algorithms.inputs import ScoredBatch
+from mrl.core.sample_file import SampleFile, TextSample, shortened, spread
 from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble_column
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
@@ -65,6 +66,7 @@ class RolloutWorker:
         self._scorer.start()  # starts the processes of the reward while the engines start
         self._scorer_lock = threading.Lock()  # the scoring thread and `evaluate` share the scorer
         self._log = RolloutLog(Path(spec.run_dir) / "rollout_log", spec.log_key)
+        self._sample_file = SampleFile(Path(spec.run_dir)) if spec.samples_per_step else None
         self._cache = CompletionCache(self._log.folder)
         if len(self._cache):
             logging.info("%d completions of an earlier process are used", len(self._cache))
@@ -188,6 +190,8 @@ class RolloutWorker:
         block, columns = to_block(groups), control_columns(groups)
         if self.spec.record:
             write_recording(Path(self.spec.run_dir) / "rollouts", step, block, **columns)
+        if self._sample_file:
+            self._sample_file.write(step + 1, text_samples(groups, self.spec.samples_per_step, self.train))
         self._collected = (to_scored_batch(groups), block.rollout_logprobs)
         numbers = taken.numbers or taken.filtered_numbers
         return Rollouts(
@@ -314,6 +318,28 @@ class RolloutWorker:
         self._pipeline.close()
         self.engines.close()
         self._scorer.close()
+
+
+def text_samples(groups: Sequence[Group], count: int, data: PromptDataset) -> list[TextSample]:
+    """Return `count` of the responses as text, best first. Their rewards cover the whole range."""
+    samples = [sample for group in groups for sample in group.samples]
+    chosen = [samples[index] for index in spread([sample.score.value for sample in samples], count)]
+    prompts = data.decode([sample.prompt for sample in chosen])
+    responses = data.decode([sample.trajectory.token_ids for sample in chosen])
+    return [
+        TextSample(
+            prompt=shortened(prompt),
+            response=shortened(response),
+            reward=float(sample.score.value),
+            row=int(sample.row),
+            weight_version=int(sample.trajectory.weight_version),
+            num_tokens=sample.trajectory.num_sampled,
+            truncated=bool(sample.trajectory.truncated),
+            parts={name: float(value) for name, value in sample.score.parts.items()},
+            failure=sample.score.failure,
+        )
+        for sample, prompt, response in zip(chosen, prompts, responses, strict=True)
+    ]
 
 
 def _reward_inputs(

@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from mrl.core import metrics as declared
@@ -27,12 +28,31 @@ class ConsoleSink:
     Every measured held-out accuracy is printed. At the end, the first and the last value are printed side by side.
     """
 
-    def __init__(self, total: int, *, title: str = "", every_s: float = 10.0, console: Any = None) -> None:
-        """`total` is the number of steps of the run."""
+    def __init__(
+        self,
+        total: int,
+        *,
+        title: str = "",
+        every_s: float = 10.0,
+        samples_every: int = 0,
+        read_samples: Callable[[int], str] | None = None,
+        console: Any = None,
+    ) -> None:
+        """Start the display.
+
+        Args:
+            total: number of steps of the run.
+            title: name of the run.
+            every_s: seconds between two lines without a terminal.
+            samples_every: number of steps after which sampled responses are shown; 0 shows none.
+            read_samples: returns the text of the sampled responses of a step, or "".
+            console: rich console. Default: standard output.
+        """
         from rich.console import Console  # slow, and most processes that import this module print nothing
 
         self.total, self.title, self.every_s = total, title, every_s
         self.console = console or Console(file=sys.stdout)
+        self._samples_every, self._read_samples = samples_every, read_samples
         self._evaluations: list[Metrics] = []
         self._latest: dict[str, float] = {}
         self._printed_s = float("-inf")  # time.monotonic() of the last progress line
@@ -50,6 +70,10 @@ class ConsoleSink:
             self._print_line(
                 f"step {step:>4}/{self.total}  {_format_headline(metrics)}  {_format_phases(metrics)}".rstrip()
             )
+
+        is_due = bool(self._samples_every) and "reward/mean" in metrics and step % self._samples_every == 0
+        if self._read_samples and is_due and (text := self._read_samples(step)):
+            self._print_line(text)
 
     def rewind(self, last_step: int, evaluated: bool) -> None:
         """Do nothing: the terminal shows repeated steps again."""

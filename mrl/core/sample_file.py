@@ -1,0 +1,124 @@
+"""The file samples.jsonl of a run directory: a few sampled responses of each step, as text with their rewards.
+
+The rollout log has all responses, but only of the steps since the last checkpoint. This file keeps a few responses of every step.
+`mrl samples` and the progress display read it, also while the run goes on.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from mrl.core.jsonl import JsonLinesFile, last_lines
+
+SAMPLES_FILE = "samples.jsonl"
+MAX_CHARACTERS = 4000  # of a prompt and of a response; from a longer text, the middle is left out
+ALL_STEPS = 1 << 62
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """One sampled response, as text."""
+
+    prompt: str
+    response: str
+    reward: float
+    row: int  # row of the data set
+    weight_version: int  # weight version that sampled the first token
+    num_tokens: int  # number of tokens that the policy sampled
+    truncated: bool  # whether the response was cut at the token limit
+    parts: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
+    failure: str | None = None  # why the response could not be scored; None: it was scored
+
+    def text(self) -> str:
+        """Return the sample as text for the terminal."""
+        notes = [f"row {self.row}", f"{self.num_tokens} tokens{', truncated' if self.truncated else ''}"]
+        notes.append(f"weight version {self.weight_version}")
+        notes += [f"{name} {value:.4g}" for name, value in self.parts.items()]
+        failure = f"\n  not scored: {self.failure}" if self.failure else ""
+        lines = [f"reward {self.reward:.4g}  ({', '.join(notes)}){failure}"]
+        lines += _indented("prompt", self.prompt) + _indented("response", self.response)
+        return "\n".join(lines)
+
+
+def _indented(title: str, text: str) -> list[str]:
+    """Return the lines of a text below its title. Control characters are escaped, so that they do not act on the terminal."""
+    lines = text.splitlines() or [""]
+    shown = ["".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line) for line in lines]
+    return [f"  {title}:", *(f"    {line}" for line in shown)]
+
+
+def shortened(text: str) -> str:
+    """Return a text of at most about MAX_CHARACTERS characters: its start and its end."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def spread(rewards: Sequence[float], count: int) -> list[int]:
+    """Return the indices of `count` responses whose rewards cover the whole range, best first.
+
+    The best and the worst response are always among them. Of responses with equal rewards, the first ones are taken.
+    """
+    order = sorted(range(len(rewards)), key=lambda index: (-rewards[index], index))
+    if count >= len(order):
+        return order
+    positions = [round(n * (len(order) - 1) / max(1, count - 1)) for n in range(count)]
+    return [order[position] for position in positions]
+
+
+class SampleFile:
+    """Appends the samples of each step. A step that is repeated replaces its samples and those of later steps."""
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / SAMPLES_FILE
+        self._last = max((step for step, _ in read_samples(run_dir)), default=0) if path.exists() else 0
+        self._lines = JsonLinesFile(path, ALL_STEPS)
+
+    def write(self, step: int, samples: Sequence[TextSample]) -> None:
+        """Write the samples of a step, best first."""
+        if step <= self._last:
+            self._lines.rewind(step - 1)
+        self._last = step
+        self._lines.write(step, {"samples": [asdict(sample) for sample in samples]})
+
+
+def read_samples(run_dir: Path) -> Iterator[tuple[int, list[TextSample]]]:
+    """Yield (step, samples of the step, best first). A line that is incomplete or damaged is left out.
+
+    Raises ValueError if the run directory has no samples.
+    """
+    path = run_dir / SAMPLES_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist: expected the run directory of `mrl train`, after its first step and with "
+            "tracking.samples_per_step above 0."
+        )
+    with path.open("rb") as file:
+        for line in file:
+            if (parsed := _parse(line)) is not None:
+                yield parsed
+
+
+def last_samples(run_dir: Path, step: int) -> list[TextSample]:
+    """Return the samples of a step if it is the last one in the file, otherwise []."""
+    parsed = [found for line in last_lines(run_dir / SAMPLES_FILE, 1) if (found := _parse(line))]
+    return parsed[0][1] if parsed and parsed[0][0] == step else []
+
+
+def best_and_worst_text(run_dir: Path, step: int) -> str:
+    """Return the best and the worst response of the last step as text. "" if the file does not have the step."""
+    samples = last_samples(run_dir, step)
+    titles = {"best": samples[:1], "worst": samples[1:][-1:]}
+    return "\n".join(f"{title} of step {step}: {one.text()}" for title, found in titles.items() for one in found)
+
+
+def _parse(line: bytes) -> tuple[int, list[TextSample]] | None:
+    try:
+        content: Any = orjson.loads(line)
+        return content["step"], [TextSample(**sample) for sample in content["samples"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None

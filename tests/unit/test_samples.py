@@ -1,0 +1,151 @@
+"""`mrl samples` and samples.jsonl: which responses of a step are kept, and how they are shown."""
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from sampled_groups import group
+
+from mrl import cli
+from mrl.core.sample_file import (
+    MAX_CHARACTERS,
+    SAMPLES_FILE,
+    SampleFile,
+    TextSample,
+    best_and_worst_text,
+    read_samples,
+    shortened,
+    spread,
+)
+from mrl.rewards.reward_types import Score
+from mrl.rollout.worker import text_samples
+from mrl.tracking.console import ConsoleSink
+
+
+def sample(reward, **fields):
+    return TextSample(
+        f"prompt of {reward}", f"response of {reward}", reward, 7, 3, 5, **({"truncated": False} | fields)
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Three steps; the responses of each step have the rewards step + 0.9, step + 0.5, step + 0.1."""
+    file = SampleFile(tmp_path)
+    for step in (1, 2, 3):
+        file.write(step, [sample(step + part) for part in (0.9, 0.5, 0.1)])
+    return tmp_path
+
+
+def rewards_shown(capsys):
+    return [float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("reward ")]
+
+
+@pytest.mark.parametrize(
+    "arguments, rewards",
+    [
+        ([], [3.9, 3.5, 3.1]),
+        (["--step", "2"], [2.9, 2.5, 2.1]),
+        (["--step", "2", "--worst", "-n", "1"], [2.1]),
+        (["--best", "-n", "2"], [3.9, 3.5]),
+        (["-n", "2"], [3.9, 3.1]),
+        (["--best", "--worst", "-n", "2"], [3.9, 3.1]),
+    ],
+)
+@pytest.mark.parametrize("form", ["{}", "run.dir={}"])
+def test_the_command_shows_the_chosen_responses(run_dir, capsys, arguments, rewards, form):
+    assert cli.main(["samples", form.format(run_dir), *arguments]) == 0
+    assert rewards_shown(capsys) == rewards
+
+
+def test_a_sample_is_shown_with_prompt_response_parts_truncation_and_weight_version(tmp_path, capsys):
+    shown = sample(0.25, truncated=True, parts={"format": 1.0}, failure="boxd is missing")
+    SampleFile(tmp_path).write(1, [shown])
+    assert cli.main(["samples", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "reward 0.25  (row 7, 5 tokens, truncated, weight version 3, format 1)",
+        "not scored: boxd is missing",
+    ):
+        assert text in out
+    assert "prompt:\n    prompt of 0.25\n  response:\n    response of 0.25\n" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--step", "9"], "--step 9: .* has samples of the steps 1 to 3"),
+        (["-n", "0"], "-n 0: expected 1 or more"),
+    ],
+)
+def test_a_step_that_is_not_there_is_one_line(run_dir, capsys, arguments, message):
+    assert cli.main(["samples", str(run_dir), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+def test_a_folder_without_samples_says_what_was_expected(tmp_path, capsys):
+    assert cli.main(["samples", str(tmp_path)]) == 2
+    assert "expected the run directory of `mrl train`" in capsys.readouterr().err
+
+
+def test_a_line_that_is_being_written_is_not_read(run_dir):
+    with (run_dir / SAMPLES_FILE).open("a") as file:
+        file.write('{"step": 4, "samples": [{"prom')
+    assert [step for step, _ in read_samples(run_dir)] == [1, 2, 3]
+
+
+def test_repeated_steps_replace_their_samples_also_after_a_restart(run_dir):
+    file = SampleFile(run_dir)
+    for _ in range(2):
+        file.write(2, [sample(0.0)])
+        assert [(step, len(found)) for step, found in read_samples(run_dir)] == [(1, 3), (2, 1)]
+        file.write(3, [sample(0.0)])
+
+
+def test_kept_responses_cover_the_range_of_rewards():
+    assert spread([0.1, 0.9, 0.5, 0.7, 0.3], 3) == [1, 2, 0]
+    assert spread([0.0, 1.0, 0.0], 8) == [1, 0, 2]
+    assert spread([0.0, 1.0], 1) == [1] and spread([], 3) == []
+
+
+def test_long_texts_keep_their_start_and_end():
+    text = shortened("a" * 5000 + "z" * 5000)
+    assert text.startswith("aaa") and text.endswith("zzz") and "[... 6000 characters ...]" in text
+    assert shortened("b" * MAX_CHARACTERS) == "b" * MAX_CHARACTERS
+
+
+def test_control_characters_of_a_response_do_not_act_on_the_terminal():
+    text = TextSample("p", "\x1b[2Jhidden\rshown\ttab", 0.0, 0, 0, 1, False).text()
+    assert "\x1b" not in text and r"\x1b[2Jhidden" in text and "shown\ttab" in text
+
+
+def test_the_rollout_worker_turns_groups_into_text():
+    groups = [group(4, Score(0.0), Score(1.0, parts={"exact": 1.0})), group(5, Score.failed("too slow"))]
+    data = SimpleNamespace(decode=lambda rows: [" ".join(map(str, row)) for row in rows])
+    best, worst = text_samples(groups, 2, data)
+    assert (best.reward, best.row, best.prompt, best.response) == (1.0, 4, "4 7", "100 101 102")
+    assert (best.parts, best.weight_version, best.num_tokens) == ({"exact": 1.0}, 3, 3)
+    assert worst.row == 5 and worst.failure == "too slow"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_terminal_shows_the_best_and_the_worst_response_every_few_steps(run_dir, terminal):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=200)
+    sink = ConsoleSink(
+        4, every_s=3600, samples_every=3, read_samples=lambda s: best_and_worst_text(run_dir, s), console=console
+    )
+    for step in (1, 2, 3, 4):
+        sink.log(step, {"reward/mean": 0.5})
+    sink.close()
+    text = screen.getvalue()
+    assert "best of step 3: reward 3.9" in text and "worst of step 3: reward 3.1" in text and "response of 3.1" in text
+    assert "of step 2" not in text and "reward 3.5" not in text
+
+
+def test_samples_of_another_step_are_not_shown(run_dir, tmp_path):
+    assert best_and_worst_text(run_dir, 2) == "", "the file has step 3 already"
+    assert best_and_worst_text(tmp_path / "none", 1) == ""
