@@ -4,20 +4,20 @@
 `requirements-gpu.txt` for clusters. A test fails if a version in a lock is outside its range.
 """
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 DEPENDENCIES = [
-    # Engines and models. These packages are updated together, because sglang needs exact versions of torch and transformers.
+    # Models. Packages of the extra `train` need exact versions of torch and transformers.
     "torch>=2.14,<2.15",
     "megatron-core>=0.19.2,<0.20",
-    "sglang>=0.5.23,<0.6",
     "transformers>=5.19,<6",
     "tokenizers>=0.23",
     "safetensors>=0.8",
     # The controller.
-    "ray[default]>=2.60,<3",
     "hydra-core>=1.3.8,<1.4",
     "omegaconf>=2.3.1,<2.4",
     "httpx>=0.28,<1",
@@ -43,10 +43,15 @@ DEPENDENCIES = [
     # Display of metrics.
     "matplotlib>=3.11,<4",
     "rich>=15",
-    "wandb>=0.31,<1",
 ]
 
 EXTRAS = {
+    # Runs need these packages. `mrl plan`, `mrl convert`, `mrl config` and `mrl data` do not.
+    "train": [
+        "sglang>=0.5.23,<0.6",
+        "ray[default]>=2.60,<3",
+        "wandb>=0.31,<1",
+    ],
     "gpu": ["transformer-engine[pytorch]>=2.20,<3"],
     "optuna": ["optuna>=5,<6"],  # needed by hydra/sweeper=optuna
     "dev": [
@@ -66,6 +71,25 @@ EXTRAS = {
     ],
 }
 
+INSTALLED_FILES = ["conf", "slurm", "requirements.txt", "requirements-gpu.txt"]
+"""Folders and files of the root that commands read at run time. See mrl/core/installation.py."""
+
+
+class BuildWithInstalledFiles(build_py):
+    """Build step that copies INSTALLED_FILES into the package mrl. An editable install reads them at the root of the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for name in INSTALLED_FILES:
+            source, target = Path(__file__).parent / name, Path(self.build_lib, "mrl", name)
+            if source.is_dir():
+                shutil.copytree(source, target, dirs_exist_ok=True)
+            else:
+                self.copy_file(str(source), str(target))
+
+
 setup(
     name="mrl",
     version="0.1.0",
@@ -84,9 +108,10 @@ setup(
     ],
     python_requires=">=3.12,<3.13",
     # With {"": "."}, an editable install is one line in a .pth file. Python then prefers our package `models` to a folder
-    # `models/` in the working directory. `include` keeps tests, conf and outputs out of a wheel.
+    # `models/` in the working directory. `include` keeps tests and outputs out of a wheel.
     package_dir={"": "."},
     packages=find_packages(".", include=["mrl*", "parallel*", "models*"]),
+    cmdclass={"build_py": BuildWithInstalledFiles},
     package_data={package: ["py.typed"] for package in ("mrl", "models", "parallel")},
     install_requires=DEPENDENCIES,
     extras_require=EXTRAS,

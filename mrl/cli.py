@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 
 COMMANDS = {
     "train": "train a model with RL (the default experiment runs on any machine)",
@@ -19,6 +21,26 @@ COMMANDS = {
 }
 
 
+TRAIN_PACKAGES = {
+    "train": ("ray", "sglang"),
+    "sft": ("ray",),
+    "certify": ("ray",),
+    "replay": ("ray",),
+    "generate": ("sglang",),
+    "evaluate": ("sglang",),
+}
+"""Command -> packages of the extra `train` that it needs. Other commands run without this extra."""
+ENGINE_FREE = ("evaluate.input=", "rollout.engine_urls=")
+"""Beginnings of arguments with which `mrl generate` and `mrl evaluate` start no engine."""
+
+
+def missing_packages(command: str, arguments: Sequence[str]) -> list[str]:
+    """Return the packages that a command needs and that are not installed."""
+    if command in ("generate", "evaluate") and any(word.startswith(ENGINE_FREE) for word in arguments):
+        return []
+    return [name for name in TRAIN_PACKAGES.get(command, ()) if find_spec(name) is None]
+
+
 def usage() -> str:
     """Return the text of `mrl --help`."""
     width = max(map(len, COMMANDS))
@@ -34,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
         sys.stderr.write(f"mrl: unknown command {argv[0]!r}; expected one of {', '.join(COMMANDS)}\n")
+        return 2
+    if missing := missing_packages(argv[0], argv[1:]):
+        sys.stderr.write(f"mrl {argv[0]}: not installed: {', '.join(missing)}; run pip install 'mrl[train]'\n")
         return 2
     command = importlib.import_module(f"mrl.commands.{argv[0]}")  # imports only what this command needs
     return command.main(argv[1:])

@@ -45,8 +45,8 @@ start_ray() {
     MRL_HEAD_PORT=$port address=$MRL_HEAD_IP:$port
     [ "${SLURM_HET_SIZE:-1}" = 1 ] || first=(--het-group=0)
     on_head=("${step[@]}" "${first[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME")
-    joined=("${on_head[@]}" "${inside[@]}" "$python" -m mrl.placement.ray_cluster "$address")
-    on_all_nodes --no-kill --output="$run_dir/logs/ray_%N.log" bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" node &
+    joined=("${on_head[@]}" "${inside[@]}" "$python" -P -m mrl.placement.ray_cluster "$address")
+    on_all_nodes --no-kill --output="$run_dir/logs/ray_%N.log" bash "$MRL_SCRIPTS/ray_cluster.sh" node &
     ray=$!
 }
 
@@ -76,7 +76,7 @@ node() {
     local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role stopping= end=$((SECONDS + MRL_JOIN_S))
     ray=
     trap on_signal USR1 TERM
-    (setsid bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" guard $$ "$tmp" </dev/null >/dev/null 2>&1 &)
+    (setsid bash "$MRL_SCRIPTS/ray_cluster.sh" guard $$ "$tmp" </dev/null >/dev/null 2>&1 &)
     if [ "$SLURMD_NODENAME" = "$MRL_HEAD" ]; then
         port=$MRL_HEAD_PORT
         role=(--head --port="$port" --node-ip-address="$MRL_HEAD_IP" --include-dashboard=false --ray-client-server-port=$((port + 2)))
@@ -105,7 +105,7 @@ ray_node() {
     rm -rf "$tmp"
     mkdir -m 700 "$tmp" || return 1 # other users must not read the logs, or use the sockets
     # shellcheck disable=SC2086
-    MRL_RAY_OF=$MRL_JOB "${inside[@]}" "$python" -m ray.scripts.scripts start "${role[@]}" --block --temp-dir="$tmp" \
+    MRL_RAY_OF=$MRL_JOB "${inside[@]}" "$python" -P -m ray.scripts.scripts start "${role[@]}" --block --temp-dir="$tmp" \
         --node-name="$SLURMD_NODENAME" --num-gpus="$gpus" --num-cpus=$((gpus ? gpus : SLURM_CPUS_ON_NODE)) \
         --node-manager-port=$((port + 1)) --object-manager-port=$((port + 3)) --runtime-env-agent-port=$((port + 4)) \
         --dashboard-agent-grpc-port=$((port + 5)) --dashboard-agent-listen-port=$((port + 6)) \
@@ -149,7 +149,7 @@ guard() {
 case ${1:-} in
     node)
         # shellcheck source=env.sh
-        source "$MRL_CHECKOUT/slurm/env.sh"
+        source "$MRL_SCRIPTS/env.sh"
         node
         ;;
     guard) guard "$2" "$3" ;;

@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from omegaconf import OmegaConf
 
-from mrl.config.hydra_entry import CONF
 from mrl.config.schema import Config
 from mrl.config.validate import RENAMED_KEYS, bounds_text, section_type
+from mrl.core.installation import CONF
 from mrl.core.metrics import METRICS
 
 USAGE = """usage: mrl config [WORD ...] [--markdown | --metrics]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mrl.core.installation import add_working_directory
 from mrl.doctor.examine import CHECKS, DoctorReport, ExamineOptions, examine_host, examine_hosts
 from mrl.doctor.findings import exit_status, print_findings, summarize, to_json
 from mrl.doctor.host_facts import Requirements
@@ -70,7 +71,7 @@ def read_requirements(keys: Sequence[str]) -> Requirements | None:
 
     try:
         overrides = hydra_entry.check_overrides(hydra_entry.add_default_experiment(list(keys)))
-        sys.path.append(os.getcwd())  # finds a user's own rewards and losses, as mrl train does
+        add_working_directory()  # finds a user's own rewards and losses, as mrl train does
         return requirements_of(hydra_entry.compose_config(overrides))
     except ValueError as error:
         return Requirements(mistakes=[str(error)])

@@ -33,10 +33,8 @@ from mrl.config.validate import (
     type_error_message,
     unknown_key_message,
 )
+from mrl.core.installation import CONF, add_working_directory
 from mrl.core.run_errors import StartError, set_wait_check
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
-"""Folder of the config groups."""
 
 NO_OUTPUT_FILES = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
 """Overrides for commands that only print, so that Hydra writes no files."""
@@ -85,13 +83,9 @@ def prepare_arguments(argv: Sequence[str]) -> list[str]:
 
     Raises ValueError for a wrong argument, or if the engine key has characters that an HTTP header cannot contain.
     """
-    if not CONF.is_dir():
-        raise ValueError(f"the config folder {CONF} is missing; install with `pip install -e .` from a checkout.")
     engine_key()
     arguments = check_overrides(add_default_experiment(list(argv)))
-    if os.getcwd() not in sys.path:
-        # For plug-ins of the user. This is the last folder, so that modules in it never hide modules of mrl.
-        sys.path.append(os.getcwd())
+    add_working_directory()  # finds a user's own rewards, losses and agents
     return arguments
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mrl.doctor.gather.host_probe import CHECKOUT
+from mrl.core.installation import python_path
 from mrl.doctor.host_facts import CollectiveResult
 
 START_TIMEOUT_S = 60.0  # time for a child process to import torch from a slow disk
@@ -78,7 +78,7 @@ def run_ranks(plan: CollectivePlan, ranks: Sequence[int], timeout_s: float) -> l
 
     `timeout_s`: time for all all-reduces together, in addition to START_TIMEOUT_S for the start of the processes.
     """
-    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     if plan.single_host:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="mrl-doctor-") as folder, contextlib.ExitStack() as stack:
@@ -86,12 +86,11 @@ def run_ranks(plan: CollectivePlan, ranks: Sequence[int], timeout_s: float) -> l
         for device, rank in enumerate(ranks):
             spec = RankSpec(rank, len(plan.hosts), plan.address, plan.port, device, timeout_s, plan.groups)
             children[rank] = subprocess.Popen(
-                [sys.executable, "-m", "mrl.doctor.collective_probe", json.dumps(asdict(spec))],
+                [sys.executable, "-P", "-m", "mrl.doctor.collective_probe", json.dumps(asdict(spec))],
                 stdout=stack.enter_context(Path(folder, f"{rank}.out").open("wb")),
                 stderr=stack.enter_context(Path(folder, f"{rank}.err").open("wb")),
                 stdin=subprocess.DEVNULL,
                 env=environment,
-                cwd=CHECKOUT,
                 start_new_session=True,
             )
             stack.callback(_kill, children[rank])

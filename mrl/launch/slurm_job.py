@@ -15,10 +15,11 @@ import psutil
 
 from mrl.config.hydra_entry import format_override, is_override_to, override_key
 from mrl.config.process_schema import ClusterConfig
+from mrl.core.installation import IS_CHECKOUT, PACKAGE_ROOT, SLURM
 
-CHECKOUT = Path(__file__).resolve().parents[2]  # folder of the checkout that this code is in
 SCRIPT = "job.sbatch"  # name of the batch script in the run directory
 SETTINGS = (
+    "SCRIPTS",  # folder with the Slurm scripts, such as a changed copy of slurm/
     "CONTAINER",  # image in which the processes run
     "MOUNTS",  # additional folders that the container mounts
     "PYTHON",  # Python interpreter on the nodes
@@ -60,7 +61,7 @@ class Job:
             "\n#SBATCH hetjob\n".join(parts),
             "",
             *exports,
-            f'exec "$MRL_CHECKOUT/slurm/train.sbatch" \\\n    {arguments}',
+            f'exec "$MRL_SCRIPTS/train.sbatch" \\\n    {arguments}',
         ]
         return "\n".join(lines) + "\n"
 
@@ -197,7 +198,10 @@ def _job_environment() -> dict[str, str]:
     settings = {f"MRL_{name}": os.environ.get(f"MRL_{name}", "") for name in SETTINGS}
     if not settings["MRL_CONTAINER"]:
         settings["MRL_PYTHON"] = settings["MRL_PYTHON"] or sys.executable
-    return {"MRL_CHECKOUT": str(CHECKOUT)} | {name: value for name, value in settings.items() if value}
+    settings["MRL_SCRIPTS"] = settings["MRL_SCRIPTS"] or str(SLURM)
+    return {"MRL_CHECKOUT": str(PACKAGE_ROOT) if IS_CHECKOUT else ""} | {
+        name: value for name, value in settings.items() if value
+    }
 
 
 def _job_arguments(overrides: Sequence[str]) -> list[str]:

@@ -103,7 +103,7 @@ class _ChildWatcher:
         start = time.monotonic()
         read_end, write_end = os.pipe()
         self.child = subprocess.Popen(
-            [sys.executable, "-c", _RUN_CHILD, module, *argv],
+            [sys.executable, "-P", "-c", _RUN_CHILD, module, *argv],
             env=os.environ | {PIPE_VARIABLE: str(write_end)},
             pass_fds=[write_end],
             preexec_fn=end_with_parent,

@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import ray_constants  # private: Ray has no public way to bind a local cluster to loopback
+from ray.job_config import JobConfig
 
 from mrl.config.secrets import ENGINE_KEY, engine_key
+from mrl.core.installation import WORKING_DIRECTORY, python_path
 from mrl.core.run_errors import ProcessesLostError
 from mrl.placement.ray_folder import private_ray_folder
 
@@ -29,6 +30,16 @@ from mrl.placement.ray_folder import private_ray_folder
 PROCESS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 PROCESS_ENV |= {"SPT_NOENV": "1"}
 POLL_INTERVAL_S = 0.5  # missing_nodes waits this long between two reads of the list of nodes
+
+
+class _RunJobConfig(JobConfig):
+    """Job config with which Ray does not put the driver's working directory in front of the `sys.path` of worker processes.
+
+    There, a user's module such as `parallel.py` would hide a package of mrl. Importing mrl appends the folder at the end instead.
+    """
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
 
 
 @contextmanager
@@ -45,17 +56,21 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     quiet: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     if address:
-        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = PROCESS_ENV | {"PYTHONPATH": os.pathsep.join(paths)}
+        env = PROCESS_ENV | {"PYTHONPATH": python_path(), WORKING_DIRECTORY: os.getcwd()}
         # A function sets the key in each worker process: a variable in `env_vars` would appear in Ray's logs.
-        ray.init(address=address, runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()}, **quiet)
+        ray.init(
+            address=address,
+            runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()},
+            job_config=_RunJobConfig(),
+            **quiet,
+        )
     else:
         os.environ.update(PROCESS_ENV)  # every process of a local cluster inherits these variables
         _restrict_to_loopback()
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
         plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2, _temp_dir=str(private_ray_folder()))
         try:
-            ray.init(address="local", num_cpus=num_slots, **plain, **quiet)
+            ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **quiet)
         except ValueError:
             raise
         except Exception as error:  # Ray raises a bare Exception

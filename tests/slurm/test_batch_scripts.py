@@ -11,6 +11,7 @@ WITHIN_S = 180
 
 PYTHON = """#!{python} -S
 import os, signal, socket, subprocess, sys, time
+assert sys.argv.pop(1) == "-P"
 module, here = sys.argv[2], os.environ["SLURMD_NODENAME"]
 note = os.environ["NOTES"] + "/" + os.environ["MRL_JOB"] + "."
 if module == "ray.scripts.scripts":

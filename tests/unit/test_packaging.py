@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mrl", "models", "parallel")
 LOCKS = ("requirements.txt", "requirements-gpu.txt")
 OF_EXTRAS = {"transformer_engine", "optuna"}  # declared in the extras `gpu` and `optuna`
-TESTED = ("dev", "optuna")  # extras that both locks hold
+TESTED = ("train", "dev", "optuna")  # extras that both locks hold
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,8 @@ def applies(requirement, extras):
 
 def test_every_import_is_a_dependency_that_setup_py_declares(setup_arguments):
     providers = packages_distributions()
-    declared = {canonicalize_name(Requirement(line).name) for line in setup_arguments["install_requires"]}
+    lines = [*setup_arguments["install_requires"], *setup_arguments["extras_require"]["train"]]
+    declared = {canonicalize_name(Requirement(line).name) for line in lines}
     undeclared = {}
     for file in source_files():
         for name in set(imported_names(file)) - set(PACKAGES) - sys.stdlib_module_names - OF_EXTRAS:

@@ -13,6 +13,7 @@ from mrl.config import hydra_entry
 from mrl.config.process_schema import ClusterConfig
 from mrl.config.schema import Config
 from mrl.config.validate import check_cluster
+from mrl.core.installation import PACKAGE_ROOT, SLURM
 from mrl.launch import slurm_job
 from mrl.placement.ray_cluster import missing_nodes
 from mrl.placement.resource_pools import gpus_of_nodes
@@ -90,7 +91,7 @@ def test_the_job_calls_the_command_with_the_very_arguments(tmp_path, monkeypatch
         f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
     )
     target.chmod(0o755)
-    monkeypatch.setattr(slurm_job, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(slurm_job, "SLURM", tmp_path / "slurm")
     monkeypatch.setenv("MRL_MOUNTS", "/data,/my scratch")
     monkeypatch.delenv("MRL_CONTAINER", raising=False)
     script = slurm_job.write_script(job(tmp_path / "run", ODD))
@@ -98,7 +99,11 @@ def test_the_job_calls_the_command_with_the_very_arguments(tmp_path, monkeypatch
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=plain, check=True, timeout=60)
     arguments, env = json.loads(done.stdout)
     assert arguments == [*ODD, f"run.dir={tmp_path / 'run'}"]
-    assert env["MRL_CHECKOUT"] == str(tmp_path) and env["MRL_PYTHON"] == sys.executable
+    assert (
+        env["MRL_SCRIPTS"] == str(tmp_path / "slurm")
+        and env["MRL_CHECKOUT"] == str(PACKAGE_ROOT)
+        and env["MRL_PYTHON"] == sys.executable
+    )
     assert env["MRL_MOUNTS"] == "/data,/my scratch"
 
 
@@ -109,7 +114,7 @@ def test_in_a_container_python_is_its_own(monkeypatch):
 
 
 def test_every_setting_of_a_job_is_written_into_its_script():
-    text = (slurm_job.CHECKOUT / "slurm/env.sh").read_text()
+    text = (SLURM / "env.sh").read_text()
     assert set(re.findall(r'^: "\$\{MRL_(\w+):=', text, re.MULTILINE)) - {"CHECKOUT"} == set(slurm_job.SETTINGS)
 
 

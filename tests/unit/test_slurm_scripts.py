@@ -51,6 +51,7 @@ SLEEP = '#!/bin/sh\n[ "$1" = 60 ] || exec /bin/sleep "$@"\n'  # that of a script
 APPTAINER = '#!/usr/bin/env bash\necho "apptainer $*" >>"$FAKE/calls"\nshift 5\nexec "$@"\n'
 PYTHON = """#!{python}
 import json, os, signal, socket, subprocess, sys, time
+assert sys.argv.pop(1) == "-P", "modules in the working directory do not hide those of mrl"
 fake, module = os.environ["FAKE"], sys.argv[2]
 with open(f"{{fake}}/started", "a") as file:
     names = ("SLURMD_NODENAME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG_FILE")
@@ -364,7 +365,7 @@ def test_one_variable_runs_every_process_in_an_apptainer_image(batch, tmp_path):
     assert job.end() == 0, job.said
     inside = [call for call in job.calls if call.startswith("apptainer")]
     assert len(inside) == 6, "the doctor and Ray on two nodes, the look at them, and the run"
-    folders = [f"{folder}:{folder}" for folder in (SLURM.parent, tmp_path, tmp_path / "mine", "/tmp", "/data")]
+    folders = [f"{folder}:{folder}" for folder in (SLURM.parent, SLURM, tmp_path, tmp_path / "mine", "/tmp", "/data")]
     binds = ",".join([*folders, "/scratch:/s"])
     assert all(call.startswith(f"apptainer exec --nv --bind {binds} /images/mrl.sif ") for call in inside)
 
@@ -373,5 +374,5 @@ def test_any_other_image_runs_with_pyxis(batch, tmp_path):
     job = batch("run.dir=mine", MRL_CONTAINER="ghcr.io#me/mrl:1")
     assert job.end() == 0, job.said
     steps = [call for call in job.calls if call.startswith("srun")]
-    mounts = f"--container-mounts={SLURM.parent}:{SLURM.parent},{tmp_path}:{tmp_path},{tmp_path}/mine:{tmp_path}/mine,/tmp:/tmp"
+    mounts = f"--container-mounts={SLURM.parent}:{SLURM.parent},{SLURM}:{SLURM},{tmp_path}:{tmp_path},{tmp_path}/mine:{tmp_path}/mine,/tmp:/tmp"
     assert len(steps) == 4 and all(f"--container-image=ghcr.io#me/mrl:1 {mounts}" in call for call in steps)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
+from mrl.core.installation import DATA_ROOT, PACKAGE_ROOT
 from mrl.doctor.host_facts import FolderFacts, ProcessorAndMemory, RayToken, SoftwareFacts
 
-CHECKOUT = Path(__file__).resolve().parents[3]  # root of the repository
 CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
 # packages whose tested versions are in the lock files
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
@@ -158,28 +158,28 @@ def _digest(text: str) -> str:
     return hashlib.sha256(b"mrl doctor" + text.encode()).hexdigest()[:6]
 
 
-def read_pins(lock: str, checkout: Path = CHECKOUT) -> dict[str, str]:
-    """Read the versions in a lock file: package -> version. Returns {} if there is no such file, as in an installed wheel."""
-    path = checkout / lock
+def read_pins(lock: str, folder: Path = DATA_ROOT) -> dict[str, str]:
+    """Read the versions in a lock file: package -> version. Returns {} if there is no such file."""
+    path = folder / lock
     return {name.lower(): version for name, version in _PIN.findall(path.read_text())} if path.is_file() else {}
 
 
-def locked_versions(gpu: bool, checkout: Path = CHECKOUT) -> dict[str, str]:
+def locked_versions(gpu: bool, folder: Path = DATA_ROOT) -> dict[str, str]:
     """Return the tested versions for hosts with or without GPUs: package -> version."""
-    pins = read_pins(GPU_LOCK if gpu else CPU_LOCK, checkout)
+    pins = read_pins(GPU_LOCK if gpu else CPU_LOCK, folder)
     return {name: pins[name] for name in (TESTED_GPU if gpu else TESTED) if name in pins}
 
 
-def locked_cuda(checkout: Path = CHECKOUT) -> tuple[int, int]:
+def locked_cuda(folder: Path = DATA_ROOT) -> tuple[int, int]:
     """Return the version (major, minor) of the CUDA runtime in the lock file; (0, 0) if there is no lock file."""
-    major, minor, *_ = read_pins(GPU_LOCK, checkout).get(CUDA_RUNTIME, "0.0").split(".")
+    major, minor, *_ = read_pins(GPU_LOCK, folder).get(CUDA_RUNTIME, "0.0").split(".")
     return int(major), int(minor)
 
 
-def read_software(checkout: Path = CHECKOUT) -> SoftwareFacts:
+def read_software(package_root: Path = PACKAGE_ROOT) -> SoftwareFacts:
     """Read the versions of Python and the tested packages, and a checksum of mrl's code, without importing the packages."""
     packages = {name: _installed_version(name) for name in TESTED_GPU}
-    return SoftwareFacts(platform.python_version(), packages, source_checksum(checkout), foreign_apex())
+    return SoftwareFacts(platform.python_version(), packages, source_checksum(package_root), foreign_apex())
 
 
 def _installed_version(name: str) -> str | None:
@@ -197,12 +197,12 @@ def foreign_apex() -> str | None:
     return str(folders[0]) if folders and not is_nvidia else None
 
 
-def source_checksum(checkout: Path) -> str:
+def source_checksum(package_root: Path) -> str:
     """Return a checksum over names and contents of the source files of mrl, models and parallel."""
     checksum = hashlib.sha256()
     for package in ("mrl", "models", "parallel"):
-        for path in sorted((checkout / package).rglob("*.py")):
-            checksum.update(str(path.relative_to(checkout)).encode() + b"\0" + path.read_bytes())
+        for path in sorted((package_root / package).rglob("*.py")):
+            checksum.update(str(path.relative_to(package_root)).encode() + b"\0" + path.read_bytes())
     return checksum.hexdigest()[:16]
 
 

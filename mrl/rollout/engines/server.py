@@ -78,7 +78,7 @@ class EngineServer:
         # The file contains the API key. Only this user can read the directory.
         arguments.write_text(json.dumps(self.server_args | {"api_key": engine_key()}))
         spec = dict(
-            command=[sys.executable, "-m", "mrl.rollout.engines.launch_sglang", str(arguments)],
+            command=[sys.executable, "-P", "-m", "mrl.rollout.engines.launch_sglang", str(arguments)],
             env=self._environment(self._scratch.path),
             cwd=os.getcwd(),
             scratch=str(self._scratch.path),

@@ -1,0 +1,76 @@
+"""A wheel of this repository, installed into an environment that finds all other packages in the environment of the tests."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BUILD = "import setuptools.build_meta as backend, sys; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+SITE_PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+TIMEOUT_S = 300
+
+
+def copy_sources(folder: Path) -> Path:
+    """Copy the files of the repository, as `git clone` would, and return the copy. A build writes files beside its sources."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, check=True).stdout.decode().split("\0")
+    for name in filter(None, names):
+        source = REPOSITORY / name
+        if source.is_file() and not name.startswith(("tests/", "docs/", "benchmarks/")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(source.read_bytes())
+            (folder / name).chmod(source.stat().st_mode)
+    return folder
+
+
+def build(kind: str, sources: Path, folder: Path) -> Path:
+    """Build a distribution with setuptools, as `pip wheel` does. `kind`: build_wheel or build_sdist."""
+    command = [sys.executable, "-c", BUILD, kind, str(folder)]
+    done = subprocess.run(command, cwd=sources, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+@dataclass(frozen=True)
+class InstalledPackage:
+    """An environment in which the wheel is installed."""
+
+    python: Path
+
+    @property
+    def site_packages(self) -> Path:
+        return self.python.parents[1] / SITE_PACKAGES
+
+    def run(self, *arguments: str, cwd: Path, timeout_s: float = TIMEOUT_S, **variables: str):
+        """Run `mrl` with these arguments in `cwd`, and return the finished process. `variables`: environment variables."""
+        return run_mrl(self.python, arguments, cwd, timeout_s, variables)
+
+
+def run_mrl(python: Path, arguments, cwd: Path, timeout_s: float, variables: Mapping[str, str]):
+    """Run the console script `mrl` of an environment."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MRL_"))}
+    command = [str(python.with_name("mrl")), *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=plain | variables, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def install(wheel: Path, folder: Path) -> InstalledPackage:
+    """Make an environment in `folder` and unpack the wheel into it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=TIMEOUT_S)
+    made = InstalledPackage(folder / "bin/python")
+    with zipfile.ZipFile(wheel) as content:
+        for name in content.infolist():
+            path = Path(content.extract(name, made.site_packages))
+            path.chmod(0o644 | (name.external_attr >> 16) & 0o111)
+    # A folder in a .pth file is added to sys.path, but .pth files in this folder, such as that of an editable mrl, are not read.
+    (made.site_packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    script = folder / "bin/mrl"
+    script.write_text(f"#!{made.python}\nimport sys\nfrom mrl.cli import main\nsys.exit(main())\n")
+    script.chmod(0o755)
+    return made

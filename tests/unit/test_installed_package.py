@@ -1,0 +1,88 @@
+"""The package mrl as a user installs it: a wheel in an environment of its own, with commands that start in any folder."""
+
+import re
+import shlex
+import sysconfig
+import tarfile
+from pathlib import Path
+
+import pytest
+from installed_package import REPOSITORY, build, copy_sources, install
+
+INSTALLED = ("conf", "slurm")
+LIGHT = re.compile(r"(?i)(ray|sglang|wandb)([-_.].*)?$|__editable__.*|mrl-.*")
+"""Names in site-packages that an environment without the extra `train` does not have."""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel that is built from a source distribution, as `uv build` does."""
+    folder = tmp_path_factory.mktemp("build")
+    archive = build("build_sdist", copy_sources(folder / "sources"), folder)
+    with tarfile.open(archive) as content:
+        content.extractall(folder / "unpacked", filter="data")
+    return build("build_wheel", next((folder / "unpacked").iterdir()), folder)
+
+
+@pytest.fixture(scope="module")
+def package(wheel, tmp_path_factory):
+    return install(wheel, tmp_path_factory.mktemp("installed"))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_installed_package_has_all_files_that_commands_read(package):
+    installed = package.site_packages / "mrl"
+    for name in INSTALLED:
+        assert files_of(REPOSITORY / name) == files_of(installed / name)
+    for lock in ("requirements.txt", "requirements-gpu.txt"):
+        assert (installed / lock).read_bytes() == (REPOSITORY / lock).read_bytes()
+    assert (installed / "slurm/train.sbatch").stat().st_mode & 0o111, "sbatch's script starts it"
+
+
+def test_a_slurm_job_of_an_installed_package_uses_its_scripts_and_its_arguments_compose_again(package, tmp_path):
+    keys = ["cluster.nodes=1", "cluster.gpus_per_node=0", "optim.lr=0.125"]
+    done = package.run("train", "cluster=slurm", "cluster.dry_run=true", *keys, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    exports, _, call = done.stdout.partition("\nexec ")
+    assert f"export MRL_SCRIPTS={package.site_packages}/mrl/slurm" in exports
+    assert "export MRL_CHECKOUT=''" in exports and f"export MRL_PYTHON={package.python}" in exports
+    script, *arguments = shlex.split(call.replace("\\\n", ""))
+    assert script == "$MRL_SCRIPTS/train.sbatch"
+    again = package.run("train", *arguments, "--cfg", "job", cwd=tmp_path)
+    assert again.returncode == 0 and "lr: 0.125" in again.stdout, again.stderr
+
+
+@pytest.fixture(scope="module")
+def light(wheel, tmp_path_factory):
+    """The package in an environment without the extra `train`."""
+    made = install(wheel, tmp_path_factory.mktemp("light"))
+    packages = tmp_path_factory.mktemp("packages")
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not LIGHT.match(path.name):
+            (packages / path.name).symlink_to(path)
+    (made.site_packages / "tests.pth").write_text(f"{packages}\n")
+    return made
+
+
+def test_a_run_without_the_extra_train_is_an_error_in_one_line(light, tmp_path):
+    done = light.run("train", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "mrl train: not installed: ray, sglang; run pip install 'mrl[train]'\n"
+
+
+def test_planning_needs_neither_ray_nor_sglang(light, tmp_path):
+    done = light.run("plan", "experiment=quickstart", cwd=tmp_path)
+    assert done.returncode == 0 and "GPU memory is unknown" in done.stdout, done.stderr
+
+
+@pytest.mark.extended
+def test_a_conversion_needs_neither_ray_nor_sglang(light, tmp_path):
+    assert light.run("plan", "experiment=quickstart", cwd=tmp_path).returncode == 0  # makes the model
+    model = "model.path=outputs/quickstart/inputs/model"
+    done = light.run("convert", "to-megatron", model, "output=converted", cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "converted/metadata.json").exists(), done.stderr
+    done = light.run("convert", "check", model, "checkpoint=converted", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
