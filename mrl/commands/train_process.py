@@ -9,6 +9,7 @@ from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import build
 from mrl.controller.memory_check import plan_fitting_run
+from mrl.controller.rehearsal import rehearse
 from mrl.controller.trainer import TrainingResult
 from mrl.core.run_errors import (
     REQUEUE_STATUS,
@@ -37,6 +38,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
         with PreemptionHandler() as preemption:
             with hydra_entry.exit_on_user_error():
                 plan = plan_fitting_run(config)
+                rehearse(plan)
             with build.trainer(plan, preemption) as trainer:
                 result = trainer.fit()
     except PreemptedError as reason:
@@ -59,7 +61,9 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
 def _submit(config: Config, overrides: Sequence[str]) -> None:
     """Check everything that needs no GPU, then submit the Slurm job. With cluster.dry_run, print the script instead."""
     with hydra_entry.exit_on_user_error():
-        cluster = with_node_count(config.cluster, plan_fitting_run(config).pools)
+        plan = plan_fitting_run(config)
+        rehearse(plan)
+        cluster = with_node_count(config.cluster, plan.pools)
         job = slurm_job.make_job(cluster, config.run.name, Path(config.run.dir).resolve(), overrides)
         text = job.script if config.cluster.dry_run else slurm_job.submission_message(job, slurm_job.submit(job))
     sys.stdout.write(text)

@@ -1,5 +1,6 @@
 """Entry point of all commands that take config keys: Hydra composes the config from conf/ and from the command line."""
 
+import logging
 import os
 import re
 import shutil
@@ -33,8 +34,11 @@ from mrl.config.validate import (
     type_error_message,
     unknown_key_message,
 )
+from mrl.core.error_report import report_error
 from mrl.core.installation import CONF, add_working_directory
 from mrl.core.run_errors import StartError, set_wait_check
+
+logger = logging.getLogger(__name__)
 
 NO_OUTPUT_FILES = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
 """Overrides for commands that only print, so that Hydra writes no files."""
@@ -69,13 +73,21 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
         with exit_on_user_error():
             _run_hydra(arguments, task)
         for config in configs:  # called here and not in `task`, so that a traceback has no frames of Hydra
-            job(config)
-    except StartError as error:  # raised after all processes have ended
-        exit_with_error(error)
+            _run_job(job, config)
     except KeyboardInterrupt:  # the context managers on the stack have already ended all processes
         sys.stderr.write("mrl: interrupted\n")
         return 128 + signal.SIGINT
     return 0
+
+
+def _run_job(job: Callable[[Config], Any], config: Config) -> None:
+    """Call `job`. If it raises an exception, report the error, and end the process with status 1, or 2 for a StartError."""
+    logging.raiseExceptions = False  # a full disk must not fill the terminal with tracebacks of logging
+    try:
+        job(config)
+    except Exception as error:  # all processes of the run have ended
+        sys.stderr.write(f"mrl: {report_error(error, Path(config.run.dir))}\n")
+        raise SystemExit(2 if isinstance(error, StartError) else 1) from None
 
 
 def prepare_arguments(argv: Sequence[str]) -> list[str]:
@@ -164,6 +176,8 @@ def exit_on_user_error() -> Iterator[None]:
 def exit_with_error(error: Exception) -> NoReturn:
     """End the process with status 2 and the error's message, without a traceback."""
     sys.stderr.write(f"mrl: {error}\n")
+    if logging.getLogger().handlers:  # mrl.log
+        logger.error("%s", error)
     raise SystemExit(2)
 
 

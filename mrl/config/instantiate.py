@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from hydra.utils import get_object
 
 from mrl.config.schema import Node
+from mrl.core.user_code import location_suffix
 
 
 def instantiate(node: Node, key: str) -> Any:
@@ -28,7 +29,7 @@ def instantiate(node: Node, key: str) -> Any:
     try:
         factory = get_object(target)
     except Exception as error:  # a user's module may raise any error on import
-        raise ValueError(f"{key}._target_={target}: cannot be imported ({error}).") from error
+        raise ValueError(f"{key}._target_={target}: cannot be imported ({error}{location_suffix(error)}).") from error
     if not callable(factory):
         raise ValueError(
             f"{key}._target_={target}: is a {type(factory).__name__}; expected the dotted name of a class "
@@ -42,7 +43,7 @@ def instantiate(node: Node, key: str) -> Any:
     try:
         return factory(**arguments)
     except Exception as error:
-        raise ValueError(f"{key}: {target} rejects its arguments: {error}") from error
+        raise ValueError(f"{key}: {target} rejects its arguments: {error}{location_suffix(error)}") from error
 
 
 def _example(module: Any, target: str) -> str:

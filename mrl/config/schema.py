@@ -7,6 +7,7 @@ called a plug-in. mrl/config/instantiate.py instantiates all plug-ins before any
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -262,6 +263,16 @@ class ScoringConfig:
         "s",
         above=0,
     )
+    rehearse: bool = key(
+        True,
+        "Whether to call the reward function on two made-up responses before any process starts. An error in the function is "
+        "then reported at once. Rewards that call a server are not called.",
+    )
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Keyword arguments of a Scorer: all keys of this section except `rehearse`."""
+        return {name: value for name, value in vars(self).items() if name != "rehearse"}
 
 
 @dataclass(frozen=True)

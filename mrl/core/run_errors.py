@@ -15,7 +15,16 @@ REQUEUE_STATUS = 75
 UNHEALTHY_STATUS = 3
 """Exit status of a run that trainer.on_unhealthy=stop has ended. The run has a checkpoint."""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+KILLED_ADVICE = "the kernel's out-of-memory killer is the usual cause; check `dmesg`"
 DUPLICATE_S = 2.0  # seconds after a signal in which PreemptionHandler ignores the same signal
+
+
+def describe_exit(status: int) -> str:
+    """Return how a process ended. `status`: exit status, negative for a signal, as in subprocess.Popen.returncode."""
+    if status >= 0:
+        return f"exit status {status}"
+    text = f"killed by signal {-status} ({signal.Signals(-status).name})"
+    return f"{text}; {KILLED_ADVICE}" if -status == signal.SIGKILL else text
 
 
 class ProcessesLostError(RuntimeError):

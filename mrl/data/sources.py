@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from mrl.config.instantiate import instantiate
 from mrl.config.schema import DataConfig, Node
+from mrl.core.user_code import describe_error
 from mrl.data.columns import Columns
 from mrl.data.row_files import BadRow, Row, RowTable, read_table
 
@@ -143,7 +144,7 @@ def _call(built: Callable[[], Any], key: str, target: str) -> Any:
     try:
         return built()
     except Exception as error:  # user code may raise anything; the message names the config key
-        raise ValueError(f"{key}: {target} failed: {error!r}") from error
+        raise ValueError(f"{key}: {target} failed: {describe_error(error)}") from error
 
 
 def _read_user_dataset(dataset: UserDataset, target: str) -> RowTable:
@@ -154,5 +155,5 @@ def _read_user_dataset(dataset: UserDataset, target: str) -> RowTable:
             rows.append(dict(dataset[number]))
             row_numbers.append(number)
         except Exception as error:  # user code may raise anything; it is reported as a bad row
-            bad.append(BadRow(target, number, "", f"expected a row, but the data set raised {error!r:.200}"))
+            bad.append(BadRow(target, number, "", f"expected a row, but the data set raised {describe_error(error)}"))
     return RowTable(target, rows, row_numbers, bad)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -151,7 +151,7 @@ class GivesAnswers(Protocol):
 
 def open_scorer(reward: Reward | None, config: ScoringConfig) -> AbstractContextManager[Scorer | None]:
     """Return a context manager that yields a scorer, or None if there is no reward."""
-    return Scorer(reward, **asdict(config)) if reward else nullcontext()
+    return Scorer(reward, **config.limits) if reward else nullcontext()
 
 
 def add_scores(rows: Sequence[Row], scores: Sequence[Score]) -> list[Row]:

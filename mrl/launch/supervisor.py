@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from mrl.core.run_errors import REQUEUE_STATUS
+from mrl.core.run_errors import REQUEUE_STATUS, describe_exit
 
 PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # tells the child the file descriptor to which the child writes messages
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -75,7 +75,7 @@ def supervise(module: str, argv: Sequence[str]) -> int:
             return watcher.exit_status(status)
         arguments += [message for message in messages if message not in arguments]
         restarts = 1 if seconds > STABLE_S else restarts + 1
-        sys.stderr.write(f"mrl: the process was killed or crashed (status {status}); ")
+        sys.stderr.write(f"mrl: the process was killed or crashed ({describe_exit(status)}); ")
         sys.stderr.write(
             f"restart {restarts} of {MAX_RESTARTS}\n" if restarts <= MAX_RESTARTS else "no restart is left\n"
         )

@@ -36,6 +36,8 @@ class HttpService:
     `api_key_env` names is not set or has a value that is not valid in an HTTP header.
     """
 
+    needs_server: ClassVar[bool] = True
+
     url: str  # base URL of the server, for example http://HOST:PORT
     concurrency: int = 32  # number of concurrent calls
     timeout_s: float = 60.0  # time limit of one attempt in seconds

@@ -13,6 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.core.user_code import describe_error
+
+INVALID_RESULT = "the reward returned "
+"""First words of the reason of a failed score whose reward returned something other than a valid score."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -76,6 +81,8 @@ class Reward(Protocol):
     - `whole_groups = True`: a score depends on the other responses to the same prompt. No call gets a part of a group.
     - `in_process = True`: the reward is fast and cannot hang or crash, or it only waits for the network. It runs in the
       calling process, without a time limit.
+    - `needs_server = True`: the reward calls a server, which may start later than the run. The reward is not called before
+      the run starts (see `scoring.rehearse`).
     - `imports = ("module", ...)`: modules that are slow to import. They are imported once for all worker processes, so
       that new processes start fast.
     """
@@ -97,7 +104,7 @@ def as_score(value: Any, response: Response) -> Score:
     try:
         return _validate(value, response) if isinstance(value, Score) else Score(as_number(value))
     except Exception as error:  # user-defined numbers and mappings may raise anything
-        return Score.failed(f"the reward returned no valid score: {error or type(error).__name__}")
+        return Score.failed(f"{INVALID_RESULT}no valid score: {error or type(error).__name__}")
 
 
 def _validate(score: Score, response: Response) -> Score:
@@ -238,12 +245,8 @@ def call_reward(reward: Reward, responses: list[Response]) -> CallResult:
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code may raise anything
         return describe_error(error)
     if len(values) != len(responses):
-        return f"the reward returned {len(values)} values for {len(responses)} responses."
+        return f"{INVALID_RESULT}{len(values)} values for {len(responses)} responses."
     return [as_score(value, response) for value, response in zip(values, responses, strict=True)]
-
-
-def describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 async def _as_coroutine(result: Any) -> Any:
@@ -278,9 +281,7 @@ async def gather_scores(
                 if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
                     raise  # the deadline cancelled this task, not the call itself
                 expired = limit.expired()
-                return Score.failed(
-                    f"no answer within {timeout_s} s." if expired else f"{type(error).__name__}: {error}"
-                )
+                return Score.failed(f"no answer within {timeout_s} s." if expired else describe_error(error))
 
     tasks = [asyncio.create_task(run_call(call)) for call in calls]
     if tasks:

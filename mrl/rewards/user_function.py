@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mrl.rewards.reward_types import Response, Score, as_number, as_score, gather_scores
+from mrl.core.user_code import describe_error
+from mrl.rewards.reward_types import INVALID_RESULT, Response, Score, as_number, as_score, gather_scores
 
 RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Keyword arguments that the function gets for each response, in addition to `Function.args`."""
@@ -69,7 +70,9 @@ def _as_score(result: Any, response: Response) -> Score:
     if not isinstance(result, dict):
         return as_score(result, response)
     if "score" not in result:
-        return Score.failed(f"the function returned a dict without 'score'; it has {', '.join(map(str, result))}.")
+        return Score.failed(
+            f"{INVALID_RESULT}a dict without the key 'score', got the keys {', '.join(map(str, result)) or 'none'}."
+        )
     parts: dict[str, float] = {}
     for name, value in result.items():
         try:
@@ -103,7 +106,7 @@ def _import(path: str) -> ModuleType:
     try:
         return _import_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     except (Exception, SystemExit) as error:  # user code may raise anything
-        raise ValueError(f"path={path}: cannot be imported ({type(error).__name__}: {error}).") from error
+        raise ValueError(f"path={path}: cannot be imported ({describe_error(error)}).") from error
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -14,7 +14,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from mrl.rewards.reward_types import CallResult, Response, Reward, call_reward, describe_error
+from mrl.core.user_code import describe_error
+from mrl.rewards.reward_types import CallResult, Response, Reward, call_reward
 
 DEADLINE_PASSED = "not scored before the deadline of the whole batch (scoring.timeout_s)."  # reason of a failed score
 
@@ -36,7 +37,7 @@ def _init_worker(pickled: bytes, memory_bytes: int) -> None:
     try:
         _rewards = pickle.loads(pickled)
     except Exception as error:  # an error of the user's module; every call of a reward returns this text as its failure
-        _rewards = f"the reward cannot be loaded in a worker process: {type(error).__name__}: {error}"
+        _rewards = f"the reward cannot be loaded in a worker process: {describe_error(error)}"
 
 
 def _call_in_worker(index: int, responses: list[Response]) -> CallResult:

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +61,7 @@ class RolloutWorker:
         self.engines = EnginePool(spec)
         self.train, self.test = spec.train, spec.test
         self.train.decode([])  # loads the tokenizer while the engines start
-        self._scorer = Scorer(spec.reward, **asdict(spec.scoring))
+        self._scorer = Scorer(spec.reward, **spec.scoring.limits)
         self._scorer.start()  # starts the processes of the reward while the engines start
         self._scorer_lock = threading.Lock()  # the scoring thread and `evaluate` share the scorer
         self._log = RolloutLog(Path(spec.run_dir) / "rollout_log", spec.log_key)

@@ -115,7 +115,12 @@ def run(inputs, tmp_path_factory):
     overrides = [
         *["experiment=quickstart", f"data.inputs.folder={inputs}", f"run.dir={folder}", "sft.train=null"],
         *["parallel.pp=2", "rollout.prompts_per_step=4", "rollout.responses_per_prompt=2", "trainer.eval_rows=4"],
-        *["tracking.wandb=false", "algorithm.skip_zero_advantage=false", "reward._target_=faulty_ranks.Deadlock"],
+        *[
+            "tracking.wandb=false",
+            "algorithm.skip_zero_advantage=false",
+            "reward._target_=faulty_ranks.Deadlock",
+            "scoring.rehearse=false",
+        ],
     ]
     hydra_entry.register_schema()
     with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):

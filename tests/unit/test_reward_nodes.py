@@ -93,12 +93,18 @@ def test_coroutine_functions_run_concurrently(file):
         scores = scorer(of_texts(*["72"] * 40, "raise", "hang"))
         assert time.monotonic() - start < 7.5, "one after another they take 8 s"
     assert [s.value for s in scores] == [1.0] * 40 + [0.0, 0.0]
-    assert scores[40].failure == "RuntimeError: no judge" and scores[41].failure == "no answer within 3.0 s."
+    assert (
+        scores[40].failure == f"RuntimeError: no judge ({file}:27, in later)"
+        and scores[41].failure == "no answer within 3.0 s."
+    )
 
 
 def test_a_dict_without_a_score_is_a_failure(file):
     with Scorer(Function(file, "without_score"), workers=1) as scorer:
-        assert scorer(of_texts("x"))[0].failure == "the function returned a dict without 'score'; it has reward."
+        assert (
+            scorer(of_texts("x"))[0].failure
+            == "the reward returned a dict without the key 'score', got the keys reward."
+        )
 
 
 def test_a_function_may_be_named_by_its_module(file, tmp_path, monkeypatch):
@@ -131,7 +137,9 @@ def test_a_wrong_function_name_is_refused_before_anything_starts(file, more, mes
 
 def test_a_file_that_cannot_be_imported_is_an_error_with_the_reason(tmp_path):
     (tmp_path / "broken.py").write_text("import sys\nsys.exit(2)")
-    with pytest.raises(ValueError, match=r"broken.py: cannot be imported \(SystemExit: 2\)"):
+    with pytest.raises(
+        ValueError, match=r"broken.py: cannot be imported \(SystemExit: 2 \(.*broken.py:2, in <module>\)\)"
+    ):
         Function(str(tmp_path / "broken.py"))
 
 

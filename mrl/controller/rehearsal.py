@@ -1,0 +1,175 @@
+"""Rehearsal of a run: calls the reward function and the agent with made-up responses, before any process of the run starts."""
+
+import asyncio
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mrl.config.schema import Config, ScoringConfig
+from mrl.controller.plan_models import chat_template
+from mrl.controller.plan_train import TrainPlan
+from mrl.core.user_code import describe_error
+from mrl.data.prompts import PromptDataset
+from mrl.data.tokenizer import load_tokenizer
+from mrl.rewards.reward_types import (
+    INVALID_RESULT,
+    CallResult,
+    Response,
+    Reward,
+    Score,
+    Turn,
+    Weighted,
+    call_reward,
+)
+from mrl.rewards.worker_pool import WorkerPool
+from mrl.rollout.agents.tool_agent import ToolAgent
+from mrl.rollout.client import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+NUM_ROWS = 2  # rows of the training data for which responses are made up
+PLAIN_TEXT = "This is a made-up response."
+EXPECTED = "expected a finite number, a bool, a dict whose key 'score' is a finite number, or a Score for each response"
+_NETWORK_ERROR = re.compile(r"\w*(Connect|Timeout|Network|HTTP)\w*: ")  # a server may start later than the run
+
+
+def rehearse(plan: TrainPlan) -> None:
+    """Try the reward function and the agent on the first rows of the training data.
+
+    The reward runs in worker processes with the time limits of the run, and the processes end before this function returns.
+    Rewards with `needs_server` are not called. The first prompts are logged, as the chat template renders them.
+
+    Raises ValueError if the agent fails, if the reward returns something that is not a score, or if it fails for all responses.
+    If it fails for some of the responses, a warning is logged.
+    """
+    tokenizer = load_tokenizer(plan.model_path, chat_template(plan.config))
+    rows = range(min(NUM_ROWS, len(plan.train)))
+    for row in rows:
+        logger.info("row %d, rendered by the chat template: %r", row, tokenizer.decode(plan.train.encode(row)))
+    if not plan.config.scoring.rehearse:
+        return
+    if plan.agent:
+        rehearse_agent(plan.agent, tokenizer, plan.config)
+    responses = [_make_up_response(plan.train, row, multi_turn=plan.agent is not None) for row in rows]
+    rehearse_reward(plan.reward, responses, plan.config.scoring)
+
+
+def _make_up_response(data: PromptDataset, row: int, multi_turn: bool) -> Response:
+    """Return a response to the prompt of a row. Its text is the ground truth for row 0, and otherwise a plain sentence."""
+    truth = data.ground_truth(row)
+    text = str(truth) if row == 0 and isinstance(truth, str | int | float) else PLAIN_TEXT
+    return Response(
+        data_source=data.data_source(row),
+        text=text,
+        ground_truth=truth,
+        extra_info=data.extra_info(row),
+        prompt=data.messages(row),
+        group=row,
+        num_tokens=max(1, len(text) // 4),
+        turns=(Turn("assistant", text),) if multi_turn else (),
+    )
+
+
+def rehearse_reward(reward: Reward, responses: list[Response], settings: ScoringConfig) -> None:
+    """Call every reward of a weighted sum on the responses. Raises ValueError as `rehearse` does."""
+    rewards = [(name, each) for name, each in _named_rewards(reward) if not getattr(each, "needs_server", False)]
+    in_workers = [each for _, each in rewards if not getattr(each, "in_process", False)]
+    pool = WorkerPool(in_workers, len(responses), settings.memory_gb) if in_workers else None
+    try:
+        for name, each in rewards:
+            index = next((i for i, other in enumerate(in_workers) if other is each), None)
+            _check_scores(name, _call(each, index, pool, responses, settings), responses)
+    finally:
+        if pool:
+            pool.close()
+
+
+def _named_rewards(reward: Reward, name: str = "reward") -> Iterator[tuple[str, Reward]]:
+    """Yield (config key, reward) of each reward in a weighted sum and its nested sums, or of the reward itself."""
+    if not isinstance(reward, Weighted):
+        yield name, reward
+        return
+    for part, inner in reward.parts.items():
+        yield from _named_rewards(inner, f"{name}.parts.{part}")
+
+
+def _call(
+    reward: Reward, index: int | None, pool: WorkerPool | None, responses: list[Response], settings: ScoringConfig
+) -> list[Score]:
+    """Return the score of each response. If the call with all responses fails, the reward is called once for each response."""
+
+    def run(batches: Sequence[list[Response]]) -> list[CallResult]:
+        if pool is None or index is None:
+            return [_call_in_thread(reward, batch, settings.sample_timeout_s * len(batch)) for batch in batches]
+        return pool.run(index, list(batches), settings.sample_timeout_s, time.monotonic() + settings.timeout_s)
+
+    if not getattr(reward, "per_sample", False):
+        [together] = run([responses])
+        if isinstance(together, list):
+            return together
+        if getattr(reward, "whole_groups", False) or together.startswith(INVALID_RESULT):
+            return [Score.failed(together)] * len(responses)
+    alone = run([[response] for response in responses])
+    return [result[0] if isinstance(result, list) else Score.failed(result) for result in alone]
+
+
+def _call_in_thread(reward: Reward, batch: list[Response], limit_s: float) -> CallResult:
+    """Call a reward with `in_process`, and do not wait longer than `limit_s` seconds for it."""
+    results: list[CallResult] = []
+    thread = threading.Thread(target=lambda: results.append(call_reward(reward, batch)), daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return results[0] if results else f"no score within {limit_s:.1f} s."
+
+
+def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Response]) -> None:
+    """Raise ValueError, or log a warning, if scores failed. `name` is the config key of the reward."""
+    failures = [(score.failure, response) for score, response in zip(scores, responses, strict=True) if score.failure]
+    if not failures:
+        return
+    invalid = [failure for failure in failures if failure[0].startswith(INVALID_RESULT)]
+    reason, response = (invalid or failures)[0]
+    called = (
+        f"It was called with the made-up response {response.text!r:.60} to row {response.group} of the training data"
+    )
+    if not invalid and (len(failures) < len(scores) or _NETWORK_ERROR.match(reason)):
+        logger.warning(
+            "%s: the reward function failed for %d of %d made-up responses: %s. In the run, a response that cannot be scored "
+            "gets the reward 0. %s.",
+            name,
+            len(failures),
+            len(scores),
+            reason,
+            called,
+        )
+        return
+    expected = f"\n  {EXPECTED}." if invalid else ""
+    raise ValueError(
+        f"{name}: the reward function failed before the start: {reason}{expected}\n  {called}.\n"
+        "  Correct the function. To start the run without this test, set scoring.rehearse=false."
+    )
+
+
+def rehearse_agent(agent: ToolAgent, tokenizer: Any, config: Config) -> None:
+    """Let the agent respond with a single made-up turn, which calls no tool. Raises ValueError if the agent fails."""
+    conversation = agent.prepare(tokenizer, config.data.template_args)
+    ids = tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)[: config.rollout.max_response_tokens]
+
+    async def generate_turn(inputs: list[int], params: SamplingParams) -> Completion:
+        return Completion([*ids, tokenizer.eos_token_id], [0.0] * (len(ids) + 1), "stop", "0")
+
+    async def respond() -> object:
+        params = SamplingParams(config.rollout.max_response_tokens + 1)
+        return await conversation(generate_turn, [tokenizer.eos_token_id], params, asyncio.Semaphore(1))
+
+    try:
+        asyncio.run(asyncio.wait_for(respond(), 2 * agent.tool_timeout_s))
+    except Exception as error:  # user code may raise anything
+        raise ValueError(
+            f"rollout.agent: the agent failed before the start: {describe_error(error)}\n"
+            f"  It was called with the made-up turn {PLAIN_TEXT!r}, which calls no tool.\n"
+            "  Correct the agent. To start the run without this test, set scoring.rehearse=false."
+        ) from error

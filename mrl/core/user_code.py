@@ -1,0 +1,80 @@
+"""Location of an exception in the user's code: file, line and function of a reward, agent, tool or data set that raised it."""
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?', re.MULTILINE)
+_PACKAGES = ("mrl", "models", "parallel")
+MAX_MESSAGE = 300  # largest length of an exception's message in `describe_error`
+
+
+def describe_error(error: BaseException) -> str:
+    """Return type and message of an exception, and its location in the user's code, if it was raised there."""
+    message = str(error)
+    message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
+    return f"{type(error).__name__}: {message}{location_suffix(error)}"
+
+
+def location_suffix(error: BaseException) -> str:
+    """Return ` (FILE:LINE, in FUNCTION)` for an exception that was raised in the user's code, otherwise an empty text."""
+    location = user_location(error)
+    return f" ({location})" if location else ""
+
+
+def user_location(error: BaseException) -> str | None:
+    """Return `FILE:LINE, in FUNCTION` of the innermost frame in the user's code; None if no frame is in the user's code.
+
+    If the traceback of the exception has no such frame, the exceptions that caused it are searched.
+    """
+    for each in error_chain(error):
+        frames = [frame for frame in _FRAME.finditer(own_traceback(each)) if _is_user_file(frame["file"])]
+        if frames:
+            last = frames[-1]
+            function = f", in {last['function']}" if last["function"] else ""
+            return f"{last['file']}:{last['line']}{function}"
+    return None
+
+
+def source_line(location: str) -> str | None:
+    """Return the source text at a location that `user_location` returned; None if the file cannot be read."""
+    file, _, line = location.partition(", in ")[0].rpartition(":")
+    try:
+        return Path(file).read_text().splitlines()[int(line) - 1].strip()
+    except (OSError, UnicodeDecodeError, IndexError):
+        return None
+
+
+def error_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and the exceptions that caused it, the outermost first. A RayTaskError is followed by its `cause`."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        inner = getattr(current, "cause", None)  # Ray's wrapper of an exception in another process
+        inner = inner if isinstance(inner, BaseException) else current.__cause__
+        current = inner or (None if current.__suppress_context__ else current.__context__)
+
+
+def own_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception as text, without its causes. For a RayTaskError, the text from the other process."""
+    remote = getattr(error, "traceback_str", None)
+    if isinstance(remote, str):
+        return remote
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
+
+
+@cache
+def _is_user_file(file: str) -> bool:
+    """Return whether a file belongs to neither mrl, nor Python's standard library, nor an installed package."""
+    if file.startswith("<"):
+        return False
+    path = Path(file).resolve()
+    root = Path(__file__).resolve().parents[2]
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    known = [root / package for package in _PACKAGES] + [Path(place).resolve() for place in places]
+    return not any(path.is_relative_to(folder) for folder in known)
