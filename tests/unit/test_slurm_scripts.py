@@ -374,5 +374,6 @@ def test_any_other_image_runs_with_pyxis(batch, tmp_path):
     job = batch("run.dir=mine", MRL_CONTAINER="ghcr.io#me/mrl:1")
     assert job.end() == 0, job.said
     steps = [call for call in job.calls if call.startswith("srun")]
-    mounts = f"--container-mounts={SLURM.parent}:{SLURM.parent},{SLURM}:{SLURM},{tmp_path}:{tmp_path},{tmp_path}/mine:{tmp_path}/mine,/tmp:/tmp"
+    folders = (SLURM.parent, SLURM, tmp_path, tmp_path / "mine", "/tmp")
+    mounts = f"--container-mounts={','.join(f'{folder}:{folder}' for folder in folders)}"
     assert len(steps) == 4 and all(f"--container-image=ghcr.io#me/mrl:1 {mounts}" in call for call in steps)
