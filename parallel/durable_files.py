@@ -21,6 +21,22 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def apply_umask(path: Path) -> None:
+    """Give a file, or a folder and all files in it, the mode that a new file or folder gets: 666 or 777 without the umask.
+
+    tempfile.mkdtemp and safetensors create folders and files that only their owner can read.
+    """
+    umask = _umask()
+    for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        entry.chmod((0o777 if entry.is_dir() else 0o666) & ~umask)
+
+
+def _umask() -> int:
+    """Return the umask of this process. os.umask would have to change it for a moment, which other threads would notice."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+
+
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path`; if the block ends without an error, the temporary file replaces `path`.
@@ -60,7 +76,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path | None]:
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         yield partial
-        partial.chmod(0o755)
+        apply_umask(partial)
         try:
             partial.rename(folder)
         except OSError:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallel.durable_files import fsync_path, write_file
+from parallel.durable_files import apply_umask, fsync_path, write_file
 
 _MANIFEST = "conversion.json"
 _UNFINISHED = ".unfinished"
@@ -93,7 +93,7 @@ class ResumableFolder:
         """Sync all files to the disk and rename the folder to `target`."""
         for path in [*self.folder.iterdir(), self.folder]:
             fsync_path(path)
-        self.folder.chmod(0o755)
+        apply_umask(self.folder)
         self.folder.rename(self.target)
         (self.target / _MANIFEST).unlink()
         fsync_path(self.target.parent)

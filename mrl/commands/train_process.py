@@ -27,13 +27,20 @@ from mrl.sweep.points import metric_value
 def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
     """Train one run to its end, or submit the run as a Slurm job. Return the metric by which sweeps compare runs.
 
-    For a submitted run, return None. If the run directory has a checkpoint, training continues from this checkpoint. A preempted
+    For a submitted run, return None. If the run directory has a checkpoint, training continues from this checkpoint. If the run
+    is finished, only its result is printed. A preempted
     run saves a checkpoint and exits with REQUEUE_STATUS. `overrides` are the overrides of the command line. The Slurm job repeats
     them.
     """
     if config.cluster.scheduler and not config.cluster.address:
         return _submit(config, overrides)
     supervisor.tell_supervisor(f"run.dir={config.run.dir}")
+    if finished := build.finished_result(config):
+        sys.stdout.write(
+            "this run is finished already, so nothing is trained; a larger trainer.max_steps continues it\n"
+        )
+        sys.stdout.write(summary(finished, config.run.dir, config.trainer.stop_reward))
+        return metric_value(Path(config.run.dir), config.sweep.metric)
     try:
         with PreemptionHandler() as preemption:
             with hydra_entry.exit_on_user_error():

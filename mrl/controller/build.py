@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from models.megatron_overrides import LAYOUT_FIELDS
 from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.checkpoint.resume import ResumePoint, model_sizes
-from mrl.checkpoint.run_dir import SampleLedger, lock_run_dir
+from mrl.checkpoint.run_dir import SampleLedger, lock_run_dir, read_run_record
 from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule
 from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
@@ -19,7 +21,7 @@ from mrl.config.secrets import config_as_json
 from mrl.controller.plan_models import ModelPlan
 from mrl.controller.plan_train import TrainPlan, learning_settings
 from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
-from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
+from mrl.controller.trainer import Phases, Trainer, TrainingResult, TrainingSchedule
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.sample_file import best_and_worst_text
@@ -147,7 +149,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]
                 preemption_requested=preemption,
                 check_learning=health.check,
                 placement_metrics=processes.scheduler.metrics,
-                schedule=_schedule(plan),
+                schedule=_schedule(config, critic=plan.critic is not None),
             )
             recovery.initial_state = built.state_dict()
             if checkpoint:
@@ -165,14 +167,33 @@ def _check_no_newer_checkpoint(resume: ResumePoint, store: CheckpointStore) -> N
         raise StartError(f"{newest.path} was written while this run was planned; start the command again.")
 
 
-def _schedule(plan: TrainPlan) -> TrainingSchedule:
-    trainer = plan.config.trainer
+def _schedule(config: Config, critic: bool) -> TrainingSchedule:
+    trainer = config.trainer
     return TrainingSchedule(
         max_steps=trainer.max_steps,
         stop_reward=trainer.stop_reward,
         eval_every=trainer.eval_every,
-        critic_steps=plan.config.critic.warmup_steps if plan.critic else 0,
+        critic_steps=config.critic.warmup_steps if critic else 0,
     )
+
+
+def finished_result(config: Config) -> TrainingResult | None:
+    """Return the result of the run in run.dir if that run is finished: no step, evaluation or export is left to do.
+
+    Returns None if the run is not finished, or if there is none. Reads only small files, so it takes less than a second.
+    """
+    folder = Path(config.run.dir).resolve()
+    record = read_run_record(folder)
+    if config.resume == "never" or record is None or record["command"] != "train" or not (folder / "hf").is_dir():
+        return None
+    if not (checkpoint := CheckpointStore(folder / "checkpoints").latest()):
+        return None
+    progress = checkpoint.state["progress"]
+    evaluated = bool(progress["after"]) or not (config.data.test or config.data.test_sets)
+    if not (evaluated and _schedule(config, critic=False).is_complete(progress["step"], progress["window"])):
+        return None
+    reward = float(np.mean(progress["window"])) if progress["window"] else float("nan")
+    return TrainingResult(progress["step"], reward, progress["before"], progress["after"])
 
 
 def _learning_health(plan: TrainPlan, last_step: int) -> LearningHealth:

@@ -110,6 +110,12 @@ class TrainingSchedule:
     eval_every: int = 0  # steps; 0: evaluate only before and after training
     critic_steps: int = 0  # number of steps at the start of the run that train only the critic
 
+    def is_complete(self, step: int, window: Sequence[float]) -> bool:
+        """Return whether a run ends after `step` steps. `window`: mean reward of each of the last `stop_window` steps."""
+        full = len(window) == self.stop_window
+        reached = self.stop_reward is not None and full and float(np.mean(window)) >= self.stop_reward
+        return reached or step >= self.max_steps
+
 
 @dataclass
 class TrainingProgress:
@@ -314,10 +320,7 @@ class Trainer:
         return step == 0 or self._done() or (bool(every) and step % every == 0)
 
     def _done(self) -> bool:
-        progress, goal = self.progress, self.schedule.stop_reward
-        full = len(progress.window) == self.schedule.stop_window
-        reached = goal is not None and full and float(np.mean(progress.window)) >= goal
-        return reached or progress.step >= self.schedule.max_steps
+        return self.schedule.is_complete(self.progress.step, self.progress.window)
 
 
 class Phases:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.data.tokenizer import character_tokenizer
-from parallel.durable_files import atomic_folder
+from parallel.durable_files import apply_umask, atomic_folder
 
 DOUBLING_NUMBERS = range(1000, 5000)  # the numbers to double, one for each problem
 DOUBLING_NUM_TEST = 512  # number of problems in test.parquet
@@ -211,3 +211,4 @@ def make_tiny_model(
     tokenizer.model_max_length = context
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    apply_umask(Path(folder))

@@ -11,7 +11,7 @@ from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config
 from mrl.evaluation.evaluation_prompts import add_scores, open_scorer, to_reward_responses, voted_answers
 from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k, group_by_prompt, summarise
-from mrl.evaluation.response_store import JsonObject, Row, read_responses, response_schema
+from mrl.evaluation.response_store import JsonObject, Row, parts_column, read_responses, response_schema
 from mrl.rewards.reward_types import Reward
 from mrl.rewards.scorer import check_reward
 from parallel.durable_files import atomic_file
@@ -29,7 +29,7 @@ class Evaluation:
     rows: list[Row]  # [B] scored responses, each a dict with the columns of `response_schema`
     answers: list[str | None]  # [B] answer for which each response votes in maj@k
     reward: dict[str, Any]  # config section `reward` that gave the scores
-    settings: JsonObject  # settings of the generation, from generate.json
+    settings: JsonObject  # settings of the generation, from _generate.json
 
 
 def evaluate(folder: Path, config: Config) -> Evaluation:
@@ -101,7 +101,10 @@ def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]
     # `file` is the name of the data file with the prompt. `file_number` is its index among all held-out data files.
     names = ("set", "file", "file_number", "row", "sample", "data_source", "score", "failure", "parts")
     columns = pa.schema([*(response_schema().field(name) for name in names), ("answer", pa.string())])
-    records = [{name: row[name] for name in names} | dict(answer=a) for row, a in zip(rows, answers, strict=True)]
+    records = [
+        {name: row[name] for name in names} | dict(parts=parts_column(row), answer=a)
+        for row, a in zip(rows, answers, strict=True)
+    ]
     pq.write_table(pa.Table.from_pylist(records, schema=columns), path)
 
 

@@ -59,7 +59,7 @@ class GenerationProgress(Protocol):
 def generate(
     plan: GenerationPlan, progress: GenerationProgress, converting: AbstractContextManager[ByteProgress]
 ) -> JsonObject:
-    """Sample all missing responses. Return the totals that are written to generate.json.
+    """Sample all missing responses. Return the totals that are written to _generate.json.
 
     The totals are the numbers of responses, prompts and files, and the seconds of this run.
 

@@ -208,7 +208,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def describe_determinism(config: Config) -> str:
-    """Return a text for the terminal and generate.json that says how reproducible the responses are."""
+    """Return a text for the terminal and _generate.json that says how reproducible the responses are."""
     if config.generate.temperature == 0:
         kind = "greedy decoding: the most likely token each time"
     elif config.generate.deterministic:

@@ -1,4 +1,4 @@
-"""The output folder of `mrl generate`: parquet files with responses, and generate.json with the settings."""
+"""The output folder of `mrl generate`: parquet files with responses, and _generate.json with the settings."""
 
 import fcntl
 import json
@@ -8,12 +8,13 @@ from typing import Any, Self
 
 from parallel.durable_files import fsync_path
 
-# File with the settings, the digest of the prompts and, after the generation has finished, its totals.
-MANIFEST = "generate.json"
+# File with the settings, the digest of the prompts and, after the generation has finished, its totals. Readers of folders of
+# parquet files, such as pandas.read_parquet, ignore names that begin with an underscore.
+MANIFEST = "_generate.json"
 OUTPUT_FILES = "responses_*.parquet"  # the star stands for the index of the file
 
 Row = dict[str, Any]  # one response, as the columns of `response_schema`
-JsonObject = dict[str, Any]  # settings or totals of a generation, as in generate.json
+JsonObject = dict[str, Any]  # settings or totals of a generation, as in _generate.json
 
 
 class ResponseStore:
@@ -114,7 +115,8 @@ class ResponseStore:
 
         path = self._path(index)
         unfinished = path.with_name(path.name + ".unfinished")
-        pq.write_table(pa.Table.from_pylist(rows, schema=response_schema()), unfinished)
+        table = pa.Table.from_pylist([row | dict(parts=parts_column(row)) for row in rows], schema=response_schema())
+        pq.write_table(table, unfinished)
         fsync_path(unfinished)
         unfinished.rename(path)
 
@@ -157,7 +159,9 @@ def read_responses(folder: str | Path) -> tuple[JsonObject, list[Row]]:
             raise ValueError(
                 f"{path}: has no column {', '.join(sorted(missing))}; another version of mrl wrote it. Generate again."
             )
-    rows = [row for table in tables.values() for row in table.to_pylist(maps_as_pydicts="strict")]
+    rows = [row for table in tables.values() for row in table.to_pylist()]
+    for row in rows:
+        row["parts"] = None if row["parts"] is None else {part["name"]: part["value"] for part in row["parts"]}
     if len(rows) != manifest["finished"]["responses"]:
         raise ValueError(
             f"{folder}: found {len(rows)} responses, but {MANIFEST} says {manifest['finished']['responses']}; files were "
@@ -179,6 +183,7 @@ def response_schema() -> Any:
     import pyarrow as pa
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    part = pa.struct([("name", pa.string()), ("value", pa.float64())])
     return pa.schema(
         [
             ("set", pa.string()),  # name of the set in data.test_sets; empty for data.test
@@ -198,6 +203,12 @@ def response_schema() -> Any:
             ("extra_info", pa.string()),  # JSON
             ("score", pa.float64()),  # null if generate.score is false
             ("failure", pa.string()),  # why the reward gave no score; null if it gave a score
-            ("parts", pa.map_(pa.string(), pa.float64())),  # name of a part of the score -> value
+            ("parts", pa.list_(part)),  # parts of the score; a list, because `datasets` cannot read the type map
         ]
     )
+
+
+def parts_column(row: Row) -> list[dict[str, Any]] | None:
+    """Return the parts of a score (name -> value) as the column `parts` stores them: a list of {name, value}."""
+    parts = row["parts"]
+    return None if parts is None else [dict(name=name, value=value) for name, value in parts.items()]

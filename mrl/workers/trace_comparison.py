@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mrl.core.types import TokenBlock
+from parallel.durable_files import apply_umask
 
 Tensors = Mapping[str, NDArray]
 
@@ -105,6 +106,7 @@ class StepTrace:
             Path(folder).mkdir(parents=True, exist_ok=True)
             path = Path(folder) / f"{name}.safetensors"
             save_file(dict(getattr(self, name)), path)
+            apply_umask(path)
             files[name] = TensorFile(path)
         return replace(self, **files)
 

@@ -49,7 +49,7 @@ def continued(start_mrl, keys, tmp_path_factory):
     run.process.wait()
     assert run.leftovers(within_s=30) == [], "the engine ended with the command"
     num_files = len(list(folder.glob("responses_*.parquet")))
-    assert 3 <= num_files < ROWS / 8 and json.loads((folder / "generate.json").read_text())["finished"] is None
+    assert 3 <= num_files < ROWS / 8 and json.loads((folder / "_generate.json").read_text())["finished"] is None
     again = start_mrl("generate", *keys).finish()
     assert again.process.returncode == 0, again.output()
     assert f"continuing: {num_files * 8 * SAMPLES} of {ROWS * SAMPLES} responses are done" in again.output()

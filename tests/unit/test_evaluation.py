@@ -5,7 +5,9 @@ import re
 from dataclasses import dataclass
 from itertools import combinations
 
+import datasets
 import numpy as np
+import pandas
 import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
@@ -15,7 +17,7 @@ from mrl.config.schema import Config
 from mrl.config.validate import from_hydra
 from mrl.evaluation.evaluate_responses import evaluate, write_evaluation
 from mrl.evaluation.evaluation_summary import choose_k
-from mrl.evaluation.response_store import ResponseStore
+from mrl.evaluation.response_store import ResponseStore, read_responses
 from mrl.rewards.rule_based import ExactMatch
 
 
@@ -127,9 +129,9 @@ def test_a_threshold_decides_what_passes(folder):
 
 
 def test_stored_scores_are_used_unless_rescore_is_set(folder):
-    manifest = json.loads((folder / "generate.json").read_text())
+    manifest = json.loads((folder / "_generate.json").read_text())
     manifest["settings"]["reward"] = LAST_WORD
-    (folder / "generate.json").write_text(json.dumps(manifest))
+    (folder / "_generate.json").write_text(json.dumps(manifest))
     for path in folder.glob("*.parquet"):
         rows = pq.read_table(path).to_pylist()
         ResponseStore(folder, manifest["settings"]).write(
@@ -166,7 +168,7 @@ def test_an_evaluation_writes_report_picture_and_scores(folder, tmp_path, capsys
 
 
 def change_rows(folder, change) -> None:
-    settings = json.loads((folder / "generate.json").read_text())["settings"]
+    settings = json.loads((folder / "_generate.json").read_text())["settings"]
     for path in folder.glob("*.parquet"):
         rows = pq.read_table(path).to_pylist()
         ResponseStore(folder, settings).write(int(path.stem[-6:]), [row | change(row) for row in rows])
@@ -197,9 +199,9 @@ def test_prompts_of_two_sets_over_one_file_are_kept_apart(folder):
 
 
 def test_without_the_stored_reward_maj_at_k_compares_texts(folder, caplog):
-    manifest = json.loads((folder / "generate.json").read_text())
+    manifest = json.loads((folder / "_generate.json").read_text())
     manifest["settings"]["reward"] = {"_target_": "gone.Reward"}
-    (folder / "generate.json").write_text(json.dumps(manifest))
+    (folder / "_generate.json").write_text(json.dumps(manifest))
     change_rows(folder, lambda row: dict(score=1.0, parts={}))
     found = evaluate(folder, config_of())
     assert found.summaries[-1].mean_score.value == 1.0 and found.answers[0] == "it is 7"
@@ -223,7 +225,7 @@ def test_the_output_names_the_reward_above_the_table(folder, tmp_path, capsys):
 def test_inputs_that_cannot_be_evaluated_are_errors_with_the_reason(folder, tmp_path):
     with pytest.raises(ValueError, match=re.escape("evaluate.k=[8]: there are 4 responses to a prompt")):
         evaluate(folder, config_of(**{"evaluate.k": [8]}))
-    with pytest.raises(ValueError, match=r"no generate\.json there"):
+    with pytest.raises(ValueError, match=r"no _generate\.json there"):
         evaluate(tmp_path, config_of())
     old = pq.read_table(folder / "responses_000000.parquet")
     pq.write_table(old.drop_columns(["file_number"]), folder / "responses_000000.parquet")
@@ -231,10 +233,25 @@ def test_inputs_that_cannot_be_evaluated_are_errors_with_the_reason(folder, tmp_
         evaluate(folder, config_of())
     pq.write_table(old, folder / "responses_000000.parquet")
     (folder / "responses_000001.parquet").unlink()
-    with pytest.raises(ValueError, match=r"found 12 responses, but generate\.json says 20"):
+    with pytest.raises(ValueError, match=r"found 12 responses, but _generate\.json says 20"):
         evaluate(folder, config_of())
 
 
 @pytest.mark.parametrize(("samples", "ks"), [(1, [1]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_k_doubles_up_to_all_samples(samples, ks):
     assert choose_k([], samples) == ks
+
+
+def test_pandas_and_datasets_read_the_folder_of_a_generation(folder):
+    """The folder has one other file, the manifest. The parts of a score are a list of {name, value}."""
+    change_rows(folder, lambda row: dict(score=0.5, parts={"correct": 0.0, "length": 0.5}))
+    frame = pandas.read_parquet(folder)
+    assert len(frame) == 20 and frame["parts"][3][1] == {"name": "length", "value": 0.5}
+    cache = str(folder.parent / "cache")
+    for where in (dict(path=str(folder)), dict(path="parquet", data_files=f"{folder}/*.parquet")):
+        rows = datasets.load_dataset(**where, cache_dir=cache)["train"]
+        assert len(rows) == 20 and rows[0]["parts"] == [
+            {"name": "correct", "value": 0.0},
+            {"name": "length", "value": 0.5},
+        ]
+    assert read_responses(folder)[1][0]["parts"] == {"correct": 0.0, "length": 0.5}

@@ -15,9 +15,11 @@ from models.architecture import Architecture
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, find_resume_point, model_sizes
 from mrl.checkpoint.run_dir import lock_run_dir, read_run_record
 from mrl.checkpoint.store import CheckpointStore
+from mrl.commands import train_process
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
+from mrl.controller.build import finished_result
 from parallel.rope import Rope
 
 
@@ -263,3 +265,43 @@ def test_the_config_is_stored_as_json(tmp_path):
     config = config_of(tmp_path)
     assert json.loads(json.dumps(config_as_json(config))) == config_as_json(config)
     assert re.fullmatch(r".*run", config_as_json(config)["run"]["dir"])
+
+
+FINISHED = dict(
+    step=3, window=[0.5, 1.0, 0.75], before={"eval/accuracy_greedy": 0.0}, after={"eval/accuracy_greedy": 1.0}
+)
+
+
+def test_a_finished_run_is_recognised_without_starting_a_process(tmp_path, monkeypatch, capsys):
+    config = config_of(tmp_path, **{"trainer.max_steps": 3, "data.inputs.folder": str(tmp_path / "inputs")})
+    begin(config, step=3, progress=FINISHED)
+    assert finished_result(config) is None, "the weights were not exported yet"
+    (tmp_path / "run/hf").mkdir()
+    monkeypatch.setattr(train_process, "plan_fitting_run", None)  # calling it would raise
+    train_process.train(config)
+    printed = capsys.readouterr().out
+    assert "finished already" in printed and "3 steps, mean reward 0.750" in printed and "1.000 after" in printed
+
+
+@pytest.mark.parametrize(
+    "progress, keys",
+    [
+        (FINISHED, {"trainer.max_steps": 4}),  # more steps are left
+        (FINISHED | dict(after={}), {}),  # the last evaluation is left
+        (FINISHED, {"resume": "never"}),
+        (FINISHED | dict(window=[0.5] * 5), {"trainer.max_steps": 9, "trainer.stop_reward": 0.75}),
+    ],
+)
+def test_a_run_with_something_left_to_do_is_not_finished(tmp_path, progress, keys):
+    config = config_of(tmp_path, **({"trainer.max_steps": 3, "data.test": ["held_out.jsonl"]} | keys))
+    begin(config, step=3, progress=progress)
+    (tmp_path / "run/hf").mkdir()
+    assert finished_result(config) is None
+
+
+def test_a_run_that_reached_its_reward_is_finished(tmp_path):
+    config = config_of(tmp_path, **{"trainer.max_steps": 9, "trainer.stop_reward": 0.75})
+    begin(config, step=5, progress=FINISHED | dict(step=5, window=[0.75] * 5))
+    (tmp_path / "run/hf").mkdir()
+    result = finished_result(config)
+    assert result and (result.steps, result.reward) == (5, 0.75)

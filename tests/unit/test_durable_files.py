@@ -1,0 +1,31 @@
+"""Files and folders that appear complete have the mode that the umask of the user asks for."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import save_file
+from parallel.durable_files import apply_umask, atomic_folder
+os.umask(int(sys.argv[1], 8))
+with atomic_folder("made") as partial:
+    (partial / "inner").mkdir()
+    save_file({"x": np.zeros(2)}, partial / "inner/model.safetensors")
+save_file({"x": np.zeros(2)}, "single.safetensors")
+apply_umask(Path("single.safetensors"))
+"""
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_modes_follow_the_umask(tmp_path, umask):
+    """mkdtemp and safetensors make everything private to its owner. The program has its own process, and so its own umask."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", PROGRAM, oct(umask)], cwd=tmp_path, env=environment, check=True, timeout=120)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    files = dict.fromkeys(("model.safetensors", "single.safetensors"), 0o666 & ~umask)
+    assert modes == dict.fromkeys(("made", "inner"), 0o777 & ~umask) | files
