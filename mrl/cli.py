@@ -1,25 +1,13 @@
 """Entry point of `mrl COMMAND`. Each command is a module of the same name in mrl/commands."""
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 
-COMMANDS = {
-    "train": "train a model with RL (the default experiment runs on any machine)",
-    "sft": "fine-tune a model on prompt/response rows",
-    "samples": "show sampled responses of a run with their rewards",
-    "generate": "sample responses to a data set, into parquet files",
-    "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
-    "certify": "check that a parallel layout computes what one process computes",
-    "replay": "repeat a dumped step, and name the first layer whose output is not finite or differs between layouts",
-    "plan": "show the memory, placement and weight sync of a config, without starting a run",
-    "doctor": "check this machine, or the hosts of a job, and show a command that fixes each problem",
-    "convert": "convert weights between Hugging Face folders and Megatron checkpoints, and verify the result",
-    "config": "describe the keys of the config: defaults, units, allowed values",
-    "data": "create or convert data files",
-}
-
+from mrl.core.command_names import COMMANDS
 
 TRAIN_PACKAGES = {
     "train": ("ray", "sglang"),
@@ -45,7 +33,8 @@ def usage() -> str:
     """Return the text of `mrl --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: mrl COMMAND [ARGUMENTS]", "", *lines, "", "mrl COMMAND --help describes a command.", ""])
+    end = ["mrl COMMAND --help describes a command. mrl --version shows the version.", ""]
+    return "\n".join(["usage: mrl COMMAND [ARGUMENTS]", "", *lines, "", *end])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,8 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
         return 0 if argv else 2
+    if argv[0] == "--version":
+        sys.stdout.write(f"mrl {version('mrl')}\n")
+        return 0
     if argv[0] not in COMMANDS:
-        sys.stderr.write(f"mrl: unknown command {argv[0]!r}; expected one of {', '.join(COMMANDS)}\n")
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(COMMANDS)}."
+        sys.stderr.write(f"mrl: unknown command {argv[0]!r}; {hint}\n")
         return 2
     if missing := missing_packages(argv[0], argv[1:]):
         sys.stderr.write(f"mrl {argv[0]}: not installed: {', '.join(missing)}; run pip install 'mrl[train]'\n")

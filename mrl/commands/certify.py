@@ -13,6 +13,26 @@ from mrl.controller import build
 from mrl.controller import plan_tools as planning
 from mrl.workers.trace_comparison import ParityDifference
 
+USAGE = """usage: mrl certify [KEY=VALUE ...] [experiment=NAME] [--cfg job]
+
+Checks a parallel layout: takes one training step under the layout and the same step in one process, and compares the loss, the
+gradient norm, all gradients and all weights. The exit status is 1 if a difference exceeds its tolerance.
+
+  mrl certify experiment=quickstart parallel.tp=2 parallel.pp=2
+  mrl certify model.path=Qwen3-0.6B parallel.tp=4 parallel.cp=2 certify.critic=true
+
+It takes the keys of `mrl train`, and the keys of the section certify (`mrl config certify` describes them):
+  prompts               number of groups in the batch, which consists of random tokens
+  responses_per_prompt  number of responses to each prompt
+  prompt_tokens         largest length of a prompt
+  response_tokens       largest length of a response
+  critic                whether to compare a critic in place of an actor
+  lr                    learning rate of the step
+  dtype                 precision of both steps. Default: float32.
+
+Both results are in run.dir/parity.json. docs/tutorials/model.md describes parallel layouts.
+"""
+
 
 def job(config: Config) -> None:
     """Run one parity check: print a table and write parity.json. Exit with status 1 if a difference exceeds its tolerance."""
@@ -57,7 +77,7 @@ def print_table(differences: list[ParityDifference], title: str) -> None:
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl certify`."""
-    return hydra_entry.run(argv, job)
+    return hydra_entry.run(argv, job, USAGE)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ also give 2. docs/tutorials/slurm.md lists the checks.
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mrl doctor", usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "mrl doctor", usage=USAGE.splitlines()[0].removeprefix("usage: "), add_help=False, allow_abbrev=False
+    )
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--all-reduce", action=argparse.BooleanOptionalAction, default=None)

@@ -10,6 +10,28 @@ from mrl.controller.processes import supervised_trainer
 from mrl.controller.worker_groups import export_supervised, train_supervised
 from mrl.workers.worker import TrainWorker
 
+USAGE = """usage: mrl sft [KEY=VALUE ...] [experiment=NAME] [--cfg job]
+
+Trains a model on prompts and responses with supervised fine-tuning (cross-entropy of the response tokens). Writes a Hugging Face
+folder and a checkpoint.
+
+  mrl sft experiment=quickstart sft.output=null                  fine-tune the tiny model of the quickstart
+  mrl sft model.path=Qwen3-0.6B sft.train=rows.parquet sft.steps=500 sft.optim.lr=1e-5 parallel.dp=4
+
+It takes the keys of `mrl train`. These matter most; `mrl config sft` describes all keys of the section:
+  model.path            Hugging Face folder of the model
+  sft.train             parquet or jsonl file with the columns prompt and response
+  sft.output            Hugging Face folder for the trained model. Default: hf/ in run.dir.
+  sft.steps             number of optimizer steps
+  sft.batch_size        number of rows in one optimizer step
+  sft.optim.lr          learning rate; sft.optim has the other settings of the optimizer
+  parallel.*            parallel layout of the trainer ranks
+
+  --cfg job             prints the config and stops
+
+docs/tutorials/data.md describes the rows.
+"""
+
 
 def fine_tune(config: Config) -> None:
     """Train on the rows in `sft.train`, and write a Hugging Face folder and a checkpoint.
@@ -29,7 +51,7 @@ def fine_tune(config: Config) -> None:
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl sft`."""
-    return hydra_entry.run(argv, fine_tune)
+    return hydra_entry.run(argv, fine_tune, USAGE)
 
 
 if __name__ == "__main__":

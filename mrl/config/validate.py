@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
@@ -102,9 +102,42 @@ def unknown_key_message(key: str) -> str:
     for layout in PARTIAL_LAYOUTS:
         if key.startswith(f"{layout}."):
             candidates = [f"{layout}.{name}" for name in ParallelConfig.__dataclass_fields__]
-    near = difflib.get_close_matches(key, [*candidates, *RENAMED_KEYS], n=1, cutoff=0.5)
-    hint = f"; did you mean {RENAMED_KEYS.get(near[0], near[0])!r}?" if near else ""
+    near = _keys_with_last_name(key, candidates) or difflib.get_close_matches(
+        key, [*candidates, *RENAMED_KEYS], n=1, cutoff=0.5
+    )
+    names = list(dict.fromkeys(RENAMED_KEYS.get(name, name) for name in near))
+    hint = f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
     return f"unknown key {key!r}{hint} (`mrl config` lists every key)"
+
+
+COMMON_NAMES = {
+    "n": "rollout.responses_per_prompt",
+    "group_size": "rollout.responses_per_prompt",
+    "num_generations": "rollout.responses_per_prompt",
+    "train_batch_size": "rollout.prompts_per_step",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "max_response_length": "rollout.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "learning_rate": "optim.lr",
+}
+"""Last name of a key in other trainers -> key. Only the hint for an unknown key uses this table."""
+
+
+def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
+    """Return the keys whose last name is that of `key`, or is nearly so: seed -> run.seed. At most 3 keys."""
+    if key in RENAMED_KEYS:
+        return []
+    section, _, leaf = key.rpartition(".")
+    if leaf in COMMON_NAMES:
+        return [COMMON_NAMES[leaf]]
+    by_leaf: dict[str, list[str]] = {}
+    for name in candidates:
+        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    if section:
+        found = by_leaf.get(leaf, [])  # the right name in a wrong section
+        return [] if len(found) > 3 else found
+    near = [leaf] if leaf in by_leaf else difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)
+    return [name for each in near for name in by_leaf[each]][:3]
 
 
 def structured_schema() -> DictConfig:

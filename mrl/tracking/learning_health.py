@@ -23,7 +23,8 @@ ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entrop
 MISMATCH_NATS = 0.05  # a mean difference of log-probabilities up to this value is not a problem
 MISMATCH_GROWTH = 5.0  # nor is one up to this factor times that of the first steps
 GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times that of the first steps has exploded
-REWARD_LEFT = 0.25  # a mean reward below this fraction of the first steps' mean reward has collapsed
+REWARD_LEFT = 0.25  # a mean reward below this fraction of the best step's mean reward has collapsed,
+REWARD_ERRORS = 5.0  # if it is also lower by this many standard errors of the best step's mean
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class StepView:
     now: Metrics
     first: Sequence[Metrics]  # at most BASELINE_STEPS steps
     settings: LearningSettings
+    best: Metrics = field(default_factory=dict)  # the earlier step with the largest mean reward
 
     def value(self, name: str) -> float:
         """Return a metric of this step; NaN if the step does not have it."""
@@ -60,6 +62,8 @@ class StepView:
 def _no_signal(step: StepView) -> str:
     if step.value("batch/zero_advantage_fraction") != 1 or step.value("rollout/kept_groups_fraction") == 0:
         return ""
+    if _reward_collapsed(step):
+        return ""  # _diverged reports the cause
     settings, mean = step.settings, step.value("reward/mean")
     if settings.group_relative and settings.responses_per_prompt == 1:
         reason = one_response_text(settings.advantage)
@@ -166,12 +170,25 @@ def _nothing_trained(step: StepView) -> str:
     return f"the gradient norm is 0, so the step changed nothing: {reason}"
 
 
-def _exploded(step: StepView) -> str:
+def _reward_collapsed(step: StepView) -> bool:
+    now, best = step.value("reward/mean"), step.best.get("reward/mean", math.nan)
+    error = step.best.get("reward/std", math.nan) / math.sqrt(max(1.0, step.best.get("rollout/samples", math.nan)))
+    return now < REWARD_LEFT * best and best - now > REWARD_ERRORS * error and not _failed_rewards(step)
+
+
+def _diverged(step: StepView) -> str:
     norm, first = step.value("optim/grad_norm"), step.baseline("optim/grad_norm")
-    lr = f"optim.lr is {step.settings.lr:g}; try a tenth of it, or a longer optim.warmup_steps."
     if norm > GRAD_NORM_GROWTH * first > 0:
-        return f"the gradient norm rose to {norm:.3g}, from {first:.3g} in the first steps: the training diverges. {lr}"
-    return ""
+        sign = f"the gradient norm rose to {norm:.3g}, from {first:.3g} in the first steps"
+    elif _reward_collapsed(step):
+        sign = (
+            f"the mean reward fell to {step.value('reward/mean'):.3g}, from {step.best['reward/mean']:.3g} in the best step, and "
+            f"the entropy of the policy changed to {step.value('policy/entropy_mean'):.2g} nats per token, from "
+            f"{step.best.get('policy/entropy_mean', math.nan):.2g}"
+        )
+    else:
+        return ""
+    return f"{sign}: the training diverges. optim.lr is {step.settings.lr:g}; try a tenth of it, or a longer optim.warmup_steps."
 
 
 @dataclass(frozen=True)
@@ -190,7 +207,7 @@ RULES = {
     "failed rewards": Rule(_failed_rewards),
     "entropy collapse": Rule(_entropy_collapse),
     "mismatch of trainer and engine": Rule(_mismatch),
-    "divergence": Rule(_exploded, 2),
+    "divergence": Rule(_diverged, 2),
 }
 """Name of a problem -> rule."""
 
@@ -203,6 +220,7 @@ class LearningHealth:
     report: Callable[[str], None]  # shows a line to the user
     stop: bool = False  # whether a problem ends the run
     first: list[Metrics] = field(default_factory=list)  # metrics of the first steps of the run
+    _best: Metrics = field(default_factory=dict)  # metrics of the step with the largest mean reward
     _streaks: dict[str, int] = field(default_factory=dict)  # problem -> consecutive steps up to the last one
     _steps: dict[str, list[int]] = field(default_factory=dict)  # problem -> all steps that had it
     _reported: dict[str, str] = field(default_factory=dict)  # problem -> text of its report
@@ -210,7 +228,9 @@ class LearningHealth:
 
     def check(self, step: int, metrics: Metrics) -> None:
         """Check a finished step. With `stop`, raise UnhealthyRunError when a problem is reported."""
-        view = StepView(metrics, tuple(self.first), self.settings)
+        view = StepView(metrics, tuple(self.first), self.settings, self._best)
+        if metrics.get("reward/mean", -math.inf) > self._best.get("reward/mean", -math.inf):
+            self._best = metrics
         if len(self.first) < BASELINE_STEPS:
             self.first.append(metrics)
         self._checked += 1

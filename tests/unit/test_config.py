@@ -56,6 +56,23 @@ def test_an_unknown_key_names_its_nearest_match(key, near):
         from_hydra(composed(**{key: 1}))
 
 
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("seed", "'run.seed'"),
+        ("wandb", "'tracking.wandb'"),
+        ("top_p", "'generate.top_p'"),
+        ("trainer.seed", "'run.seed'"),
+        ("rollout.n", "'rollout.responses_per_prompt'"),
+        ("data.train_batch_size", "'rollout.prompts_per_step'"),
+        ("temprature", "'rollout.temperature' or 'generate.temperature'"),
+        ("lr", "'optim.lr' or 'critic.optim.lr' or 'sft.optim.lr'"),
+    ],
+)
+def test_the_last_name_of_a_key_is_enough_for_a_hint(key, near):
+    assert f"unknown key {key!r}; did you mean {near}?" in unknown_key_message(key)
+
+
 def test_free_form_nodes_take_any_key():
     assert is_known("sglang.mem_fraction_static") and is_known("algorithm.loss.clip_low") and is_known("megatron.x")
 

@@ -185,7 +185,7 @@ def test_metrics_on_a_page_are_declared(page):
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
 def test_commands_on_a_page_exist(page):
-    from mrl.cli import COMMANDS
+    from mrl.core.command_names import COMMANDS
 
     prose = FENCE.sub("", own_lines(page))
     named = {words[1] for span in CODE_SPAN.findall(prose) if (words := span.split())[0] == "mrl" and len(words) > 1}

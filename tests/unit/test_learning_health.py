@@ -37,6 +37,7 @@ HEALTHY = {
     "policy/entropy_mean": 0.8,
     "mismatch/logprob_abs_mean": 0.004,
     "optim/grad_norm": 0.5,
+    "rollout/samples": 64.0,
 }
 NO_ADVANTAGE = {"batch/zero_advantage_fraction": 1.0, "optim/grad_norm": 0.0}
 NO_GROUPS = replace(SETTINGS, advantage="GAE", group_relative=False)
@@ -109,6 +110,15 @@ CASES = {
         SETTINGS,
         ["the gradient norm rose to 40, from 0.5", "optim.lr is 0.0005", "optim.warmup_steps"],
     ),
+    "collapsed reward": (
+        NO_ADVANTAGE | {"reward/mean": 0.0, "reward/std": 0.0, "policy/entropy_mean": 2.2},
+        SETTINGS,
+        [
+            "the mean reward fell to 0, from 0.3 in the best step",
+            "to 2.2 nats per token, from 0.8",
+            "optim.lr is 0.0005",
+        ],
+    ),
 }
 
 
@@ -135,6 +145,22 @@ def test_every_rule_is_tested():
 def test_a_healthy_run_gets_no_report():
     assert reports_of({}) == []
     assert reports_of({"policy/entropy_mean": 0.2, "optim/grad_norm": 3.0, "rollout/truncated_fraction": 0.8}) == []
+
+
+def test_a_reward_that_falls_within_its_noise_or_because_scoring_fails_is_no_divergence():
+    def divergence(**bad):
+        return [
+            line for line in reports_of({f"reward/{name}": value for name, value in bad.items()}) if "diverges" in line
+        ]
+
+    assert divergence(mean=0.01) != []
+    assert divergence(mean=0.1) == [], "more than a quarter of the best step's reward"
+    assert divergence(mean=0.01, failed_fraction=0.9) == []
+    noisy = LearningHealth(SETTINGS, pytest.fail)
+    for step in range(1, 12):
+        noisy.check(
+            step, HEALTHY | {"reward/mean": 0.1 if step == 1 else 0.0, "reward/std": 0.3, "rollout/samples": 64}
+        )
 
 
 def test_a_problem_of_one_step_is_noise():

@@ -1,0 +1,25 @@
+"""Names of the commands of mrl, with one line of help for each, and the names of their subcommands."""
+
+COMMANDS = {
+    "train": "train a model with RL (the default experiment runs on any machine)",
+    "sft": "fine-tune a model on prompt/response rows",
+    "samples": "show sampled responses of a run with their rewards",
+    "generate": "sample responses to a data set, into parquet files",
+    "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
+    "certify": "check that a parallel layout computes what one process computes",
+    "replay": "repeat a dumped step, and name the first layer whose output is not finite or differs between layouts",
+    "plan": "show the memory, placement and weight sync of a config, without starting a run",
+    "doctor": "check this machine, or the hosts of a job, and show a command that fixes each problem",
+    "convert": "convert weights between Hugging Face folders and Megatron checkpoints, and verify the result",
+    "config": "describe the keys of the config: defaults, units, allowed values",
+    "data": "create or convert data files",
+    "completion": "print a completion script for bash, zsh or fish",
+}
+
+SUBCOMMANDS = {
+    "plan": ("memory", "placement", "rollout", "search", "sync"),
+    "convert": ("to-megatron", "to-hf", "check"),
+    "data": ("prepare", "tiny-model", "arithmetic"),
+    "completion": ("bash", "zsh", "fish"),
+}
+"""Commands that have subcommands."""
