@@ -116,7 +116,7 @@ class SampleLedger:
 
     def __init__(self, path: Path, last_step: int) -> None:
         """Open the file, and remove the lines of steps after `last_step`."""
-        self._lines = JsonLinesFile(path, last_step)
+        self._lines = JsonLinesFile(path, last_step, every_step=True)
 
     def record(
         self, step: int, rollouts: Rollouts, drawn: list[int], token_weights: Sequence[NDArray[np.float64]] = ()

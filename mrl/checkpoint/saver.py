@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
-from mrl.core.run_errors import ProcessesLostError
+from mrl.core.run_errors import ProcessesLostError, check_in_place
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +77,16 @@ class CheckpointSaver:
     _pending: _PendingSave | None = None  # None while no checkpoint is being written
     _newest: int | None = None  # step of the newest checkpoint
 
+    def __post_init__(self) -> None:
+        self._folder = os.open(self.run_dir, os.O_RDONLY)  # stays open: a moved folder is found by comparing with it
+
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Begin a checkpoint if one is due, and finish a pending one. A failure is logged, and the run continues.
 
+        Raises RunDirMovedError, as do the other functions that write, if the run directory was moved, deleted or replaced.
         `state`: state of the driver. `metrics`: metrics of the last step.
         """
+        check_in_place(self._folder, self.run_dir)
         step, schedule = state["progress"]["step"], self.schedule
         if step == 0:
             return
@@ -99,6 +105,7 @@ class CheckpointSaver:
 
     def save_now(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint of this state before returning. Raises an error if that fails."""
+        check_in_place(self._folder, self.run_dir)
         if self._pending:
             self._attempt(self._finish)
         if self._newest != state["progress"]["step"]:
@@ -110,6 +117,7 @@ class CheckpointSaver:
 
         Otherwise, finish a pending checkpoint.
         """
+        check_in_place(self._folder, self.run_dir)
         if self.schedule.at_end:
             self.save_now(state)
             self._export(self.run_dir / "hf")

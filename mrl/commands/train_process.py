@@ -16,6 +16,7 @@ from mrl.core.run_errors import (
     UNHEALTHY_STATUS,
     PreemptedError,
     PreemptionHandler,
+    RunDirMovedError,
     StartupLostError,
     UnhealthyRunError,
 )
@@ -57,6 +58,9 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
             "it; trainer.on_unhealthy=warn continues it in spite of the problem.\n"
         )
         raise SystemExit(UNHEALTHY_STATUS) from None
+    except RunDirMovedError as error:
+        sys.stderr.write(f"mrl: {error}\n")
+        raise SystemExit(1) from error
     except StartupLostError as error:
         supervisor.request_restart()
         sys.stderr.write(f"mrl: {error}\n")

@@ -1,14 +1,16 @@
-"""Crash-safe files: JSON files that are replaced atomically, and append-only JSON Lines files with one line per step."""
+"""Crash-safe files: JSON files that are replaced atomically, and JSON Lines files whose hashes find damaged lines."""
 
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
+import xxhash
 
+from mrl.core.run_errors import check_in_place
 from parallel.durable_files import write_file
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,10 @@ def write_json(path: Path, content: object) -> None:
 
 
 def last_lines(path: Path, count: int) -> list[bytes]:
-    """Return the last `count` complete lines in order, or [] if there is no file. Only the end of the file is read."""
+    """Return the last `count` complete lines in order, or [] if there is no file. Only the end of the file is read.
+
+    Lines that differ from their hashes (see JsonLinesFile) are left out with a warning.
+    """
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -32,61 +37,160 @@ def last_lines(path: Path, count: int) -> list[bytes]:
             file.seek(max(0, end - size))
             lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
             if len(lines) > count or size >= end:  # the first line may be incomplete
-                return lines[-count:]
+                return _undamaged(path, lines[-count:])
             size *= 4
 
 
-class JsonLinesFile:
-    """Append-only file of JSON objects `{"step": 1, ...}`, one per line. NaN is written as null.
+def _undamaged(path: Path, lines: list[bytes]) -> list[bytes]:
+    expected = _read_hashes(_hashes_path(path))
+    damaged = [line for line in lines if expected and _hash_entry(_step_of(line), line) not in expected]
+    if damaged and damaged != lines[-1:]:  # another process may just write the hash of the last line
+        logger.warning("%s: %d of its last %d lines are damaged and are not used", path, len(damaged), len(lines))
+    return [line for line in lines if line not in damaged]
 
-    When the disk is full, lines are kept in memory until there is space again, and one warning is logged.
-    """
 
-    def __init__(self, path: Path, last_step: int = 0) -> None:
-        """Open the file. If it exists, remove the lines of steps after `last_step`, and an incomplete last line."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._unwritten, self._disk_full = path, b"", False
-        self._open(last_step)
+class _AppendedFile:
+    """A file to which lines are appended. When the disk is full, they are kept in memory, and one warning is logged."""
 
-    def _open(self, last_step: int) -> None:
-        if self.path.exists():
-            lines = [line for line in self.path.read_bytes().splitlines(keepends=True) if _is_valid(line, last_step)]
-            write_file(self.path, b"".join(lines))
-        self._file = self.path.open("ab", buffering=0)
+    def __init__(self, path: Path) -> None:
+        self.path, self.unwritten = path, b""
+        self._file, self._disk_full = path.open("ab", buffering=0), False
 
-    def write(self, step: int, content: Mapping[str, Any]) -> None:
-        """Append a line. The line is in the file when this function returns, except if the disk is full."""
-        self._unwritten += orjson.dumps(
-            {"step": step, **content}, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-        )
+    def append(self, line: bytes) -> None:
+        """Append a complete line. Raises RunDirMovedError if `path` is not this file any more."""
+        check_in_place(self._file.fileno(), self.path)
+        self.unwritten += line
         end = self._file.seek(0, os.SEEK_END)
         try:
-            written = self._file.write(self._unwritten)
-            if written != len(self._unwritten):
-                raise OSError(f"only {written} of {len(self._unwritten)} bytes were written")
-            self._unwritten, self._disk_full = b"", False
+            written = self._file.write(self.unwritten)
+            if written != len(self.unwritten):
+                raise OSError(f"only {written} of {len(self.unwritten)} bytes were written")
+            self.unwritten, self._disk_full = b"", False
         except OSError as error:
             os.ftruncate(self._file.fileno(), end)  # remove an incomplete line
             if not self._disk_full:
                 logger.warning("%s: lines cannot be written; they are kept in memory: %s", self.path, error)
             self._disk_full = True
 
+    def replace(self, lines: Iterable[bytes]) -> None:
+        """Replace the content of the file."""
+        self.close()
+        write_file(self.path, b"".join(lines))
+        self._file = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class JsonLinesFile:
+    """Append-only file of JSON objects `{"step": 1, ...}`, one per line. NaN is written as null.
+
+    A second file, `.NAME.hashes`, has `STEP HASH` for each line. When the file is opened again, lines that are damaged or
+    missing are found, and a warning names their steps. Damaged lines are moved to the file `NAME.damaged`. When the disk is
+    full, lines are kept in memory until there is space again.
+    """
+
+    def __init__(self, path: Path, last_step: int = 0, *, every_step: bool = False) -> None:
+        """Open the file. If it exists, remove the lines of steps after `last_step`, and an incomplete last line.
+
+        `every_step`: whether each step of a run has a line, so that a missing line is found without its hash.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._every_step = path, every_step
+        self._lines, self._hashes = _AppendedFile(path), _AppendedFile(_hashes_path(path))
+        self._keep_until(last_step)
+
+    def write(self, step: int, content: Mapping[str, Any]) -> None:
+        """Append a line. The line is in the file when this function returns, except if the disk is full.
+
+        Raises RunDirMovedError if the file was moved, deleted or replaced.
+        """
+        line = orjson.dumps({"step": step, **content}, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+        self._lines.append(line)
+        self._hashes.append(_hash_entry(step, line))
+
     def rewind(self, last_step: int) -> None:
         """Remove the lines of steps after `last_step`."""
-        self._unwritten = b"".join(
-            line for line in self._unwritten.splitlines(keepends=True) if _is_valid(line, last_step)
-        )
-        self._file.close()
-        self._open(last_step)
+        self._keep_until(last_step)
+        for file in (self._lines, self._hashes):
+            file.unwritten = b"".join(
+                line for line in file.unwritten.splitlines(keepends=True) if _step_of(line) <= last_step
+            )
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._lines.close()
+        self._hashes.close()
+
+    def _keep_until(self, last_step: int) -> None:
+        """Remove the lines of steps after `last_step`, and set damaged lines aside."""
+        checked = check_lines(self.path)
+        kept = {line: step for step, line in checked.lines if step <= last_step}
+        lost = {step for step in checked.lost_steps if step <= last_step}
+        if self._every_step and kept:
+            lost |= set(range(min(kept.values()), last_step + 1)) - set(kept.values())
+        self._lines.replace(kept)
+        self._hashes.replace(_hash_entry(step, line) for line, step in kept.items())
+        if checked.damaged:
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            with aside.open("ab") as file:
+                file.writelines(checked.damaged)
+            logger.warning("%s: %d damaged lines were moved to %s", self.path, len(checked.damaged), aside.name)
+        if lost:
+            logger.warning("%s: the lines of these steps are damaged or missing: %s", self.path, sorted(lost))
 
 
-def _is_valid(line: bytes, last_step: int) -> bool:
-    """Return whether a line is complete, and its step is not after `last_step`."""
+class CheckedLines(NamedTuple):
+    """The lines of a JsonLinesFile, compared with their hashes."""
+
+    lines: list[tuple[int, bytes]]  # (step, line) of the intact lines
+    damaged: list[bytes]
+    lost_steps: list[int]  # steps whose lines are damaged or missing
+
+
+def check_lines(path: Path) -> CheckedLines:
+    """Read a file that JsonLinesFile wrote, and compare each line with its hash. An incomplete last line is left out.
+
+    A file without hashes is used unchecked, and a warning is logged: an older version of mrl wrote it, or the hashes were lost.
+    """
+    content = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    expected = _read_hashes(_hashes_path(path))
+    if content and not content[-1].endswith(b"\n"):
+        logger.warning("%s: the last line is incomplete and is removed", path)
+        content.pop()
+    if content and not expected:
+        logger.warning("%s: there are no hashes of its %d lines, so they are used unchecked", path, len(content))
+    lines, damaged = [], []
+    for line in content:
+        step, entry = _step_of(line), _hash_entry(_step_of(line), line)
+        if step == _UNREADABLE or (expected and entry not in expected):
+            damaged.append(line)
+        else:
+            lines.append((step, line))
+    found = {_hash_entry(step, line) for step, line in lines}
+    return CheckedLines(lines, damaged, sorted(step for entry, step in expected.items() if entry not in found))
+
+
+_UNREADABLE = 1 << 62  # result of `_step_of` for a line that is damaged; larger than every step
+
+
+def _step_of(line: bytes) -> int:
+    """Return the step of a line of JSON or of an entry of `_hash_entry`."""
     try:
-        return line.endswith(b"\n") and orjson.loads(line)["step"] <= last_step
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return False
+        return int(line.split()[0]) if line[:1].isdigit() else int(orjson.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return _UNREADABLE
+
+
+def _hashes_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.hashes")
+
+
+def _hash_entry(step: int, line: bytes) -> bytes:
+    return f"{step} {xxhash.xxh3_64_hexdigest(line)}\n".encode()
+
+
+def _read_hashes(path: Path) -> dict[bytes, int]:
+    """Return entry -> step for each complete entry in a file of hashes."""
+    entries = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return {entry: _step_of(entry) for entry in entries if entry.endswith(b"\n") and _step_of(entry) != _UNREADABLE}

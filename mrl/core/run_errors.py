@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -57,6 +58,23 @@ class NonFiniteGradientError(FloatingPointError):
 
 class UnhealthyRunError(RuntimeError):
     """The health check of learning ends the run, because trainer.on_unhealthy=stop. The run writes a checkpoint first."""
+
+
+class RunDirMovedError(RuntimeError):
+    """The run directory, or a file in it, was moved, deleted or replaced while the run was writing to it."""
+
+
+def check_in_place(descriptor: int, path: Path) -> None:
+    """Raise RunDirMovedError if `path` is not the file or folder any more that this process has opened as `descriptor`."""
+    try:
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return
+    except FileNotFoundError:
+        pass
+    raise RunDirMovedError(
+        f"{path} was moved, deleted or replaced while the run was writing to it. The run ends, because its files would be split "
+        "over two folders. To continue from the last checkpoint, move the folder back and start the same command again."
+    )
 
 
 class PreemptedError(Exception):

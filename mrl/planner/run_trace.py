@@ -13,6 +13,7 @@ from scipy.optimize import nnls
 
 from mrl.checkpoint.run_dir import read_run_record
 from mrl.config.schema import RolloutConfig
+from mrl.core.jsonl import check_lines
 from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds
 from mrl.rollout.staleness_buffer import split_over_engines
@@ -216,4 +217,11 @@ def read_lengths(path: Path, prompt_tokens: int = 0) -> GroupLengths:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    """Return the lines of a file of a run. Raises ValueError if lines are damaged or missing."""
+    checked = check_lines(path)
+    if checked.damaged or checked.lost_steps:
+        raise ValueError(
+            f"{path}: {len(checked.damaged)} lines are damaged, and the lines of these steps are damaged or missing: "
+            f"{checked.lost_steps}; name the folder of another run."
+        )
+    return [orjson.loads(line) for _, line in checked.lines]

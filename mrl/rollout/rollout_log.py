@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from mrl.core.types import TokenBlock
 from mrl.rollout.client import Completion
 from mrl.rollout.trajectory import Group, Sample, StepGroups
+from parallel.durable_files import fsync_path
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +35,17 @@ ZSTD_LEVEL = 1  # compression level; 1 is fast
 _STEP_FILE = re.compile(r"step_(\d+)\.msgpack\.zst")  # file name in the rollout log
 _CACHE_SUFFIX = ".completions"
 _CACHE_FILE = re.compile(rf"step_(\d+)-\w+\{_CACHE_SUFFIX}")  # file name in the completion cache
-_RECORD_LENGTH = struct.Struct("<Q")  # stands before each compressed record: the length of the record in bytes
+_DIGEST_BYTES = 8  # length of a hash of `_digest`
+_RECORD_LENGTH = struct.Struct("<Q")  # stands before each record: the length of its compressed content in bytes
 
 
 class RolloutLog:
-    """The scored groups of each step, in one compressed file per step, without pickle.
+    """The scored groups of each step, in one compressed file per step, without pickle. A file ends with its hash.
 
-    A file appears only when it is complete. A file with the same prompts is not overwritten, so a process that outlives its
-    run cannot replace samples of the next run. `key` is a hash of the settings, the data and the initial model weights. Entries
-    with other keys are not read. They are deleted only at the next checkpoint, because the user may have mistyped a setting.
+    A file appears only when it is complete and on the disk. A file with the same prompts is not overwritten, so a process that
+    outlives its run cannot replace samples of the next run. `key` is a hash of the settings, the data and the initial model
+    weights. Entries with other keys are not read. They are deleted only at the next checkpoint, because the user may have
+    mistyped a setting.
     """
 
     def __init__(self, root: Path, key: str) -> None:
@@ -58,8 +61,11 @@ class RolloutLog:
         content = msgspec.msgpack.encode(groups, enc_hook=_to_plain)
         path, partial = self._path(step), self.folder / f".partial-{uuid.uuid4().hex[:8]}"
         try:
-            partial.write_bytes(zstandard.compress(content, ZSTD_LEVEL))
+            frame = zstandard.compress(content, ZSTD_LEVEL)
+            partial.write_bytes(frame + _digest(frame, step))
+            fsync_path(partial)  # before the step trains the groups: a resumed run must train the same
             os.link(partial, path)  # fails if `path` exists
+            fsync_path(self.folder)
         except FileExistsError:
             logged = self.get(step)
             if logged is not None and (logged.all_numbers, _rows(logged)) == (groups.all_numbers, _rows(groups)):
@@ -73,9 +79,14 @@ class RolloutLog:
         return groups
 
     def get(self, step: int) -> StepGroups[Group] | None:
-        """Return the groups of a step, or None if there is no entry. A damaged entry is deleted."""
+        """Return the groups of a step, or None if there is no entry. A damaged entry is deleted with a warning."""
         try:
-            return _step_decoder.decode(zstandard.decompress(self._path(step).read_bytes()))
+            content = self._path(step).read_bytes()
+            frame, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+            if digest != _digest(frame, step):
+                self.remove(step, "is damaged, or it is the entry of another step")
+                return None
+            return _step_decoder.decode(zstandard.decompress(frame))
         except FileNotFoundError:
             return None
         except (msgspec.MsgspecError, zstandard.ZstdError) as error:
@@ -101,6 +112,11 @@ class RolloutLog:
         return self.folder / f"step_{step:06d}.msgpack.zst"
 
 
+def _digest(frame: bytes, step: int) -> bytes:
+    """Return the hash of compressed content that belongs to `step`."""
+    return xxhash.xxh3_64_digest(frame, seed=step)
+
+
 def _rows(groups: StepGroups[Group]) -> list[int]:
     """Return the row of the data set of each group."""
     return [group.row for group in [*groups.groups, *groups.filtered]]
@@ -110,7 +126,8 @@ class CompletionCache:
     """Finished completions on disk. A completion is identified by the serial number of its response and by its input tokens.
 
     Each turn of a multi-turn response is one completion. There is one file per process and step. A file is a sequence of
-    compressed records; a truncated last record is not read. If the disk is full, a warning is logged and the run goes on.
+    records: length, hash, compressed content. A damaged or truncated record is left out with a warning. If the disk is full, a
+    warning is logged and the run goes on.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
@@ -125,7 +142,7 @@ class CompletionCache:
         """Read all files, including those of this process, so that `get` finds their completions."""
         self._completions = {}
         for step, path in self._paths():
-            self._completions.setdefault(step, {}).update(_read_records(path))
+            self._completions.setdefault(step, {}).update(_read_records(path, step))
 
     def start_step(self, step: int) -> None:
         """Let all later completions belong to `step`."""
@@ -150,13 +167,13 @@ class CompletionCache:
         items = zip(numbers, inputs, completions, strict=True)
         found = {_key(number, tokens): done for number, tokens, done in items if done.finish_reason != "abort"}
         content = msgspec.msgpack.encode(found, enc_hook=_to_plain)
-        record = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True).compress(content)
+        frame = zstandard.compress(content, ZSTD_LEVEL)
         try:
             if self._file is None:
                 name = f"step_{self._step:06d}-{uuid.uuid4().hex[:8]}{_CACHE_SUFFIX}"
                 self._file = (self._folder / name).open("ab", buffering=0)
             if not self._write_failed:
-                self._file.write(_RECORD_LENGTH.pack(len(record)) + record)
+                self._file.write(_RECORD_LENGTH.pack(len(frame)) + _digest(frame, self._step) + frame)
         except OSError as error:
             self._write_failed = True  # the last record may be truncated, and readers stop there
             logger.warning("completions are no longer cached on disk: %s", error)
@@ -179,18 +196,20 @@ def _key(number: int, inputs: Sequence[int]) -> str:
     return f"{number}:{xxhash.xxh3_128_hexdigest(np.array(inputs, np.int64).tobytes())}"
 
 
-def _read_records(path: Path) -> Iterator[tuple[str, Completion]]:
+def _read_records(path: Path, step: int) -> Iterator[tuple[str, Completion]]:
     """Yield (result of `_key`, completion) for each completion in a file of the cache."""
-    content, start = path.read_bytes(), 0
-    while start + _RECORD_LENGTH.size <= len(content):
-        (length,) = _RECORD_LENGTH.unpack_from(content, start)
-        record = content[start + _RECORD_LENGTH.size : start + _RECORD_LENGTH.size + length]
-        start += _RECORD_LENGTH.size + length
-        try:
-            yield from _cache_decoder.decode(zstandard.decompress(record)).items()
-        except (zstandard.ZstdError, msgspec.MsgspecError):
-            logger.warning("%s ends in a truncated record", path)
-            return
+    content, start, num_damaged = path.read_bytes(), 0, 0
+    while start < len(content):
+        begin = start + _RECORD_LENGTH.size + _DIGEST_BYTES
+        length = _RECORD_LENGTH.unpack_from(content, start)[0] if begin <= len(content) else len(content)
+        digest, frame = content[start + _RECORD_LENGTH.size : begin], content[begin : begin + length]
+        start = begin + length
+        if digest == _digest(frame, step):
+            yield from _cache_decoder.decode(zstandard.decompress(frame)).items()
+        else:  # if the length is damaged, all later records are lost too
+            num_damaged += 1
+    if num_damaged:
+        logger.warning("%s: %d damaged or truncated records; their responses are sampled again", path, num_damaged)
 
 
 def _recording_path(folder: str | Path, step: int) -> Path:

@@ -78,7 +78,8 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, *, evaluations: bool = False, last_step: int = 0) -> None:
-        self._file, self._evaluations = JsonLinesFile(path, last_step), evaluations
+        self._evaluations = evaluations
+        self._file = JsonLinesFile(path, last_step, every_step=not evaluations)
 
     def log(self, step: int, metrics: Metrics) -> None:
         chosen = {name: value for name, value in metrics.items() if name.startswith("eval/") == self._evaluations}

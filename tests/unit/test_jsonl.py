@@ -1,12 +1,14 @@
 """JSON Lines files of a resumed run and on a full disk, and the sample ledger, which is such a file."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from mrl.checkpoint.run_dir import SampleLedger
 from mrl.core.jsonl import CHUNK_BYTES, JsonLinesFile, last_lines
+from mrl.core.run_errors import RunDirMovedError
 from mrl.core.types import Rollouts
 
 
@@ -37,6 +39,95 @@ def test_a_new_run_keeps_no_old_lines(tmp_path):
     assert steps(tmp_path / "lines.jsonl") == []
 
 
+def damaged_file(tmp_path, damage, last_step: int = 4) -> JsonLinesFile:
+    """Write the lines of five steps, damage the file or its hashes, and open the file again."""
+    lines = JsonLinesFile(tmp_path / "lines.jsonl")
+    for step in range(1, 6):
+        lines.write(step, {"reward/mean": 0.5 + step})
+    lines.close()
+    damage(lines.path, tmp_path / ".lines.jsonl.hashes")
+    return JsonLinesFile(lines.path, last_step, every_step=True)
+
+
+def change(old: bytes, new: bytes):
+    return lambda path, hashes: path.write_bytes(path.read_bytes().replace(old, new))
+
+
+DAMAGES = {
+    "a changed number": (change(b"3.5", b"3.7"), [1, 2, 4], "damaged or missing: [3]"),
+    "a line without its end": (change(b"3.5}\n", b"3.5"), [1, 2], "damaged or missing: [3, 4]"),
+    "a missing line": (change(b'{"step":2,"reward/mean":2.5}\n', b""), [1, 3, 4], "damaged or missing: [2]"),
+    "another step": (change(b'"step":2', b'"step":9'), [1, 3, 4], "damaged or missing: [2]"),
+    "an empty file": (lambda path, hashes: path.write_bytes(b""), [], "damaged or missing: [1, 2, 3, 4]"),
+    "no file": (lambda path, hashes: path.unlink(), [], "damaged or missing: [1, 2, 3, 4]"),
+    "no hashes": (lambda path, hashes: hashes.unlink(), [1, 2, 3, 4], "no hashes of its 5 lines"),
+    "two lost hashes": (lambda path, hashes: hashes.write_bytes(hashes.read_bytes()[:45]), [1, 2], "3 damaged lines"),
+    "hashes and lines are cut": (
+        lambda path, hashes: [file.write_bytes(file.read_bytes()[:60]) for file in (path, hashes)],
+        [1, 2],
+        "damaged or missing: [3, 4]",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_and_missing_lines_are_left_out_and_their_steps_are_named(tmp_path, caplog, damage):
+    act, left, message = DAMAGES[damage]
+    lines = damaged_file(tmp_path, act)
+    assert steps(lines.path) == left and message in caplog.text
+    lines.write(5, {"x": 1})
+    lines.close()
+    caplog.clear()
+    JsonLinesFile(lines.path, 5).close()
+    assert steps(lines.path) == [*left, 5] and "moved" not in caplog.text and "no hashes" not in caplog.text
+
+
+def test_damaged_lines_are_kept_in_another_file(tmp_path, caplog):
+    lines = damaged_file(tmp_path, change(b"3.5", b"3.7"))
+    assert "1 damaged lines were moved to lines.jsonl.damaged" in caplog.text
+    assert json.loads((tmp_path / "lines.jsonl.damaged").read_text()) == {"step": 3, "reward/mean": 3.7}
+    lines.close()
+
+
+def test_an_intact_file_is_opened_without_a_warning(tmp_path, caplog):
+    lines = damaged_file(tmp_path, lambda path, hashes: None)
+    lines.rewind(2)
+    assert steps(lines.path) == [1, 2] and not caplog.text and not list(tmp_path.glob("*.damaged"))
+
+
+def test_the_last_lines_of_a_damaged_file_leave_out_damaged_lines(tmp_path, caplog):
+    lines = damaged_file(tmp_path, lambda path, hashes: None)
+    lines.path.write_bytes(lines.path.read_bytes().replace(b"3.5", b"3.7"))
+    assert [json.loads(line)["step"] for line in last_lines(lines.path, 3)] == [2, 4]
+    assert "1 of its last 3 lines are damaged" in caplog.text
+
+
+def move_folder(folder):
+    folder.rename(folder.with_name("moved"))
+
+
+def replace_folder(folder):
+    move_folder(folder)
+    shutil.copytree(folder.with_name("moved"), folder)
+
+
+def remove_file(folder):
+    (folder / "lines.jsonl").unlink()
+
+
+@pytest.mark.parametrize("act", [move_folder, replace_folder, remove_file])
+def test_a_file_that_was_moved_or_replaced_is_noticed_at_the_next_write(tmp_path, act):
+    folder = tmp_path / "run"
+    lines = JsonLinesFile(folder / "lines.jsonl")
+    lines.write(1, {})
+    act(folder)
+    with pytest.raises(
+        RunDirMovedError, match=r"lines\.jsonl was moved, deleted or replaced while the run was writing"
+    ):
+        lines.write(2, {})
+    assert not (folder / "lines.jsonl").exists() or steps(folder / "lines.jsonl") == [1]
+
+
 class FullDisk:
     """A file on a disk that has room for a number of bytes."""
 
@@ -56,8 +147,8 @@ class FullDisk:
 
 def test_a_full_disk_loses_no_line_and_leaves_no_incomplete_line(tmp_path, caplog):
     lines = JsonLinesFile(tmp_path / "lines.jsonl")
-    disk = FullDisk(lines._file, room=25)
-    lines._file = disk
+    disk = FullDisk(lines._lines._file, room=25)
+    lines._lines._file = disk
     for step in range(1, 5):
         lines.write(step, {"reward/mean": 0.5})
     assert steps(lines.path) == [] and caplog.text.count("lines cannot be written") == 1

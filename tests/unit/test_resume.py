@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.controller.build import finished_result
+from mrl.core.jsonl import JsonLinesFile
 from parallel.rope import Rope
 
 
@@ -232,6 +234,27 @@ def test_two_runs_never_share_a_folder_and_a_killed_run_releases_it(tmp_path):
         with lock_run_dir(folder, "train", {"a": 1}):
             pass
     assert read_run_record(folder) == {"command": "train", "config": {"a": 1}}
+
+
+def test_a_run_whose_folder_was_moved_ends_with_status_1_and_one_line(tmp_path, monkeypatch, capsys):
+    @contextmanager
+    def moved(plan, preemption):
+        folder = tmp_path / "run"
+        with lock_run_dir(folder, "train", {}):
+            lines = JsonLinesFile(folder / "metrics.jsonl")
+            folder.rename(tmp_path / "elsewhere")
+            lines.write(1, {})
+            yield
+
+    monkeypatch.setattr(train_process, "plan_fitting_run", lambda config: None)
+    monkeypatch.setattr(train_process.build, "trainer", moved)
+    with pytest.raises(SystemExit) as ended:
+        train_process.train(config_of(tmp_path))
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and error.startswith(
+        f"mrl: {tmp_path}/run/metrics.jsonl was moved, deleted or replaced"
+    )
+    assert error.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 def test_nccl_logs_to_the_run_directory_unless_another_file_is_set(tmp_path, monkeypatch):

@@ -1,11 +1,14 @@
 """RolloutLog and CompletionCache return exactly what was written, and survive damaged files and full disks."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.rewards.reward_types import Score, Turn
+from mrl.rollout import rollout_log
 from mrl.rollout.client import Completion
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog, sample_digests
 from mrl.rollout.trajectory import (
@@ -120,8 +123,34 @@ def test_a_damaged_entry_is_removed(tmp_path, caplog, content):
     log = RolloutLog(tmp_path, "key")
     log.put(4, step_of(plain(1, 5)))
     next(log.folder.iterdir()).write_bytes(content)
-    assert log.get(4) is None and "cannot be read" in caplog.text
+    assert log.get(4) is None and "is damaged" in caplog.text
     assert list(log.folder.iterdir()) == []
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    damaged = bytearray(content)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+def test_every_changed_bit_of_an_entry_is_found_and_an_entry_of_another_step_is_not_used(tmp_path, caplog):
+    log = RolloutLog(tmp_path, "key")
+    log.put(4, step_of(plain(1, 5)))
+    content = (log.folder / "step_000004.msgpack.zst").read_bytes()
+    for bit in range(8 * len(content)):
+        (log.folder / "step_000004.msgpack.zst").write_bytes(flipped(content, bit))
+        assert log.get(4) is None
+    (log.folder / "step_000005.msgpack.zst").write_bytes(content)
+    assert log.get(5) is None and caplog.text.count("or it is the entry of another step") == 8 * len(content) + 1
+
+
+def test_an_entry_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    log, events = RolloutLog(tmp_path, "key"), []
+    link = os.link
+    monkeypatch.setattr(rollout_log, "fsync_path", lambda path: events.append(path.name))
+    monkeypatch.setattr(rollout_log.os, "link", lambda old, new: (events.append("link"), link(old, new)))
+    log.put(4, step_of(plain(1, 5)))
+    assert events[0].startswith(".partial-") and events[1:] == ["link", log.folder.name]
 
 
 def test_steps_before_a_checkpoint_are_deleted_and_cached_completions_stay(tmp_path):
@@ -208,6 +237,21 @@ def test_a_truncated_last_record_is_not_read(tmp_path, cut):
     path.write_bytes(path.read_bytes()[: max(complete, path.stat().st_size - cut)])
     again = CompletionCache(tmp_path, 3)
     assert again.get(0, [5]) == completion(1) and again.get(1, [5]) is None
+
+
+def test_a_changed_bit_of_a_completion_is_found_and_the_other_completions_are_used(tmp_path, caplog):
+    cache = CompletionCache(tmp_path, 3)
+    cache.put([0], [[5]], [completion(1)])
+    (path,) = tmp_path.iterdir()
+    first = path.stat().st_size
+    cache.put([1], [[5]], [completion(2)])
+    content = path.read_bytes()
+    for bit in range(8 * first):
+        path.write_bytes(flipped(content, bit))
+        caplog.clear()
+        again = CompletionCache(tmp_path, 3)
+        assert again.get(0, [5]) is None and "damaged or truncated records; their responses are" in caplog.text
+        assert bit < 64 or again.get(1, [5]) == completion(2), "the length of the first record is intact"
 
 
 def test_completions_of_earlier_steps_are_deleted(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule
 from mrl.checkpoint.store import CheckpointStore
-from mrl.core.run_errors import ProcessesLostError
+from mrl.core.run_errors import ProcessesLostError, RunDirMovedError
 
 
 class Model:
@@ -153,3 +153,15 @@ def test_constant_parts_are_written_once(saver, model, tmp_path):
         made.between_steps(state(step), {})
     assert len(written) == 1
     assert all((made.store.folder / f"step_{step:06d}/reference/weights").read_text() for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("write", ["between_steps", "save_now", "finish"])
+def test_nothing_is_written_to_a_run_directory_that_was_moved(saver, model, tmp_path, write):
+    made = saver()
+    tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    try:
+        with pytest.raises(RunDirMovedError, match="was moved, deleted or replaced"):
+            getattr(made, write)(state(2), *[{}] * (write == "between_steps"))
+        assert not tmp_path.exists() and not model.begun
+    finally:
+        tmp_path.with_name(f"{tmp_path.name}-moved").rename(tmp_path)
