@@ -1,7 +1,7 @@
 """The private folder for the logs, sockets and other files of a Ray cluster that mrl starts.
 
-Ray creates its own folders with mode 777, so other users of the machine could read the logs and replace the sockets. mrl puts
-them below a folder that only its user can enter.
+Ray gives its folders the mode 777, so other users of the machine could read the logs and replace the sockets. mrl puts them
+below a folder that only its user can enter.
 """
 
 import os
@@ -10,26 +10,27 @@ import tempfile
 from pathlib import Path
 
 MAX_PATH_BYTES = 41
-"""Largest length of the folder's path. The path of a Unix socket has at most 107 bytes, and the names that Ray appends
+"""Largest length of the path of Ray's folder. The path of a Unix socket has at most 107 bytes, and the names that Ray appends
 (session_DATE_TIME_PID/sockets/plasma_store.N) have up to 66 bytes."""
 
 
 def private_ray_folder() -> Path:
-    """Return the folder mrl-ray-UID, and create it with mode 700 if it is missing.
+    """Return the folder mrl-ray-UID/ray, whose parent has the mode 700. Create the parent if it is missing.
 
-    Its parent is RAY_TMPDIR or the folder of temporary files. If the path of the latter is too long for sockets, the parent is
-    /tmp. Raises ValueError if RAY_TMPDIR is too long, or if another user could access or has created the folder.
+    The folder is in RAY_TMPDIR or in the folder of temporary files. If the path of the latter is too long for sockets, the folder
+    is in /tmp. Raises ValueError if RAY_TMPDIR is too long, or if another user could access or has created mrl-ray-UID.
     """
-    name = f"mrl-ray-{os.getuid()}"
+    name = f"mrl-ray-{os.getuid()}/ray"
     chosen = os.environ.get("RAY_TMPDIR")
-    folder = Path(chosen or tempfile.gettempdir()).absolute() / name
-    if len(os.fsencode(folder)) > MAX_PATH_BYTES:
+    path = Path(chosen or tempfile.gettempdir()).absolute() / name
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
         if chosen:
             raise ValueError(
-                f"RAY_TMPDIR={chosen}: the path of Ray's folder {folder} has {len(os.fsencode(folder))} bytes; it may have at "
+                f"RAY_TMPDIR={chosen}: the path of Ray's folder {path} has {len(os.fsencode(path))} bytes; it may have at "
                 f"most {MAX_PATH_BYTES}, so that Ray can create sockets in it. Set RAY_TMPDIR to a shorter path."
             )
-        folder = Path("/tmp") / name
+        path = Path("/tmp") / name
+    folder = path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -38,4 +39,4 @@ def private_ray_folder() -> Path:
             f"{found.st_uid}; expected a folder with the mode drwx------ and the owner {os.getuid()}. Remove it, or set "
             "RAY_TMPDIR to another folder."
         )
-    return folder
+    return path  # Ray creates it, and changes its mode

@@ -3,7 +3,7 @@
 Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before this process compiles the program, it gives
 up access to the network and to other processes. After that it can read only the Python installation and system libraries,
 write only to its own temporary folder, and start no process. The kernel enforces these restrictions by Landlock, seccomp
-and resource limits.
+and resource limits. `mrl/rewards/sandbox_filter.py` has the seccomp filter.
 
 This module starts the process, checks the limits that the kernel does not enforce, ends the process in time, and reports
 why the process ended. docs/tutorials/reward.md lists the restrictions.
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from mrl.rewards import sandbox_child
+from mrl.rewards import sandbox_child, sandbox_filter
 
 Reason = Literal[
     "ok",  # the program exited with status 0
@@ -112,8 +112,8 @@ class SandboxResult:
 @functools.cache
 def unavailable_reason() -> str | None:
     """Return why this machine does not support the sandbox, or None if it does."""
-    if sys.platform != "linux" or os.uname().machine not in sandbox_child.ARCHITECTURES:
-        expected = " or ".join(sandbox_child.ARCHITECTURES)
+    if sys.platform != "linux" or os.uname().machine not in sandbox_filter.ARCHITECTURES:
+        expected = " or ".join(sandbox_filter.ARCHITECTURES)
         return f"the sandbox needs Linux on {expected}, but this is {sys.platform} on {os.uname().machine}"
     if sandbox_child.landlock_abi() < 1:
         return "the kernel offers no Landlock (it needs Linux 5.13 or later with lsm=landlock; a container runtime may hide it)"
@@ -186,6 +186,7 @@ def _start(
     read_end, write_end = os.pipe()
     stdlib = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib")
     stack = min(64 << 20, limits.memory_bytes // 4)
+    program = sandbox_filter.seccomp_program(os.uname().machine)
     config = {
         "limits": {
             "AS": limits.memory_bytes,
@@ -196,6 +197,7 @@ def _start(
         "readable": [*dict.fromkeys([*stdlib, *_SYSTEM_PATHS, *_DEVICE_FILES, *path])],
         "path": list(path),
         "parent": os.getpid(),
+        "filter": (program.code, program.pid_offsets),
         "source_fd": source,
         "status_fd": write_end,
     }

@@ -3,6 +3,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from ray._common.utils import try_to_create_directory
 
 from mrl.placement import ray_cluster, ray_folder
 from mrl.placement.ray_folder import private_ray_folder
@@ -24,9 +25,11 @@ def test_the_folder_of_ray_is_private_and_is_used_again(short_folder):
         folder = private_ray_folder()
     finally:
         os.umask(previous)
-    assert folder == short_folder / f"mrl-ray-{os.getuid()}"
-    assert stat.filemode(folder.stat().st_mode) == "drwx------"
-    assert private_ray_folder() == folder
+    assert folder == short_folder / f"mrl-ray-{os.getuid()}/ray"
+    assert stat.filemode(folder.parent.stat().st_mode) == "drwx------"
+    try_to_create_directory(str(folder))  # what Ray does: it gives the folder the mode 777
+    assert folder.is_dir() and private_ray_folder() == folder
+    assert stat.filemode(folder.parent.stat().st_mode) == "drwx------"
 
 
 def test_a_socket_of_ray_fits_below_the_longest_folder():
@@ -54,7 +57,7 @@ def test_a_long_ray_tmpdir_is_refused_and_a_long_tmpdir_is_replaced(monkeypatch,
         private_ray_folder()
     monkeypatch.delenv("RAY_TMPDIR")
     monkeypatch.setattr(ray_folder.tempfile, "gettempdir", lambda: str(long))
-    assert private_ray_folder() == Path(f"/tmp/mrl-ray-{os.getuid()}")
+    assert private_ray_folder() == Path(f"/tmp/mrl-ray-{os.getuid()}/ray")
 
 
 def test_a_local_cluster_writes_into_the_private_folder(short_folder, monkeypatch):
@@ -70,4 +73,4 @@ def test_a_local_cluster_writes_into_the_private_folder(short_folder, monkeypatc
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(ValueError, match="no cluster in this test"), ray_cluster.ray_cluster(None):
         pass
-    assert given["_temp_dir"] == str(short_folder / f"mrl-ray-{os.getuid()}")
+    assert given["_temp_dir"] == str(short_folder / f"mrl-ray-{os.getuid()}/ray")
