@@ -37,6 +37,7 @@ from mrl.config.validate import (
 from mrl.core.error_report import report_error
 from mrl.core.installation import CONF, add_working_directory
 from mrl.core.run_errors import StartError, set_wait_check
+from mrl.core.run_warnings import collect_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,12 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
 def _run_job(job: Callable[[Config], Any], config: Config) -> None:
     """Call `job`. If it raises an exception, report the error, and end the process with status 1, or 2 for a StartError."""
     logging.raiseExceptions = False  # a full disk must not fill the terminal with tracebacks of logging
+    run_dir = Path(config.run.dir)
     try:
-        job(config)
+        with collect_warnings(run_dir):
+            job(config)
     except Exception as error:  # all processes of the run have ended
-        sys.stderr.write(f"mrl: {report_error(error, Path(config.run.dir))}\n")
+        sys.stderr.write(f"mrl: {report_error(error, run_dir)}\n")
         raise SystemExit(2 if isinstance(error, StartError) else 1) from None
 
 
@@ -177,7 +180,7 @@ def exit_with_error(error: Exception) -> NoReturn:
     """End the process with status 2 and the error's message, without a traceback."""
     sys.stderr.write(f"mrl: {error}\n")
     if logging.getLogger().handlers:  # mrl.log
-        logger.error("%s", error)
+        logger.error("%s", error, extra=dict(is_shown=True))
     raise SystemExit(2)
 
 

@@ -38,7 +38,7 @@ def report_error(error: BaseException, run_dir: Path) -> str:
     """
     full = full_traceback(error)
     report = "\n".join([*error_lines(error, run_dir), _write_traceback(full, run_dir)][:MAX_LINES])
-    logger.error(report)
+    logger.error("%s", report, extra=dict(is_shown=True))
     return f"{report}\n{full}" if os.environ.get(DEBUG_VARIABLE) == "1" else report
 
 

@@ -31,7 +31,7 @@ def user_location(error: BaseException) -> str | None:
     If the traceback of the exception has no such frame, the exceptions that caused it are searched.
     """
     for each in error_chain(error):
-        frames = [frame for frame in _FRAME.finditer(own_traceback(each)) if _is_user_file(frame["file"])]
+        frames = [frame for frame in _FRAME.finditer(own_traceback(each)) if is_user_file(frame["file"])]
         if frames:
             last = frames[-1]
             function = f", in {last['function']}" if last["function"] else ""
@@ -69,7 +69,7 @@ def own_traceback(error: BaseException) -> str:
 
 
 @cache
-def _is_user_file(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Return whether a file belongs to neither mrl, nor Python's standard library, nor an installed package."""
     if file.startswith("<"):
         return False

@@ -70,7 +70,9 @@ class Scorer:
         scores = self._score(self.reward, responses, time.monotonic() + self.timeout_s)
         failures = [score.failure for score in scores if score.failure is not None]
         for failure in failures[:SHOWN_FAILURES]:
-            logger.warning("%d of %d responses could not be scored: %s", len(failures), len(scores), failure)
+            logger.warning(
+                "%d of %d responses could not be scored and get the reward 0: %s", len(failures), len(scores), failure
+            )
         return scores
 
     def _score(self, reward: Reward, responses: list[Response], deadline: float) -> list[Score]:

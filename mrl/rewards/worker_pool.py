@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from mrl.core.run_warnings import forward_warnings
 from mrl.core.user_code import describe_error
 from mrl.rewards.reward_types import CallResult, Response, Reward, call_reward
 
@@ -25,6 +26,7 @@ _rewards: list[Reward] | str = []  # only set in a worker process: the rewards, 
 def _init_worker(pickled: bytes, memory_bytes: int) -> None:
     """Initialise a worker process: limit its memory, load the rewards, and let it end when the owner of the pool ends."""
     global _rewards
+    forward_warnings("reward")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM must also end code that never returns to the interpreter
     owner = multiprocessing.parent_process()
     assert owner is not None, "a worker has a parent"

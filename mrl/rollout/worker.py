@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mrl.algorithms.filters import filter_values
 from mrl.algorithms.inputs import ScoredBatch
+from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, TextSample, shortened, spread
 from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble_column
 from mrl.data.prompts import PromptDataset
@@ -57,6 +58,7 @@ class RolloutWorker:
             filename=log_dir / "rollout.log", level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # at level INFO, httpx logs every request
+        forward_warnings("rollout worker", spec.run_dir)
         register_process(registry_folder(spec.run_dir), "rollout", "the rollout worker", "rollout")
         self.engines = EnginePool(spec)
         self.train, self.test = spec.train, spec.test

@@ -51,6 +51,12 @@ class WandbSink:
             "dir": folder,
         }
         self._run |= {"id": _stored_run_id(folder / "wandb_run_id"), "resume": "allow"}
+        if wandb_mode() == "offline" and not os.environ.get("WANDB_MODE"):
+            logger.warning(
+                "tracking.wandb=true, but there is no API key (WANDB_API_KEY or `wandb login`): metrics are recorded offline. "
+                "`wandb sync %s/wandb/offline-run-*` uploads them; tracking.wandb=false turns wandb off.",
+                folder,
+            )
         self._queue: queue.SimpleQueue[tuple[int, Metrics] | None] = queue.SimpleQueue()
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)

@@ -13,6 +13,7 @@ import ray
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import Loss
 from mrl.config.process_schema import WeightSyncConfig
+from mrl.core.run_warnings import forward_warnings
 from mrl.core.types import Column, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.tokenizer import ChatTemplate
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
@@ -87,6 +88,7 @@ class TrainWorker:
         self._sync: Any = None  # LiveSync or DiskSync; None: no weight sync session is open
         self.model: Any = None  # MegatronActor or MegatronCritic, which `setup` builds
         title, name = f"{model} {dims.describe_rank(rank)}".strip(), f"{model or 'trainer'}_{rank}"
+        forward_warnings(title, run_dir)
         record = register_process(registry_folder(run_dir), name, title, "rank", group=model, rank=rank)
         self._collectives = CollectiveLog(record.with_suffix(".ops"))
         from parallel import device  # imports torch, which the driver does not need

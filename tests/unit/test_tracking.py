@@ -176,6 +176,18 @@ def test_wandb_is_offline_without_a_login_and_online_with_a_key_or_netrc(no_logi
     assert wandb_mode() == "disabled"
 
 
+def test_a_missing_key_of_wandb_is_a_warning_with_the_command_that_uploads(no_login, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(WandbSink, "_work", lambda sink: None)
+    WandbSink(tmp_path, project="mrl", name="test").close()
+    assert "there is no API key" in caplog.text and f"`wandb sync {tmp_path}/wandb/offline-run-*`" in caplog.text
+    caplog.clear()
+    for variable, value in (("WANDB_MODE", "offline"), ("WANDB_API_KEY", "secret")):  # wanted offline, and online
+        with monkeypatch.context() as own:
+            own.setenv(variable, value)
+            WandbSink(tmp_path, project="mrl", name="test").close()
+    assert not caplog.records
+
+
 @pytest.mark.extended
 def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_path, monkeypatch):
     start, may_start, in_time = WandbSink._start, threading.Event(), []
@@ -236,6 +248,7 @@ def test_a_failure_in_wandb_is_one_warning_and_nothing_else(monkeypatch, tmp_pat
         raise ConnectionError("no route")
 
     monkeypatch.setattr(WandbSink, "_start", fail)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     with caplog.at_level(logging.WARNING), Tracker([WandbSink(tmp_path, project="mrl", name="test")]) as tracker:
         for step in range(3):
             tracker.log(step, {"reward/mean": 0.5})

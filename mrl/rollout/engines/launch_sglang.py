@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.secrets import redacted
+from mrl.core.run_warnings import forward_warnings
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, register_process
 from mrl.rollout.engines.leases import SHARED_MEMORY_LIST
 
@@ -59,6 +60,7 @@ def register_server() -> None:
     """
     if REGISTRY_FOLDER_ENV in os.environ:
         name = os.environ[REGISTRY_NAME_ENV]
+        forward_warnings(name.replace("_", " "))
         register_process(os.environ[REGISTRY_FOLDER_ENV], name, f"{name.replace('_', ' ')} server", "engine")
 
 

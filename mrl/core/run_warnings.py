@@ -1,0 +1,204 @@
+"""Warnings of all processes of a run: each is shown on the terminal once, repeats are counted, and the end lists them again.
+
+Processes of the run append their warnings to `run.dir/logs/warnings.jsonl`, and the driver reads this file once a second.
+A warning is a log record of mrl with the level WARNING or higher, or a call of `warnings.warn` in the user's code.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from mrl.core.user_code import is_user_file
+
+logger = logging.getLogger(__name__)
+
+WARNINGS_FILE = Path("logs/warnings.jsonl")  # in the run directory
+WARNINGS_VARIABLE = "MRL_WARNINGS_FILE"  # tells child processes the path of the file
+USER_LOGGER = "mrl.user_code"  # logger of the warnings of the user's code
+POLL_S = 1.0  # how often the driver reads the file
+MAX_DISTINCT = 100  # largest number of different warnings that are kept
+MAX_LENGTH = 300  # characters of a warning on the terminal
+WRITTEN_ONE_BY_ONE = 100  # after this many repeats, a process writes one line for every so many repeats
+
+_PACKAGES = ("mrl", "models", "parallel")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def warning_key(text: str) -> str:
+    """Return the text without its numbers. Two warnings with the same key are repeats of one warning."""
+    return _NUMBER.sub("#", text)
+
+
+class _WarningHandler(logging.Handler):
+    """Passes the text of each warning of mrl and of the user's code to a function."""
+
+    def __init__(self, receive: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._receive = receive
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # An error that ends the command is shown by the code that reports it.
+        if record.name.partition(".")[0] in _PACKAGES and not getattr(record, "is_shown", False):
+            error = record.exc_info[1] if record.exc_info else None
+            suffix = f": {type(error).__name__}: {error}" if error else ""
+            self._receive(" ".join(f"{record.getMessage()}{suffix}".split())[:MAX_LENGTH])
+
+
+def _install(handler: logging.Handler) -> None:
+    """Attach a handler to the root logger, and log the warnings of the user's code."""
+    logging.getLogger().addHandler(handler)
+    show = warnings.showwarning
+    if getattr(show, "logs_user_code", False):
+        return
+
+    def show_or_log(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if is_user_file(filename):
+            logging.getLogger(USER_LOGGER).warning("%s: %s (%s:%d)", category.__name__, message, filename, lineno)
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    # Python shows a warning of one line only once; those of reward files are all counted. Their modules have these names.
+    warnings.filterwarnings("always", category=UserWarning, module="mrl_reward_of_")
+    show_or_log.logs_user_code = True  # type: ignore[attr-defined]
+    warnings.showwarning = show_or_log
+
+
+class _FileWriter:
+    """Appends the warnings of one process to the file of the run."""
+
+    def __init__(self, path: Path, process: str) -> None:
+        self.path, self.process = path, process
+        self._counts: dict[str, int] = {}
+        self._unwritten: dict[str, int] = {}
+
+    def __call__(self, text: str) -> None:
+        key = warning_key(text)
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        waiting = self._unwritten[key] = self._unwritten.get(key, 0) + 1
+        if count > WRITTEN_ONE_BY_ONE and waiting < WRITTEN_ONE_BY_ONE:
+            return
+        line = json.dumps(dict(process=self.process, text=text, count=waiting))
+        with suppress(OSError), self.path.open("a") as file:  # a full disk, or the folder does not exist yet
+            file.write(f"{line}\n")
+            self._unwritten[key] = 0
+
+
+_forwarding: list[str] = []  # the process name, if this process forwards its warnings
+
+
+def forward_warnings(process: str, run_dir: str | Path | None = None) -> None:
+    """Append the warnings of this process to the file of its run. Child processes of this process can do the same.
+
+    `process`: name of this process on the terminal. `run_dir`: the run directory; None: the parent process has set the file.
+    Does nothing without a file, and in a process that forwards its warnings already.
+    """
+    if run_dir is not None:
+        os.environ[WARNINGS_VARIABLE] = str(Path(run_dir).resolve() / WARNINGS_FILE)
+    if (path := os.environ.get(WARNINGS_VARIABLE)) and not _forwarding:
+        _forwarding.append(process)
+        _install(_WarningHandler(_FileWriter(Path(path), process)))
+
+
+@dataclass
+class _Entry:
+    text: str
+    count: int = 0
+
+
+class WarningList:
+    """The warnings of a run, in the order of their first occurrence."""
+
+    def __init__(self, path: Path, terminal: TextIO) -> None:
+        """`path`: file to which processes append their warnings. Lines that it has already belong to an earlier start."""
+        self.path, self.terminal = path, terminal
+        self._entries: dict[str, _Entry] = {}
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._lock = threading.Lock()
+
+    def add(self, text: str, process: str = "", count: int = 1) -> None:
+        """Count a warning. It is shown on the terminal if it is new. `process`: empty for the driver."""
+        shown = f"{process}: {text}" if process else text
+        with self._lock:
+            key = warning_key(text)
+            if key not in self._entries:
+                if len(self._entries) >= MAX_DISTINCT:
+                    return
+                self._entries[key] = _Entry(shown)
+                self.terminal.write(f"warning: {shown}\n")
+                self.terminal.flush()
+            self._entries[key].count += count
+
+    def read_file(self) -> None:
+        """Add the warnings that other processes have written since the last call."""
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(self._offset)
+            content = file.read()
+            complete = content[: content.rfind(b"\n") + 1]
+            self._offset += len(complete)
+            for line in complete.splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # a damaged line
+                    record = json.loads(line)
+                    self.add(record["text"], record["process"], record["count"])
+
+    def summary(self) -> list[str]:
+        """Return the lines of the list: each warning with its count. Returns [] if there was no warning."""
+        entries = list(self._entries.values())
+        lines = [f"  {entry.count}x {entry.text}" for entry in entries]
+        return [f"warnings of this run ({sum(entry.count for entry in entries)}):", *lines] if entries else []
+
+
+@contextmanager
+def collect_warnings(run_dir: Path, terminal: TextIO | None = None) -> Iterator[WarningList]:
+    """Show the warnings of this process and of the run's other processes on the terminal, default stderr.
+
+    When the context exits, the list with counts is written to the log, and also to the terminal if no exception ended the
+    context.
+    """
+    terminal = terminal or sys.stderr
+    found, handlers, show = (
+        WarningList(run_dir / WARNINGS_FILE, terminal),
+        logging.getLogger().handlers,
+        warnings.showwarning,
+    )
+    handler, ended = _WarningHandler(found.add), threading.Event()
+    _install(handler)
+    reader = threading.Thread(target=_read_until, args=[found, ended], name="warnings", daemon=True)
+    reader.start()
+    try:
+        yield found
+        completed = True
+    except BaseException:
+        completed = False
+        raise
+    finally:
+        ended.set()
+        reader.join()
+        found.read_file()
+        if handler in handlers:
+            logging.getLogger().removeHandler(handler)
+        warnings.showwarning = show
+        if lines := found.summary():
+            logger.info("%s", "\n".join(lines))
+            if completed:
+                terminal.write("\n".join([*lines, ""]))
+
+
+def _read_until(found: WarningList, ended: threading.Event) -> None:
+    while not ended.wait(POLL_S):
+        found.read_file()
