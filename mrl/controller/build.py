@@ -183,7 +183,10 @@ def finished_result(config: Config) -> TrainingResult | None:
     Returns None if the run is not finished, or if there is none. Reads only small files, so it takes less than a second.
     """
     folder = Path(config.run.dir).resolve()
-    record = read_run_record(folder)
+    try:
+        record = read_run_record(folder)
+    except ValueError:  # a damaged file; find_resume_point says so and decides what to do
+        return None
     if config.resume == "never" or record is None or record["command"] != "train" or not (folder / "hf").is_dir():
         return None
     if not (checkpoint := CheckpointStore(folder / "checkpoints").latest()):

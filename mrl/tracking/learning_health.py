@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from mrl.core.jsonl import check_lines
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import UnhealthyRunError
 
@@ -259,12 +260,9 @@ class LearningHealth:
 
 
 def read_first_steps(path: Path) -> list[Metrics]:
-    """Return the metrics of the first steps in a metrics.jsonl; [] if there is no file."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        lines = [line for line, _ in zip(file, range(BASELINE_STEPS), strict=False)]
-    return [{k: v for k, v in orjson.loads(line).items() if v is not None} for line in lines if line.endswith(b"\n")]
+    """Return the metrics of the first steps in a metrics.jsonl; [] if there is no file. Damaged lines are left out."""
+    lines = [line for _, line in check_lines(path).lines[:BASELINE_STEPS]]
+    return [{k: v for k, v in orjson.loads(line).items() if v is not None} for line in lines]
 
 
 def find_static_problems(

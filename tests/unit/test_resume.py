@@ -160,6 +160,7 @@ def test_a_damaged_run_record_is_replaced_by_the_newest_checkpoint_or_refused(tm
         find_resume_point(config)
     begin(config, step=4)
     record.write_text(content)
+    assert finished_result(config) is None
     found = find_resume_point(config)
     assert found.checkpoint and found.checkpoint.step == 4 and found.changes == ()
     assert "Command and config are taken from" in caplog.text
@@ -247,6 +248,7 @@ def test_a_run_whose_folder_was_moved_ends_with_status_1_and_one_line(tmp_path, 
             yield
 
     monkeypatch.setattr(train_process, "plan_fitting_run", lambda config: None)
+    monkeypatch.setattr(train_process, "rehearse", lambda plan: None)
     monkeypatch.setattr(train_process.build, "trainer", moved)
     with pytest.raises(SystemExit) as ended:
         train_process.train(config_of(tmp_path))
