@@ -79,7 +79,7 @@ def _console(width: int = 100) -> Console:
 def _device_map(config: Config, weights: bool = True) -> DeviceMap:
     """Return the planned processes of each GPU. If `weights` is False, only config.json is read from each model's folder."""
     pools = plan_placement(config, weights)
-    return planned_device_map(pools, slots_per_node(config.cluster, pools))
+    return planned_device_map(pools, slots_per_node(config.cluster, pools), config.cluster.nodes or 0)
 
 
 def explain_everything(config: Config, as_json: bool = False) -> None:

@@ -14,6 +14,9 @@ from models.hf_config import HFConfig
 from mrl.algorithms.parts import build_algorithm
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
+from mrl.controller.plan_models import chat_template
+from mrl.data.prompts import mean_prompt_tokens
+from mrl.data.sources import train_sources
 from mrl.planner.layout_search import (
     LayoutSearch,
     RunCandidate,
@@ -33,7 +36,7 @@ USAGE = """usage: mrl plan search model.path=FOLDER cluster=h100 cluster.nodes=N
 
 Searches for the setting with the shortest predicted step and explains it (docs/how_to/out_of_memory.md). The search covers all
 parallel layouts of the trainers, all divisions of the GPUs between trainers and engines, the placements colocated and
-disaggregated, and all rollout modes. Reads only config.json of the model. Starts no process.
+disaggregated, and all rollout modes. Reads config.json of the model, and prompts of data.train if they exist. Starts no process.
 
   mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4
   mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4 plan.fix=[rollout.mode] rollout.mode=sync
@@ -45,7 +48,8 @@ disaggregated, and all rollout modes. Reads only config.json of the model. Start
                                 Without it, lengths have a log-normal distribution up to rollout.max_response_tokens.
   plan.response_tokens          median of the log-normal distribution
   plan.response_sigma           sigma of the log-normal distribution
-  plan.prompt_tokens            length of a typical prompt
+  plan.prompt_tokens            length of a typical prompt. Default: the mean of data.train if its files and the tokenizer exist,
+                                otherwise data.max_prompt_tokens, otherwise 512
   plan.top                      number of results that are shown. Default: 5.
   plan.efficiency               attained fractions of the peak speeds that the vendor states
   plan.latency_us               latency of one collective operation (microseconds)
@@ -60,7 +64,8 @@ FIXABLE = {
     "placement": "placement",
 }
 """Config keys that plan.fix may name -> their names in LayoutSpace.fixed."""
-DEFAULT_PROMPT_TOKENS = 512  # if neither plan.prompt_tokens nor data.max_prompt_tokens is set
+DEFAULT_PROMPT_TOKENS = 512  # if the config has neither prompts nor a length of prompts
+MEASURED_ROWS = 256  # number of rows of each file of data.train whose prompts are tokenized
 
 
 def fixed_values(config: Config) -> dict[str, Any]:
@@ -89,13 +94,31 @@ def _configured_value(config: Config, key: str) -> Any:
     return config.parallel.tp if key == "parallel.etp" and value is None else value
 
 
+def prompt_length(config: Config) -> tuple[int, str]:
+    """Return the number of tokens of a typical prompt, and a text that says where the number comes from.
+
+    Raises ValueError if the training data or the tokenizer cannot be read.
+    """
+    plan, data = config.plan, config.data
+    if plan.lengths and Path(plan.lengths).is_dir():
+        return round(float(read_run(Path(plan.lengths)).groups.prompts.mean())), "mean of the run in plan.lengths"
+    if plan.prompt_tokens:
+        return plan.prompt_tokens, "plan.prompt_tokens"
+    if all(Path(file).exists() for file in [*data.train, Path(config.model.path) / "tokenizer.json"]) and data.train:
+        mean = mean_prompt_tokens(train_sources(data), config.model.path, chat_template(config), MEASURED_ROWS)
+        return mean, f"mean of the first {MEASURED_ROWS} rows of each file of data.train"
+    if data.max_prompt_tokens:
+        return data.max_prompt_tokens, "data.max_prompt_tokens"
+    return DEFAULT_PROMPT_TOKENS, "assumed; plan.prompt_tokens sets it"
+
+
 def length_distribution(config: Config) -> LengthDistribution:
     """Return the distribution of the lengths in plan.lengths, or a log-normal distribution.
 
     Raises ValueError if plan.lengths cannot be read.
     """
     plan, longest = config.plan, config.rollout.max_response_tokens
-    prompt = plan.prompt_tokens or config.data.max_prompt_tokens or DEFAULT_PROMPT_TOKENS
+    prompt, _ = prompt_length(config)
     if plan.lengths is None:
         median = plan.response_tokens or longest / 4
         return LengthDistribution.log_normal(prompt, median, plan.response_sigma, longest)
@@ -149,6 +172,8 @@ def overrides(search: LayoutSearch, candidate: RunCandidate) -> list[str]:
     keys |= {"rollout.num_engines": candidate.num_engines, "rollout.engine_tp": candidate.engine_tp}
     if candidate.mode != "sync":
         keys["rollout.mode"] = candidate.mode
+    if candidate.mode == "async":
+        keys["rollout.max_staleness"] = candidate.rollout.staleness
     words = [f"{key}={value}" for key, value in keys.items()]
     if work.critic and candidate.placement == "disaggregated":
         return [*words, "'placement.pools={train: [actor, critic], serve: [engines]}'"]
@@ -179,6 +204,8 @@ def as_json(config: Config, search: LayoutSearch, result: SearchResult) -> dict[
             efficiency=config.plan.efficiency,
             latency_us=config.plan.latency_us,
             pcie_gb_per_s=config.plan.pcie_gb_per_s,
+            prompt_tokens=search.work.lengths.prompt_tokens,
+            prompt_tokens_source=prompt_length(config)[1],
         ),
         best=[plain(candidate) for candidate in result.best],
         best_of_each=[plain(candidate) for candidate in result.best_of_each],
@@ -196,7 +223,8 @@ def show(config: Config, search: LayoutSearch, result: SearchResult) -> None:
         f"{search.space.shape.num_weights / 1e9:.4g} billion parameters on {cluster.nodes} nodes of "
         f"{cluster.gpus_per_node} {cluster.hardware.name or 'GPUs'}; a step has {work.prompts} prompts x "
         f"{work.responses_per_prompt} responses of {work.lengths.mean:,.0f} tokens on average, "
-        f"{work.lengths.longest - work.lengths.prompt_tokens:,.0f} at most"
+        f"{work.lengths.longest - work.lengths.prompt_tokens:,.0f} at most, and prompts of {work.lengths.prompt_tokens:,} tokens "
+        f"({prompt_length(config)[1]})"
     )
     assumed = ", ".join(f"{name} {value:.0%}" for name, value in config.plan.efficiency.items())
     console.print(

@@ -21,7 +21,8 @@ from mrl.core.run_errors import (
     UnhealthyRunError,
 )
 from mrl.launch import slurm_job, supervisor
-from mrl.placement.resource_pools import with_node_count
+from mrl.placement.device_map import idle_gpus_of_job
+from mrl.placement.resource_pools import gpus_of_nodes, with_node_count
 from mrl.sweep.points import metric_value
 
 
@@ -75,6 +76,8 @@ def _submit(config: Config, overrides: Sequence[str]) -> None:
         plan = plan_fitting_run(config)
         rehearse(plan)
         cluster = with_node_count(config.cluster, plan.pools)
+        for warning in idle_gpus_of_job(plan.pools, gpus_of_nodes(cluster)):
+            sys.stderr.write(f"mrl: {warning}\n")
         job = slurm_job.make_job(cluster, config.run.name, Path(config.run.dir).resolve(), overrides)
         text = job.script if config.cluster.dry_run else slurm_job.submission_message(job, slurm_job.submit(job))
     sys.stdout.write(text)

@@ -115,8 +115,8 @@ class PlanConfig:
     )
     prompt_tokens: int | None = key(
         None,
-        "Length of a typical prompt. Default: data.max_prompt_tokens if set, otherwise rollout.max_response_tokens "
-        "(512 in `mrl plan search`).",
+        "Length of a typical prompt. Default: data.max_prompt_tokens if set, otherwise rollout.max_response_tokens. In "
+        "`mrl plan search` the default is the mean length in data.train if it exists, then data.max_prompt_tokens, then 512.",
         "tokens",
         least=1,
     )

@@ -1,6 +1,7 @@
 """Prompt data sets for RL: rows that are checked and tokenised, and an endless stream that draws rows."""
 
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -184,6 +185,27 @@ class _FilePrompts:
                     tokens.append(np.array(ids, np.int32))
         omitted.sort(key=lambda bad: bad.row)
         return cls(examples, numbers, tokens, RowReport(len(table), len(examples), tuple(omitted)))
+
+
+def mean_prompt_tokens(
+    sources: Sequence[PromptSource], model_path: str | Path, chat: ChatTemplate, rows_per_file: int
+) -> int:
+    """Return the mean number of tokens of the first `rows_per_file` prompts of each file, rounded. Bad rows are ignored.
+
+    Raises ValueError if a file or the tokenizer cannot be read, or if no row is usable.
+    """
+    tokenizer = tokenization.load_tokenizer(model_path, chat)
+    unlimited = PromptConstraints(sys.maxsize, sys.maxsize, chat)
+    lengths: list[int] = []
+    for source in sources:
+        for table in source.tables():
+            first = RowTable(table.file, table.rows[:rows_per_file], table.row_numbers[:rows_per_file])
+            lengths += map(len, _FilePrompts.read(first, source, tokenizer, unlimited).tokens)
+    if not lengths:
+        raise ValueError(
+            "the prompts of the training data cannot be measured: no row is usable; set plan.prompt_tokens."
+        )
+    return round(sum(lengths) / len(lengths))
 
 
 def _check_text(column: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Device maps show which process is on which device of a real or planned cluster, as text or as a PNG file."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import groupby
 from math import ceil
@@ -42,18 +42,53 @@ class DeviceMap:
     warnings: tuple[str, ...]
 
 
-def planned_device_map(pools: Pools, gpus_per_node: int) -> DeviceMap:
+def planned_device_map(pools: Pools, gpus_per_node: int, num_nodes: int = 0) -> DeviceMap:
     """Return a map that places the pools on as few nodes with `gpus_per_node` GPUs as possible.
 
-    Raises ValueError if a pool with strategy STRICT_PACK has more slots than a node.
+    If the job has `num_nodes` nodes, the map also shows the nodes that the pools do not need, whose GPUs stay idle. Raises
+    ValueError if a pool with strategy STRICT_PACK has more slots than a node.
     """
     node_of_slots = _fill_nodes(pools, gpus_per_node)
     named = {pool: [f"node {number}" for number in numbers] for pool, numbers in node_of_slots.items()}
-    nodes = {f"node {number}": [] for number in range(1 + max(max(numbers) for numbers in node_of_slots.values()))}
+    num_used = 1 + max(max(numbers) for numbers in node_of_slots.values())
+    nodes = {f"node {number}": [] for number in range(max(num_used, num_nodes))}
     for name, _, cell in _cells(pools, named):
         nodes[name].append(cell)
     padded = {name: [*cells, *[None] * (gpus_per_node - len(cells))] for name, cells in nodes.items()}
-    return _device_map(pools, named, padded, "GPU")
+    devices = _device_map(pools, named, padded, "GPU")
+    return replace(devices, warnings=(*devices.warnings, *idle_gpus(padded)))
+
+
+def idle_gpus(nodes: Mapping[str, Sequence[DeviceCell | None]]) -> Iterator[str]:
+    """Yield a warning that names the GPUs of a job that no pool contains. `nodes`: node -> a cell for each of its GPUs."""
+    idle = {name: [gpu for gpu, cell in enumerate(cells) if cell is None] for name, cells in nodes.items()}
+    if count := sum(map(len, idle.values())):
+        places = [f"{name} GPU {_ranges(gpus)}" for name, gpus in idle.items() if gpus]
+        yield (
+            f"{count} of the job's {sum(map(len, nodes.values()))} GPUs stay idle in the whole run, because no role uses them: "
+            f"{'; '.join(places)}. Use them (parallel.dp, rollout.num_engines), or request fewer (cluster.nodes, "
+            "cluster.gpus_per_node)."
+        )
+
+
+def idle_gpus_of_job(pools: Pools, gpus_of_nodes: Sequence[int]) -> list[str]:
+    """Return the warning of `idle_gpus` for a job on nodes with these numbers of GPUs, or [] if no GPU stays idle.
+
+    If the nodes differ in their numbers of GPUs, the warning only says how many GPUs stay idle.
+    """
+    if len(set(gpus_of_nodes)) == 1 and gpus_of_nodes[0]:
+        devices = planned_device_map(pools, gpus_of_nodes[0], len(gpus_of_nodes))
+        return list(idle_gpus({node.name: node.cells for node in devices.nodes}))
+    idle = sum(gpus_of_nodes) - pools.size
+    return [f"{idle} of the job's {sum(gpus_of_nodes)} GPUs stay idle in the whole run, because no role uses them."] * (
+        idle > 0
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, with a dash for consecutive ones: 0, 4-7."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def actual_device_map(pools: Pools, devices: Mapping[str, Sequence[tuple[str, str]]], unit: str) -> DeviceMap:

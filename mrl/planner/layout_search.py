@@ -67,6 +67,11 @@ class TrainerCandidate:
     def gpus(self) -> int:
         return self.layout.gpus * self.replicas
 
+    @property
+    def sizes(self) -> ReplicaLayout:
+        """The layout without virtual pipeline stages."""
+        return replace(self.layout, vpp=1)
+
 
 @dataclass(frozen=True)
 class RunCandidate:
@@ -106,6 +111,11 @@ class RunCandidate:
         return self.placement, self.mode, self.trainers.layout, self.engine_tp
 
     @property
+    def sizes(self) -> tuple:
+        """Key that is the same for candidates whose trainers differ only in replicas and in virtual pipeline stages."""
+        return self.placement, self.trainers.sizes
+
+    @property
     def order(self) -> tuple:
         """Sort key: shorter steps first; of equally long steps, fewer GPUs first, then simpler layouts."""
         layout = self.trainers.layout
@@ -117,7 +127,9 @@ class RunCandidate:
 class SearchResult:
     """The best candidates, and the numbers of layouts that the search evaluated and excluded."""
 
-    best: list[RunCandidate]  # fastest first; each has a different `kind`
+    best: list[
+        RunCandidate
+    ]  # fastest first; each has different `sizes`, or a different `kind` if there are too few sizes
     best_of_each: list[RunCandidate]  # the fastest candidate of each combination of placement and mode
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
     excluded: Counter[str]  # reason -> number of choices that it has excluded
@@ -135,7 +147,7 @@ class LayoutSearch:
     max_requests: int | None = None  # largest number of running requests of one engine: sglang.max_running_requests
     kv_itemsize: int = WEIGHT_BYTES  # bytes of one element of the KV cache
     modes: Sequence[str] = tuple(STALENESS)  # values of rollout.mode that the search considers
-    staleness: int = STALENESS["async"]  # staleness of mode async
+    staleness: int = STALENESS["async"]  # largest staleness of mode async
     evaluated: int = 0  # see SearchResult
 
     def run(self, count: int) -> SearchResult:
@@ -152,7 +164,12 @@ class LayoutSearch:
         for candidate in candidates:
             by_kind.setdefault(candidate.kind, candidate)
             by_mode.setdefault((candidate.placement, candidate.mode), candidate)
-        best = list(by_kind.values())[:count]
+        by_sizes: dict[tuple, RunCandidate] = {}
+        for candidate in candidates:
+            by_sizes.setdefault(candidate.sizes, candidate)
+        chosen = list(by_sizes.values())[:count]
+        others = [candidate for candidate in by_kind.values() if candidate not in chosen]
+        best = sorted([*chosen, *others[: count - len(chosen)]], key=lambda candidate: candidate.order)
         return SearchResult(best, list(by_mode.values()), self.evaluated, +self.space.excluded)
 
     def _fastest_trainers(
@@ -160,7 +177,8 @@ class LayoutSearch:
     ) -> tuple[dict[int, list[TrainerCandidate]], dict[int, list[TrainerCandidate]]]:
         """Return two mappings from a number of GPUs to the `count` fastest trainer candidates on this number of GPUs.
 
-        The first mapping is for trainers on GPUs of their own. The second mapping is for trainers that share GPUs with engines.
+        The candidates of a number of GPUs have different `sizes`. The first mapping is for trainers on GPUs of their own. The
+        second mapping is for trainers that share GPUs with engines.
         """
         timed = list(self._timed_layouts())
         if not timed:
@@ -177,11 +195,13 @@ class LayoutSearch:
             starts = np.flatnonzero(np.diff(gpus[order], prepend=0))
             fastest: dict[int, list[TrainerCandidate]] = {}
             for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-                rows = order[start : min(start + count, end)].tolist()
-                fastest[int(gpus[rows[0]])] = [
-                    TrainerCandidate(layouts[index[n]], int(replicas[n]), float(seconds[n]), float(switch[n]))
-                    for n in rows
-                ]
+                by_sizes: dict[ReplicaLayout, TrainerCandidate] = {}
+                for n in order[start:end].tolist():
+                    each = TrainerCandidate(layouts[index[n]], int(replicas[n]), float(seconds[n]), float(switch[n]))
+                    by_sizes.setdefault(each.sizes, each)
+                    if len(by_sizes) == count:
+                        break
+                fastest[int(gpus[order[start]])] = list(by_sizes.values())
             return fastest
 
         return fastest_by(seconds), fastest_by(seconds + switch)
@@ -267,7 +287,7 @@ class LayoutSearch:
         for engine in engines:
             if not (count := self._num_engines(engine, cluster.gpus)):
                 continue
-            rollout = self._rollout_time(engine, count, "sync")
+            rollout = self._rollout_time(engine, count, STALENESS["sync"])
             for trainer in trainers:
                 if cluster.gpus <= cluster.gpus_per_node:
                     push = push_within_a_node_s(shape, cluster, trainer.gpus, engine.tp)
@@ -284,19 +304,24 @@ class LayoutSearch:
                 continue
             push = push_s(shape, cluster, gpus, count, engine.tp, self.bucket_bytes)
             for mode in self.modes:
-                rollout = self._rollout_time(engine, count, mode)
+                times = [self._rollout_time(engine, count, staleness) for staleness in self._staleness_of(mode)]
                 for trainer in trainers:
+                    rollout = min(times, key=lambda each: each.step_s(trainer.train_s))
                     yield RunCandidate(trainer, engine.tp, count, "disaggregated", mode, rollout, push, 0.0)
 
-    def _rollout_time(self, engine: EngineTime, num_engines: int, mode: str) -> RolloutTime:
-        speeds = engine.speeds(self.work.lengths, self._requests_per_engine(num_engines, mode))
-        return RolloutTime.of(speeds, self.work, num_engines, self._staleness_of(mode))
+    def _rollout_time(self, engine: EngineTime, num_engines: int, staleness: int) -> RolloutTime:
+        speeds = engine.speeds(self.work.lengths, self._requests_per_engine(num_engines, staleness))
+        return RolloutTime.of(speeds, self.work, num_engines, staleness)
 
-    def _requests_per_engine(self, num_engines: int, mode: str) -> int:
-        return -(-self.work.responses // num_engines) * (self._staleness_of(mode) + 1)
+    def _requests_per_engine(self, num_engines: int, staleness: int) -> int:
+        return -(-self.work.responses // num_engines) * (staleness + 1)
 
-    def _staleness_of(self, mode: str) -> int:
-        return self.staleness if mode == "async" else STALENESS[mode]
+    def _staleness_of(self, mode: str) -> Sequence[int]:
+        """Return the values of staleness to evaluate. The fastest is used.
+
+        A larger staleness may be slower, because an engine prefills all running responses again after each weight push.
+        """
+        return range(min(1, self.staleness), self.staleness + 1) if mode == "async" else (STALENESS[mode],)
 
     def _engine_time(self, tp: int) -> EngineTime:
         space = self.space
@@ -304,7 +329,7 @@ class LayoutSearch:
 
     def engine_load(self, candidate: RunCandidate) -> tuple[int, int]:
         """Return (number of responses that one engine can run together, number of responses that one engine gets)."""
-        requested = self._requests_per_engine(candidate.num_engines, candidate.mode)
+        requested = self._requests_per_engine(candidate.num_engines, candidate.rollout.staleness)
         return self._engine_time(candidate.engine_tp).max_running(self.work.lengths), requested
 
     def parts(self, candidate: RunCandidate) -> dict[str, float]:

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.placement.device_map import actual_device_map, device_map_text, draw_device_map, planned_device_map
+from mrl.placement.device_map import (
+    actual_device_map,
+    device_map_text,
+    draw_device_map,
+    idle_gpus_of_job,
+    planned_device_map,
+)
 from mrl.placement.resource_pools import STRATEGIES, SlotDemand, make_pools
 
 PPO = {"actor": SlotDemand(8, 2), "critic": SlotDemand(4, 2), "engines": SlotDemand(6, 2)}
@@ -38,12 +44,25 @@ def test_roles_of_a_pool_are_on_the_same_devices():
 
 
 def test_idle_gpus_are_a_warning_unless_roles_share_them():
-    (warning,) = planned_device_map(make_pools({}, PPO), 8).warnings
+    warning, unused = planned_device_map(make_pools({}, PPO), 8).warnings
+    assert unused.startswith("6 of the job's 24 GPUs stay idle in the whole run")
     assert "of the 18 GPUs are idle: 10 while actor works, 14 while critic works, 12 while engines work" in warning
     assert "placement=colocated needs only 8 GPUs" in warning
     everything = {"all": list(PPO)}
     same = dict.fromkeys(PPO, SlotDemand(8))
     assert planned_device_map(make_pools(everything, same), 8).warnings == ()
+
+
+def test_the_gpus_of_a_job_that_no_role_uses_are_named():
+    pools = make_pools({}, {"actor": SlotDemand(4), "engines": SlotDemand(2)})
+    (warning,) = idle_gpus_of_job(pools, [8, 8])
+    assert warning.startswith("10 of the job's 16 GPUs stay idle in the whole run")
+    assert "node 0 GPU 6-7; node 1 GPU 0-7" in warning and "parallel.dp, rollout.num_engines" in warning
+    assert any("node 1 GPU 0-7" in warning for warning in planned_device_map(pools, 8, 2).warnings)
+    assert idle_gpus_of_job(pools, [4, 3]) == [
+        "1 of the job's 7 GPUs stay idle in the whole run, because no role uses them."
+    ]
+    assert idle_gpus_of_job(pools, [6]) == idle_gpus_of_job(pools, [2, 4]) == idle_gpus_of_job(pools, [0]) == []
 
 
 def test_a_tensor_parallel_group_on_several_nodes_is_a_warning():

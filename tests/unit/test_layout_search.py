@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -21,11 +22,12 @@ from search_cases import (
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.commands import plan
-from mrl.commands.plan_search import FIXABLE, overrides
+from mrl.commands.plan_search import FIXABLE, overrides, prompt_length
 from mrl.config import hydra_entry
 from mrl.config.schema import ParallelConfig
 from mrl.controller.memory_check import MemoryEstimator
 from mrl.controller.plan_models import build_pools
+from mrl.data.tokenizer import character_tokenizer
 from mrl.placement.resource_pools import slot_demands
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within_a_node_s
 from mrl.planner.layout_search import STALENESS
@@ -282,6 +284,47 @@ def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
 def test_an_error_names_the_key(tmp_path, capsys, words, said):
     code, out, err = run(capsys, f"model.path={write_model(tmp_path, QWEN3_30B_A3B)}", *words)
     assert code == 2 and said in err and "Traceback" not in err and not out
+
+
+def test_the_best_candidates_have_different_layouts():
+    """Variants that differ only in virtual pipeline stages are one layout."""
+    result = search_of(QWEN3_30B_A3B, 4).run(5)
+    layouts = {(each.placement, replace(each.trainers.layout, vpp=1)) for each in result.best}
+    assert len(layouts) == len(result.best) == 5
+    fixed = search_of(QWEN3_30B_A3B, 4, fixed=dict(tp=4, pp=1, vpp=1, cp=1, ep=8, etp=1, dp=4)).run(3).best
+    assert len(fixed) == 3, "one layout: the others differ in mode or engines"
+
+
+@pytest.mark.parametrize(("fields", "nodes"), [(QWEN3_8B, 1), (QWEN3_30B_A3B, 4)])
+def test_async_is_never_slower_than_one_step_off(fields, nodes):
+    """An asynchronous run may have a staleness of 1, which is one_step_off. So the search uses the better staleness."""
+    search = search_of(fields, nodes)
+    candidates = [each for each in search._candidates(3) if each.placement == "disaggregated"]
+    seconds = {(each.mode, each.trainers, each.engine_tp, each.num_engines): each.step_s for each in candidates}
+    pairs = [(s, seconds["async", *rest]) for (mode, *rest), s in seconds.items() if mode == "one_step_off"]
+    assert pairs and all(asynchronous <= one_step_off for one_step_off, asynchronous in pairs)
+    fastest = next(each for each in candidates if each.mode == "async")
+    assert f"rollout.max_staleness={fastest.rollout.staleness}" in overrides(search, fastest)
+
+
+def test_the_length_of_prompts_is_shown_with_its_source(tmp_path, capsys):
+    words = (f"model.path={write_model(tmp_path, QWEN3_8B)}", "cluster=h100", "cluster.nodes=1")
+    assert "prompts of 512 tokens (assumed; plan.prompt_tokens sets it)" in " ".join(run(capsys, *words)[1].split())
+    printed = json.loads(run(capsys, *words, "data.max_prompt_tokens=300", "--json")[1])
+    assert (printed["assumed"]["prompt_tokens"], printed["assumed"]["prompt_tokens_source"]) == (
+        300,
+        "data.max_prompt_tokens",
+    )
+
+
+def test_the_length_of_prompts_is_measured_in_the_data(tmp_path):
+    character_tokenizer().save_pretrained(tmp_path)
+    rows = [dict(prompt=[dict(role="user", content="1" * n)], reward_model=dict(ground_truth="1")) for n in (2, 4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"model.path={tmp_path}", f"data.train=[{tmp_path}/data.jsonl]", "data.max_prompt_tokens=300"]
+    tokens, source = prompt_length(hydra_entry.compose_config(hydra_entry.check_overrides([*keys, "run.dir=x"])))
+    template_tokens = tokens - 3
+    assert 0 <= template_tokens < 10 and source == "mean of the first 256 rows of each file of data.train"
 
 
 def test_fixable_keys_are_keys_of_the_config():

@@ -55,6 +55,7 @@ def test_a_dry_run_prints_the_job_and_submits_nothing(train):
 def test_a_job_has_as_many_nodes_as_the_run_needs(train):
     status, said, _ = train("--dry-run", "cluster=[slurm,h100]", "parallel.dp=8")
     assert status == 0 and "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n" in said, "8 trainers and an engine"
+    assert "mrl: 7 of the job's 16 GPUs stay idle in the whole run, because no role uses them: node 1 GPU 1-7" in said
 
 
 @pytest.mark.extended
