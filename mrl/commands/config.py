@@ -51,8 +51,8 @@ mrl/core/metrics.py. A run writes metrics of evaluation (`eval/*`) to `eval.json
 METRIC_FAMILIES = (
     ("time/<phase>_s", "s", "wall time of the phase `<phase>` of the training loop"),
     ("reward/<part>_mean", "", "mean of the reward's part `<part>`"),
-    ("eval/accuracy_sampled_<set>", "", "`eval/accuracy_sampled` for the set `<set>` of data.test_sets"),
-    ("eval/accuracy_greedy_<set>", "", "`eval/accuracy_greedy` for the set `<set>` of data.test_sets"),
+    ("eval/reward_sampled_<set>", "", "`eval/reward_sampled` for the set `<set>` of data.test_sets"),
+    ("eval/reward_greedy_<set>", "", "`eval/reward_greedy` for the set `<set>` of data.test_sets"),
     ("own/<name>", "", "metric `<name>` of a user's plug-in"),
 )
 

@@ -90,7 +90,8 @@ def summary(result: TrainingResult, run_dir: str, goal: float | None) -> str:
         lines.append(f"the goal trainer.stop_reward={goal} was not reached")
     for name, before in result.before.items():
         what = name.removeprefix("eval/").replace("_", " ")
-        lines.append(f"held-out {what}: {before:.3f} before, {result.after[name]:.3f} after")
+        if name in result.after:
+            lines.append(f"held-out {what}: {before:.3f} before, {result.after[name]:.3f} after")
     return "\n".join([*lines, f"run directory: {run_dir}", ""])
 
 

@@ -143,6 +143,13 @@ class TrackingConfig:
 
     wandb: bool = key(True, "Whether to log to Weights & Biases. Without an API key it logs offline.")
     project: str = key("mrl", "Project in wandb.")
+    name: str | None = key(
+        None,
+        "Name of the run in wandb. Default: run.name and the name of the run directory, such as quickstart/2026-01-31_12-00-00.",
+    )
+    entity: str | None = key(None, "User or team in wandb that owns the run. Default: that of the wandb login.")
+    tags: list[str] = key(list, "Tags of the run in wandb, such as [baseline,lr-test].")
+    notes: str | None = key(None, "Notes on the run in wandb.")
     group: str | None = key(None, "Group in wandb. A sweep sets it for all its runs.")
     samples_per_step: int = key(
         8,

@@ -33,7 +33,7 @@ from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.tracking.console import ConsoleSink, show_warning
 from mrl.tracking.learning_health import LearningHealth, read_first_steps
-from mrl.tracking.sinks import CurveSink, WandbSink
+from mrl.tracking.sinks import CurveSink, WandbSink, default_run_name
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
 from mrl.workers.group import WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
@@ -221,9 +221,20 @@ def _sinks(config: Config, last_step: int) -> list[Sink]:
     )
     sinks: list[Sink] = [metrics, evaluations, console, curve]
     if config.tracking.wandb:
-        names = dict(project=config.tracking.project, group=config.tracking.group, name=run.name)
-        sinks.append(WandbSink(folder, **names, config=config_as_json(config)))
+        sinks.append(_wandb_sink(config))
     return sinks
+
+
+def _wandb_sink(config: Config) -> WandbSink:
+    tracking, folder = config.tracking, Path(config.run.dir)
+    return WandbSink(
+        folder,
+        project=tracking.project,
+        name=tracking.name or default_run_name(config.run.name, folder),
+        group=tracking.group,
+        labels=dict(entity=tracking.entity, tags=tracking.tags, notes=tracking.notes),
+        config=config_as_json(config),
+    )
 
 
 class _Models(NamedTuple):

@@ -272,20 +272,20 @@ class Trainer:
         return dict(result.values)
 
     def evaluate(self) -> Metrics:
-        """Measure and log the accuracy on held-out prompts, at temperature 1 and with greedy decoding.
+        """Measure and log the mean reward on held-out prompts, at temperature 1 and with greedy decoding.
 
         Returns {} if the run has no held-out set.
         """
-        accuracy: Metrics = {}
+        rewards: Metrics = {}
         with self.phase("evaluate"):
-            for name, temperature in {"eval/accuracy_sampled": 1.0, "eval/accuracy_greedy": 0.0}.items():
+            for name, temperature in {"eval/reward_sampled": 1.0, "eval/reward_greedy": 0.0}.items():
                 scores = self.rollout.evaluate(temperature)
-                accuracy |= {f"{name}_{test_set}" if test_set else name: score for test_set, score in scores.items()}
-        self.tracker.log(self.progress.step, accuracy)
-        self.progress.after = accuracy
+                rewards |= {f"{name}_{test_set}" if test_set else name: score for test_set, score in scores.items()}
+        self.tracker.log(self.progress.step, rewards)
+        self.progress.after = rewards
         if self.progress.step == 0:
-            self.progress.before = accuracy
-        return accuracy
+            self.progress.before = rewards
+        return rewards
 
     def should_abandon_step(self, grace_s: float) -> bool:
         """Return whether a preempted run with `grace_s` seconds left abandons the running step.

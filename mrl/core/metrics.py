@@ -5,7 +5,7 @@ most names. Names of these four forms are also declared:
 
 - `time/<phase>_s`, where <phase> is a phase of the training loop
 - `reward/<part>_mean`, where <part> is a named part of a reward
-- `eval/accuracy_sampled_<set>` and `eval/accuracy_greedy_<set>`, where <set> is a set of data.test_sets
+- `eval/reward_sampled_<set>` and `eval/reward_greedy_<set>`, where <set> is a set of data.test_sets
 - `own/<name>`, where <name> is a metric of a user's plug-in
 """
 
@@ -39,12 +39,10 @@ METRICS: dict[str, Metric] = {
         "", "fraction of the sampled groups whose responses all have the same reward"
     ),
     "reward/failed_fraction": Metric("", "fraction of the responses that could not be scored; their reward is 0"),
-    "eval/accuracy_sampled": Metric(
-        "", "fraction of the held-out prompts answered correctly at temperature 1", label="sampled"
+    "eval/reward_sampled": Metric(
+        "", "mean reward of one response to each held-out prompt, sampled at temperature 1", label="sampled"
     ),
-    "eval/accuracy_greedy": Metric(
-        "", "fraction of the held-out prompts answered correctly with greedy decoding", label="greedy"
-    ),
+    "eval/reward_greedy": Metric("", "mean reward of the greedy response to each held-out prompt", label="greedy"),
     "rollout/samples": Metric(
         "", "number of responses that the step trains; groups that rollout.filter rejects are not included", ",.0f"
     ),
@@ -189,7 +187,7 @@ METRICS: dict[str, Metric] = {
 
 _PHASE_TIME = re.compile(r"time/([a-z][a-z_]*)_s")
 _OWN = re.compile(r"own/(\w+)")
-_HELD_OUT = re.compile(r"eval/accuracy_(sampled|greedy)_(\w+)")
+_HELD_OUT = re.compile(r"eval/reward_(sampled|greedy)_(\w+)")
 _REWARD_PART = re.compile(r"reward/(\w+)_mean")
 
 
@@ -204,7 +202,7 @@ def find(name: str) -> Metric:
     if held_out := _HELD_OUT.fullmatch(name):
         return Metric(
             "",
-            f"fraction of the prompts of test set {held_out[2]} answered correctly, {held_out[1]}",
+            f"mean reward on the prompts of test set {held_out[2]}, {held_out[1]}",
             label=f"{held_out[2]} {held_out[1]}",
         )
     if part := _REWARD_PART.fullmatch(name):

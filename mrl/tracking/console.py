@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mrl.core import metrics as declared
@@ -14,18 +14,20 @@ logger = logging.getLogger(__name__)
 HEADLINE = (
     "reward/mean",
     "loss/sft",
-    "eval/accuracy_sampled",
-    "eval/accuracy_greedy",
+    "eval/reward_sampled",
+    "eval/reward_greedy",
     "rollout/response_length_mean_tokens",
     "mismatch/logprob_abs_max",
 )
 """Metrics in the progress display, in this order."""
+BETWEEN_STEPS = ("time/evaluate_s", "time/checkpoint_s")
+"""Phases that run before a step and do not count to its duration."""
 
 
 class ConsoleSink:
     """Shows progress: a live display on a terminal, otherwise one line every `every_s` seconds.
 
-    Every measured held-out accuracy is printed. At the end, the first and the last value are printed side by side.
+    Every measured held-out reward is printed. At the end, the first and the last value are printed side by side.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ConsoleSink:
         self.console = console or Console(file=sys.stdout)
         self._samples_every, self._read_samples = samples_every, read_samples
         self._evaluations: list[Metrics] = []
+        self._has_legend = False  # whether the meaning of the names was shown
         self._latest: dict[str, float] = {}
         self._printed_s = float("-inf")  # time.monotonic() of the last progress line
         self._display = _LiveDisplay(self.console, total, title) if self.console.is_terminal else None
@@ -64,6 +67,9 @@ class ConsoleSink:
         if evaluation:
             self._evaluations.append(evaluation)
             self._print_line(f"step {step:>4}  held-out {_format_metrics(evaluation)}")
+        if not self._has_legend and (legend := format_legend(metrics.keys() - evaluation.keys())):
+            self._has_legend = True
+            self._print_line(legend)
         if self._display:
             self._display.update(step, self._latest)
         elif len(evaluation) < len(metrics) and (self._is_due() or step == self.total):
@@ -88,7 +94,7 @@ class ConsoleSink:
                 for name in before
                 if name in after
             ]
-            self._print_line("held-out accuracy, before -> after: " + ", ".join(changes))
+            self._print_line("held-out reward, before -> after: " + ", ".join(changes))
 
     def _is_due(self) -> bool:
         now = time.monotonic()
@@ -166,13 +172,26 @@ def _format_headline(metrics: Metrics) -> str:
 
 
 def _format_phases(metrics: Metrics) -> str:
-    """Return text such as `1.02 s a step, 4,210 tokens/s (rollout 0.55, update 0.38)`.
+    """Return text such as `1.02 s a step, 4,210 tokens/s (rollout 0.55, update 0.38, other 0.09; before it: evaluate 2.10)`.
 
-    Phases that round to 0.00 s are omitted.
+    The phases in parentheses add up to the step. Phases that round to 0.00 s are omitted.
     """
     if "time/step_s" not in metrics:
         return ""
     seconds = {name: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"}
-    phases = ", ".join(f"{declared.label(name)} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+    before = {name: seconds.pop(name) for name in BETWEEN_STEPS if name in seconds}
+    inside = {declared.label(name): value for name, value in seconds.items()}
+    inside["other"] = max(0.0, metrics["time/step_s"] - sum(inside.values()))
+    parts = [_format_seconds(inside), _format_seconds({declared.label(name): value for name, value in before.items()})]
+    phases = "; before it: ".join(filter(None, parts))
     rate = f", {metrics['throughput/tokens_per_s']:,.0f} tokens/s" if "throughput/tokens_per_s" in metrics else ""
     return f"{metrics['time/step_s']:.2f} s a step{rate}" + (f" ({phases})" if phases else "")
+
+
+def _format_seconds(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+
+
+def format_legend(names: Iterable[str]) -> str:
+    """Return what the names of the progress display mean, for the metrics that the display shows."""
+    return "; ".join(f"{declared.label(name)}: {declared.find(name).meaning}" for name in HEADLINE if name in names)

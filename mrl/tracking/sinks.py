@@ -39,11 +39,14 @@ class WandbSink:
         project: str,
         name: str,
         group: str | None = None,
+        labels: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         deadline_s: float = 30.0,
     ) -> None:
+        """`labels`: more arguments of wandb.init, such as entity, tags and notes."""
         self.deadline_s = deadline_s
         self._run: dict[str, Any] = {
+            **(labels or {}),
             "project": project,
             "name": name,
             "group": group,
@@ -94,6 +97,16 @@ class WandbSink:
         return wandb.init(**self._run, mode=cast(Any, wandb_mode()), settings=settings)
 
 
+def default_run_name(name: str, folder: Path) -> str:
+    """Return a name for wandb that tells runs apart: the run's name, and the last parts of its folder's path.
+
+    The folder of a sweep's point is a number, so the name of the sweep's folder stands before it.
+    """
+    folder = folder.resolve()
+    parts = [folder.parent.name, folder.name] if folder.name.isdigit() else [folder.name]
+    return "/".join(part for part in [name, *parts] if part)
+
+
 def _stored_run_id(path: Path) -> str:
     """Return the run id that is stored in `path`. If there is none, first store a new id."""
     with contextlib.suppress(FileExistsError), path.open("x") as file:
@@ -123,16 +136,17 @@ def _kill_wandb_service() -> None:
 
 
 Points = dict[int, float]  # step -> value
-_ACCURACY_STYLES = {"eval/accuracy_sampled": ("#E45756", "o"), "eval/accuracy_greedy": ("#54A24B", "D")}
+SMOOTHED_STEPS = 10  # number of steps in the moving average of the curve
+_HELD_OUT_STYLES = {"eval/reward_sampled": ("#E45756", "o"), "eval/reward_greedy": ("#54A24B", "D")}
 
 
 class CurveSink:
-    """Draws `metric` and held-out accuracy over the steps. A separate thread draws, after every `every` steps and at the end."""
+    """Draws `metric` and held-out reward over the steps. A separate thread draws, after every `every` steps and at the end."""
 
     def __init__(self, path: Path, *, metric: str = "reward/mean", title: str = "", every: int = 25) -> None:
         self.path, self.metric, self.title, self.every = path, metric, title, every
         self._values: Points = {}
-        self._accuracies: dict[str, Points] = {}
+        self._held_out: dict[str, Points] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="curve")  # matplotlib takes a second to import
         self._drawing: Future[None] | None = None
         self._has_warned = False
@@ -154,12 +168,12 @@ class CurveSink:
     def _record(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             if name.startswith("eval/"):
-                self._accuracies.setdefault(name, {})[step] = value
+                self._held_out.setdefault(name, {})[step] = value
         if self.metric in metrics:
             self._values[step] = metrics[self.metric]
 
     def rewind(self, last_step: int, evaluated: bool) -> None:
-        for points in (self._values, *self._accuracies.values()):
+        for points in (self._values, *self._held_out.values()):
             for step in [step for step in points if step > last_step]:
                 del points[step]
 
@@ -169,19 +183,19 @@ class CurveSink:
         self._pool.shutdown(wait=True)
 
     def _snapshot(self) -> tuple[Points, dict[str, Points]]:
-        return dict(self._values), {name: dict(points) for name, points in self._accuracies.items()}
+        return dict(self._values), {name: dict(points) for name, points in self._held_out.items()}
 
-    def _draw_and_log_failure(self, values: Points, accuracies: dict[str, Points]) -> None:
+    def _draw_and_log_failure(self, values: Points, held_out: dict[str, Points]) -> None:
         try:
-            draw_curve(self.path, values, accuracies, metric=self.metric, title=self.title)
+            draw_curve(self.path, values, held_out, metric=self.metric, title=self.title)
         except Exception as error:
             if not self._has_warned:
                 logger.warning("drawing %s failed: %s: %s", self.path, type(error).__name__, error)
             self._has_warned = True
 
 
-def draw_curve(path: Path, values: Points, accuracies: dict[str, Points], *, metric: str, title: str = "") -> None:
-    """Write a PNG of `values` over the steps, raw and smoothed, with held-out accuracies on the same axis."""
+def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metric: str, title: str = "") -> None:
+    """Write a PNG of `values` over the steps, raw and smoothed, with the rewards on held-out prompts on the same axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -189,11 +203,11 @@ def draw_curve(path: Path, values: Points, accuracies: dict[str, Points], *, met
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps, raw = list(values), list(values.values())
-    axes.plot(steps, raw, color="#4C78A8", alpha=0.3, linewidth=1)
-    axes.plot(steps, _smooth(raw), color="#4C78A8", linewidth=2.2, label=declared.find(metric).meaning)
-    for name, (colour, marker) in _ACCURACY_STYLES.items():
-        if points := accuracies.get(name):
-            _draw_accuracy(axes, points, colour, marker, label=f"held-out accuracy, {declared.label(name)}")
+    axes.plot(steps, raw, color="#4C78A8", alpha=0.3, linewidth=1, label=declared.find(metric).meaning)
+    axes.plot(steps, _smooth(raw), color="#4C78A8", linewidth=2.2, label=f"mean of the last {SMOOTHED_STEPS} steps")
+    for name, (colour, marker) in _HELD_OUT_STYLES.items():
+        if points := held_out.get(name):
+            _draw_held_out(axes, points, colour, marker, label=f"held-out reward, {declared.label(name)}")
     axes.set(xlabel="step", ylabel=metric)
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
@@ -204,7 +218,7 @@ def draw_curve(path: Path, values: Points, accuracies: dict[str, Points], *, met
         figure.savefig(partial, format="png")
 
 
-def _draw_accuracy(axes: Any, points: Points, colour: str, marker: str, label: str) -> None:
+def _draw_held_out(axes: Any, points: Points, colour: str, marker: str, label: str) -> None:
     axes.plot(list(points), list(points.values()), f"{marker}:", markersize=7, color=colour, label=label)
     style = {"textcoords": "offset points", "va": "center", "color": colour, "fontsize": 10}
     first, last = min(points), max(points)
@@ -213,6 +227,6 @@ def _draw_accuracy(axes: Any, points: Points, colour: str, marker: str, label: s
         axes.annotate(f"{points[last]:.2f}", (last, points[last]), xytext=(8, 0), ha="left", **style)
 
 
-def _smooth(values: Sequence[float], window: int = 10) -> list[float]:
+def _smooth(values: Sequence[float], window: int = SMOOTHED_STEPS) -> list[float]:
     """Return the moving average over the last `window` values."""
     return [sum(part) / len(part) for part in (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))]

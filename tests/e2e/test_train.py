@@ -43,7 +43,7 @@ def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(record
         assert step["rollout/weight_version"] == step["step"] - 1, "as reported by the engine"
         model_bytes = sum(t.nbytes for t in load_file(warm / "model.safetensors").values())
         assert step["weight_sync/bytes"] == model_bytes
-    assert "held-out accuracy sampled" in run.output()
+    assert "held-out reward sampled" in run.output()
     assert (run.folder / "curve.png").stat().st_size > 10_000
     assert (run.folder / "checkpoints/step_000005/actor/metadata.json").exists()
     assert list(run.folder.glob("wandb/offline-run-*"))
@@ -133,5 +133,5 @@ def test_the_quickstart_learns(start_mrl, inputs, warm):
     assert run.process.returncode == 0, run.output()
     assert np.mean([step["reward/mean"] for step in run.metrics()[-5:]]) >= 0.90
     before, after = (orjson.loads(line) for line in (run.folder / "eval.jsonl").read_text().splitlines())
-    for name in ("eval/accuracy_sampled", "eval/accuracy_greedy"):
+    for name in ("eval/reward_sampled", "eval/reward_greedy"):
         assert after[name] - before[name] >= 0.25, (name, before, after)

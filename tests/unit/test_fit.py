@@ -193,7 +193,7 @@ def test_a_resumed_run_does_not_evaluate_the_same_weights_twice():
     world = World({})
     trainer(world, max_steps=6).fit()
     state = world.saved[6]
-    assert state["progress"]["after"] == {"eval/accuracy_sampled": 0.5, "eval/accuracy_greedy": 0.5}
+    assert state["progress"]["after"] == {"eval/reward_sampled": 0.5, "eval/reward_greedy": 0.5}
     again = World({("evaluate", 6): ValueError("was evaluated before")})
     again.weights = 6
     made = trainer(again, max_steps=6)

@@ -292,9 +292,7 @@ def test_the_config_is_stored_as_json(tmp_path):
     assert re.fullmatch(r".*run", config_as_json(config)["run"]["dir"])
 
 
-FINISHED = dict(
-    step=3, window=[0.5, 1.0, 0.75], before={"eval/accuracy_greedy": 0.0}, after={"eval/accuracy_greedy": 1.0}
-)
+FINISHED = dict(step=3, window=[0.5, 1.0, 0.75], before={"eval/reward_greedy": 0.0}, after={"eval/reward_greedy": 1.0})
 
 
 def test_a_finished_run_is_recognised_without_starting_a_process(tmp_path, monkeypatch, capsys):

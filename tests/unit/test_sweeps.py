@@ -242,10 +242,10 @@ def test_the_table_names_the_best_point_its_command_and_what_failed(tmp_path):
 
 def test_a_metric_is_the_mean_of_the_last_steps_or_the_last_evaluation(tmp_path):
     steps = [{"step": step, "reward/mean": float(step)} for step in range(1, 11)]
-    lines = [{"step": 0, "eval/accuracy_sampled": 0.1}, {"step": 10, "eval/accuracy_sampled": 0.6}]
+    lines = [{"step": 0, "eval/reward_sampled": 0.1}, {"step": 10, "eval/reward_sampled": 0.6}]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 11, "ev')
-    assert metric_value(tmp_path, "eval/accuracy_sampled") == 0.6
-    assert metric_value(tmp_path, "eval/accuracy_greedy") is None and metric_value(tmp_path, "reward/mean") is None
+    assert metric_value(tmp_path, "eval/reward_sampled") == 0.6
+    assert metric_value(tmp_path, "eval/reward_greedy") is None and metric_value(tmp_path, "reward/mean") is None
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"step": 11, "rew')
     assert metric_value(tmp_path, "reward/mean") == 8.0 and read_result(0, (), tmp_path, "reward/mean").steps == 10
     assert read_result(0, (), tmp_path / "nowhere", "reward/mean").state == PointState.waiting

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from mrl.config import hydra_entry
+from mrl.controller import build
 from mrl.core import metrics
 from mrl.tracking import sinks
 from mrl.tracking.console import ConsoleSink
@@ -76,13 +78,13 @@ def test_any_phase_may_be_timed_but_only_in_seconds():
 
 
 @pytest.mark.parametrize(
-    "name", ["own/surprise", "eval/accuracy_greedy_easy", "eval/accuracy_sampled_a_b", "reward/math_mean"]
+    "name", ["own/surprise", "eval/reward_greedy_easy", "eval/reward_sampled_a_b", "reward/math_mean"]
 )
 def test_open_families_take_any_name(name):
     assert metrics.find(name).meaning and metrics.label(name)
 
 
-@pytest.mark.parametrize("name", ["own/", "eval/accuracy_best_easy", "eval/accuracy_greedy_", "own/a/b"])
+@pytest.mark.parametrize("name", ["own/", "eval/reward_best_easy", "eval/reward_greedy_", "own/a/b"])
 def test_open_families_are_not_open_to_everything(name):
     with pytest.raises(ValueError, match="is not declared"):
         metrics.find(name)
@@ -133,7 +135,7 @@ def test_an_evaluation_that_will_be_made_again_is_taken_back(tmp_path, evaluated
     sinks = [JsonlSink(tmp_path / "metrics.jsonl"), JsonlSink(tmp_path / "eval.jsonl", evaluations=True)]
     with Tracker(sinks) as tracker:
         for step in (1, 2):
-            tracker.log(step, {"reward/mean": 0.5, "eval/accuracy_greedy": 0.5})
+            tracker.log(step, {"reward/mean": 0.5, "eval/reward_greedy": 0.5})
         tracker.rewind(1, evaluated)
     steps = [len((tmp_path / name).read_text().splitlines()) for name in ("metrics.jsonl", "eval.jsonl")]
     assert steps == [1, 1 if evaluated else 0]
@@ -142,13 +144,13 @@ def test_an_evaluation_that_will_be_made_again_is_taken_back(tmp_path, evaluated
 def test_a_resumed_curve_has_what_was_drawn_before(tmp_path):
     metrics_file, eval_file = tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl"
     metrics_file.write_text('{"step": 1, "reward/mean": 0.25, "loss/policy": null}\n{"step": 2, "reward/mean": 0.5}\n')
-    eval_file.write_text('{"step": 0, "eval/accuracy_sampled": 0.125}\n')
+    eval_file.write_text('{"step": 0, "eval/reward_sampled": 0.125}\n')
     curve = CurveSink(tmp_path / "curve.png")
     curve.read_logs([metrics_file, eval_file])
     curve.log(3, {"reward/mean": 0.75})
-    assert curve._snapshot() == ({1: 0.25, 2: 0.5, 3: 0.75}, {"eval/accuracy_sampled": {0: 0.125}})
+    assert curve._snapshot() == ({1: 0.25, 2: 0.5, 3: 0.75}, {"eval/reward_sampled": {0: 0.125}})
     curve.rewind(1, evaluated=True)
-    assert curve._snapshot() == ({1: 0.25}, {"eval/accuracy_sampled": {0: 0.125}})
+    assert curve._snapshot() == ({1: 0.25}, {"eval/reward_sampled": {0: 0.125}})
     curve.close()
 
 
@@ -276,17 +278,17 @@ def test_without_a_terminal_progress_is_one_line_per_interval_and_the_last_step(
             sink.log(step, {"reward/mean": step / 10, "time/step_s": 1.0, "time/rollout_s": 0.75})
 
     lines = console_lines(log, every_s=3600)
-    assert len(lines) == 2
-    assert "1/10  reward 0.100  1.00 s a step (rollout 0.75)" in lines[0]
-    assert "10/10  reward 1.000" in lines[1]
+    assert len(lines) == 3 and lines[0] == "reward: mean reward of the step's responses"
+    assert "1/10  reward 0.100  1.00 s a step (rollout 0.75, other 0.25)" in lines[1]
+    assert "10/10  reward 1.000" in lines[2]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_held_out_accuracy_is_always_printed_and_compared_at_the_end(terminal):
+def test_held_out_reward_is_always_printed_and_compared_at_the_end(terminal):
     def log(sink):
-        sink.log(0, {"eval/accuracy_sampled": 0.5})
+        sink.log(0, {"eval/reward_sampled": 0.5})
         sink.log(5, {"reward/mean": 0.8})
-        sink.log(10, {"eval/accuracy_sampled": 0.75})
+        sink.log(10, {"eval/reward_sampled": 0.75})
 
     text = "\n".join(console_lines(log, terminal=terminal, every_s=3600))
     assert "held-out sampled 0.500" in text
@@ -305,7 +307,7 @@ def test_on_a_terminal_the_display_shows_reward_phases_and_throughput():
 def test_the_curve_is_a_picture_and_appears_before_the_run_ends(tmp_path):
     path = tmp_path / "curve.png"
     sink = CurveSink(path, every=2)
-    sink.log(0, {"eval/accuracy_sampled": 0.5, "eval/accuracy_greedy": 0.6})
+    sink.log(0, {"eval/reward_sampled": 0.5, "eval/reward_greedy": 0.6})
     for step in (1, 2):
         sink.log(step, {"reward/mean": 0.4})
     assert sink._drawing is not None
@@ -328,3 +330,66 @@ def test_importing_the_tracker_loads_neither_wandb_nor_matplotlib_nor_rich():
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert result.stdout.strip() == ""
+
+
+def test_the_phases_of_a_step_add_up_to_it_and_phases_between_steps_stand_apart():
+    def log(sink):
+        times = {"rollout": 1.25, "update": 0.5, "evaluate": 2.0, "checkpoint": 0.001}
+        sink.log(
+            1, {"reward/mean": 0.5, "time/step_s": 2.0} | {f"time/{name}_s": value for name, value in times.items()}
+        )
+
+    assert "2.00 s a step (rollout 1.25, update 0.50, other 0.25; before it: evaluate 2.00)" in console_lines(log)[1]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_terminal_says_once_what_the_names_mean(terminal):
+    def log(sink):
+        sink.log(0, {"eval/reward_sampled": 0.5})
+        for step in (1, 2):
+            sink.log(step, {"reward/mean": 0.5, "mismatch/logprob_abs_max": 1e-5})
+
+    text = "\n".join(console_lines(log, terminal=terminal))
+    meaning = "mismatch: largest absolute difference between the trainer's and the engine's log-probability of a token"
+    assert text.count(meaning) == 1 and text.count("reward: mean reward of the step's responses") == 1
+
+
+def test_the_curve_names_its_raw_and_its_smoothed_line(tmp_path, monkeypatch):
+    labels = []
+    from matplotlib.axes import Axes
+
+    plot = Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda self, *a, **k: labels.append((k.get("linewidth"), k.get("label"))) or plot(self, *a, **k)
+    )
+    sinks.draw_curve(tmp_path / "curve.png", {1: 0.1, 2: 0.3}, {}, metric="reward/mean")
+    assert labels == [(1, "mean reward of the step's responses"), (2.2, "mean of the last 10 steps")]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("outputs/quickstart/2026-01-31_12-00-00", "quickstart/2026-01-31_12-00-00"),
+        ("outputs/lr-sweep/3", "quickstart/lr-sweep/3"),
+    ],
+)
+def test_runs_have_different_names_in_wandb(tmp_path, folder, name):
+    assert sinks.default_run_name("quickstart", tmp_path / folder) == name
+
+
+def test_wandb_gets_name_group_entity_tags_and_notes_of_the_config(tmp_path, monkeypatch):
+    started = []
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(
+        WandbSink, "_start", lambda sink: started.append(sink._run) or SimpleNamespace(finish=lambda: None)
+    )
+
+    def run_of(*overrides):
+        config = hydra_entry.compose_config(["experiment=quickstart", f"run.dir={tmp_path}/a", *overrides])
+        build._wandb_sink(config).close()
+        return started.pop()
+
+    run = run_of("tracking.entity=team", "tracking.tags=[baseline,lr]", "tracking.notes=first", "tracking.group=g")
+    assert (run["entity"], run["tags"], run["notes"], run["group"]) == ("team", ["baseline", "lr"], "first", "g")
+    assert run["name"] == "quickstart/a" and run["project"] == "mrl"
+    assert run_of("tracking.name=mine")["name"] == "mine"
