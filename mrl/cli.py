@@ -1,4 +1,4 @@
-"""Entry point of `mrl COMMAND`. Each command is a module of the same name in mrl/commands."""
+"""Entry point of `mrl COMMAND`. Each command is a module in mrl/commands."""
 
 import difflib
 import importlib
@@ -29,6 +29,10 @@ def missing_packages(command: str, arguments: Sequence[str]) -> list[str]:
     return [name for name in TRAIN_PACKAGES.get(command, ()) if find_spec(name) is None]
 
 
+MODULES = {"import": "import_config"}
+"""Commands whose module has another name, because Python reserves the word."""
+
+
 def usage() -> str:
     """Return the text of `mrl --help`."""
     width = max(map(len, COMMANDS))
@@ -54,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     if missing := missing_packages(argv[0], argv[1:]):
         sys.stderr.write(f"mrl {argv[0]}: not installed: {', '.join(missing)}; run pip install 'mrl[train]'\n")
         return 2
-    command = importlib.import_module(f"mrl.commands.{argv[0]}")  # imports only what this command needs
+    module = MODULES.get(argv[0], argv[0])
+    command = importlib.import_module(f"mrl.commands.{module}")  # imports only what this command needs
     return command.main(argv[1:])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from mrl.config.counterparts import counterpart_of
 from mrl.config.process_schema import ClusterConfig
 from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_plain_secrets
@@ -102,6 +103,10 @@ def unknown_key_message(key: str) -> str:
     for layout in PARTIAL_LAYOUTS:
         if key.startswith(f"{layout}."):
             candidates = [f"{layout}.{name}" for name in ParallelConfig.__dataclass_fields__]
+    leaves = {name.rpartition(".")[2] for name in candidates}
+    if key not in RENAMED_KEYS and key.rpartition(".")[2] not in leaves and (counterpart := counterpart_of(key)):
+        target, source = counterpart
+        return f"unknown key {key!r}; did you mean {target!r}? (`mrl import` translates whole configs of {source})"
     near = _keys_with_last_name(key, candidates) or difflib.get_close_matches(
         key, [*candidates, *RENAMED_KEYS], n=1, cutoff=0.5
     )
@@ -111,16 +116,10 @@ def unknown_key_message(key: str) -> str:
 
 
 COMMON_NAMES = {
-    "n": "rollout.responses_per_prompt",
     "group_size": "rollout.responses_per_prompt",
-    "num_generations": "rollout.responses_per_prompt",
-    "train_batch_size": "rollout.prompts_per_step",
     "max_new_tokens": "rollout.max_response_tokens",
-    "max_response_length": "rollout.max_response_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "learning_rate": "optim.lr",
 }
-"""Last name of a key in other trainers -> key. Only the hint for an unknown key uses this table."""
+"""Last name of a key in further trainers -> key. Only the hint for an unknown key uses this table."""
 
 
 def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ COMMANDS = {
     "convert": "convert weights between Hugging Face folders and Megatron checkpoints, and verify the result",
     "config": "describe the keys of the config: defaults, units, allowed values",
     "data": "create or convert data files",
+    "import": "translate a config of verl, slime or trl into overrides of mrl train",
     "completion": "print a completion script for bash, zsh or fish",
 }
 
@@ -20,6 +21,7 @@ SUBCOMMANDS = {
     "plan": ("memory", "placement", "rollout", "search", "sync"),
     "convert": ("to-megatron", "to-hf", "check"),
     "data": ("prepare", "tiny-model", "arithmetic"),
+    "import": ("verl", "slime", "trl"),
     "completion": ("bash", "zsh", "fish"),
 }
 """Commands that have subcommands."""

@@ -16,7 +16,7 @@ TAKES_CONFIG = ("train", "sft", "plan", "doctor", "generate", "evaluate", "certi
 CHANGELOG = ROOT / "CHANGELOG.md"  # names former keys and files
 BENCHMARKS = ROOT / "benchmarks/README.md"
 TEXTS = [page for page in (*PAGES, CHANGELOG, BENCHMARKS, ROOT / "slurm/README.md") if page.name != "config.md"]
-FOREIGN_COLUMNS = {"glossary.md": (2, 3), "from_verl_and_slime.md": (0,)}  # table columns with names of verl and slime
+FOREIGN_COLUMNS = {"glossary.md": (2, 3), "from_other_trainers.md": (0,)}  # table columns with names of verl and slime
 FENCE = re.compile(r"```.*?```", re.DOTALL)
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PACKAGE_NAME = re.compile(r"(?<![\w./-])(?:mrl|models|parallel)(?:\.[A-Za-z_]\w*)+(?![\w/])")

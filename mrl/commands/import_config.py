@@ -1,0 +1,228 @@
+"""`mrl import`: translates a config of verl, slime or trl into overrides of `mrl train`."""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.table import Table
+
+from mrl.config import hydra_entry
+from mrl.config.counterparts import SOURCES, Translation, nearest_key, translate
+from mrl.rollout.agents.tools import Calculator
+
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")
+_ALL_OF_ARRAY = re.compile(r"\$(@|\{\w+\[[@*]\]\})")
+_DOTTED_KEY = re.compile(r"\+{0,2}[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
+GROUPS = ("algorithm", "placement", "reward")
+"""Overrides that select a config group. They come first, because the other overrides change what the group sets."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `mrl import`."""
+    top = argparse.ArgumentParser(
+        prog="mrl import",
+        description="Translate a config of another trainer into overrides of `mrl train`. "
+        "Prints each key with its overrides, the keys without a counterpart with the reason, and the command.",
+        epilog="CONFIG is a YAML file or the shell script that starts the other trainer (KEY=VALUE or --key value).",
+    )
+    top.add_argument("source", choices=sorted(SOURCES), help="the other trainer")
+    top.add_argument("config", type=Path, metavar="CONFIG", help="YAML file or shell script")
+    top.add_argument(
+        "--overrides",
+        action="store_true",
+        help="print only the overrides, one a line: mrl import verl run.sh --overrides | xargs -d '\\n' mrl train",
+    )
+    return top
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `mrl import`. Returns 1 if mrl refuses the overrides, for example because two of them contradict."""
+    args = parser().parse_args(argv)
+    with hydra_entry.exit_on_user_error():
+        values = read_config(args.config, args.source)
+    found = translate(args.source, values)
+    overrides = _format(found)
+    if args.overrides:
+        sys.stdout.write("".join(f"{each}\n" for each in overrides))
+    else:
+        _print(args.source, found, overrides)
+    try:
+        hydra_entry.compose_config(hydra_entry.check_overrides([*overrides, "run.dir=unused"]))
+    except ValueError as error:
+        sys.stderr.write(f"mrl: `mrl train` refuses these overrides: {error}\n")
+        return 1
+    return 0
+
+
+def read_config(path: Path, source: str) -> dict[str, Any]:
+    """Return the keys and values of a YAML file or of a shell script. Nested keys are joined by dots.
+
+    Raises ValueError if the file is missing, is not valid YAML, or contains no key.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from None
+    values = _read_yaml(path, text) if path.suffix in (".yaml", ".yml") else dict(_read_script(text))
+    if not values:
+        raise ValueError(
+            f"{path} contains no keys of {source}; expected a YAML file, or a script with KEY=VALUE or --key value."
+        )
+    known = SOURCES[source]
+    sep = "-" if source == "slime" else "_"
+    return {key if key in known else key.replace("-", sep).replace("_", sep): value for key, value in values.items()}
+
+
+def _read_yaml(path: Path, text: str) -> dict[str, Any]:
+    try:
+        loaded = OmegaConf.create(text)
+        tree = OmegaConf.to_container(loaded, resolve=False)
+        with suppress(OmegaConfBaseException):  # a reference to a key of another file stays as it is written
+            tree = OmegaConf.to_container(loaded, resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    return dict(_flatten(tree)) if isinstance(tree, dict) else {}
+
+
+def _flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if name in ("defaults", "hydra", "_target_") or (isinstance(value, dict) and not value):
+            continue
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _read_script(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a script: words KEY.KEY=VALUE, and options --key with the words that follow."""
+    text = re.sub(r"\\\n", " ", text)
+    variables: dict[str, str] = {}
+    words = []
+    for line in text.splitlines():
+        assigned = _ASSIGNMENT.match(line)
+        value = _split(assigned[2]) if assigned else []
+        if assigned and len(value) <= 1:
+            variables[assigned[1]] = _expand("".join(value), variables)
+        else:  # also a command with assignments before it, as in `A=1 python ...`
+            words += [_expand(word, variables) for word in _words(line)]
+    option: str | None = None
+    arguments: list[str] = []
+    for word in [*words, "--"]:
+        if _ALL_OF_ARRAY.fullmatch(word):  # the words of the array are read where the script defines it
+            word = "--"
+        if word.startswith("--") and not _DOTTED_KEY.fullmatch(word):
+            if option:
+                yield option, _value_of(arguments)
+            name, equals, value = word[2:].partition("=")
+            option, arguments = name, [value] if equals else []
+        elif _DOTTED_KEY.fullmatch(word):
+            key, _, value = word.lstrip("+").partition("=")
+            yield key, _value_of([value])
+        elif option:
+            arguments.append(word)
+
+
+def _split(text: str) -> list[str]:
+    """Return the words of a line of shell. $((...)) is one word. A line that is not valid by itself has no words."""
+    text = re.sub(r"\$\(\((.*?)\)\)", lambda match: "$((" + match[1].replace(" ", "") + "))", text)
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:  # for example, a quotation that goes on in the next line
+        return []
+
+
+def _words(line: str) -> list[str]:
+    """Return the words of a line. The brackets of an array are left out; "--" marks the end of an array or of a paragraph."""
+    ends = not line.strip() or line.rstrip().endswith(")")
+    return [*_split(re.sub(r"^\s*\w+=\(|(?<!\))\)\s*$", " ", line)), *(["--"] if ends else [])]
+
+
+def _expand(word: str, variables: dict[str, str]) -> str:
+    """Replace $NAME, ${NAME} and ${NAME:-default} by the values that the script assigns, and compute $((...))."""
+
+    def replace(match: re.Match[str]) -> str:
+        name, default = match[1] or match[3], match[2]
+        return variables.get(name, default if default is not None else match[0])
+
+    def compute(match: re.Match[str]) -> str:
+        try:
+            names = re.sub(r"\b[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
+            return Calculator()(names.replace("/", "//"))
+        except (ValueError, ArithmeticError):
+            return match[0]
+
+    return re.sub(r"\$\(\((.*?)\)\)", compute, re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", replace, word))
+
+
+def _value_of(words: list[str]) -> Any:
+    """Return the value of an option: True without a word, a list if there are several words."""
+    values = [_parse(word) for word in words]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _parse(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, int | float | bool | list) or value is None else text
+
+
+def _format(found: Translation) -> list[str]:
+    ordered = sorted(found.overrides.items(), key=lambda item: item[0] not in GROUPS)
+    return [format_value(key, value) for key, value in ordered]
+
+
+def format_value(key: str, value: Any) -> str:
+    """Return the override `key=value` for Hydra. Lists, dicts and None become Hydra's lists, dicts and null."""
+    return f"{key}={_literal(value)}"
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_literal(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else hydra_entry.format_override("x", value).removeprefix("x=")
+
+
+def _print(source: str, found: Translation, overrides: list[str]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
+    translated = [(key, " ".join(format_value(*each) for each in result.items())) for key, result in found.translated]
+    unknown = [(key, _nearest(key, source)) for key in found.unknown]
+    sections = [
+        (f"{source} -> mrl", translated),
+        ("no counterpart", found.no_counterpart),
+        ("nothing to set", found.not_needed),
+        (f"not in mrl's table of {source}'s keys", unknown),
+    ]
+    for title, rows in sections:
+        if rows:
+            table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 2))
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+            console.print()
+    command = " \\\n    ".join(["mrl train", *map(shlex.quote, overrides)])
+    sys.stdout.write(f"{command}\n")
+
+
+def _nearest(shown: str, source: str) -> str:
+    key = nearest_key(shown.partition("=")[0], source)
+    return f"did you mean {key}?" if key else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

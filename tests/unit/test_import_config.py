@@ -1,0 +1,196 @@
+"""`mrl import`: configs of verl, slime and trl become overrides that compose, key by key."""
+
+import pytest
+
+from mrl.cli import main
+from mrl.config import hydra_entry
+from mrl.config.counterparts import SOURCES, translate
+from mrl.config.translation_rules import Note
+from mrl.config.validate import is_known, unknown_key_message
+
+VERL = """
+set -x
+max_response_length=$((1024 * 8))
+MODEL=${MODEL:-Qwen/Qwen3-8B}
+PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=data/train.parquet data.val_files=data/test.parquet \\
+    data.train_batch_size=512 data.max_prompt_length=1024 \\
+    data.max_response_length=${max_response_length} \\
+    actor_rollout_ref.model.path="$MODEL" \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.002 actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \\
+    actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\
+    actor_rollout_ref.rollout.top_p=0.7 \\
+    algorithm.use_kl_in_reward=False \\
+    trainer.logger='["console","wandb"]' trainer.total_epochs=15 trainer.save_freq=-1 \\
+    trainer.nothing_of_that_name=3 $@
+"""
+SLIME = """
+CKPT_ARGS=(
+   --hf-checkpoint /models/Qwen3-4B   # a comment
+   --save /runs/mine
+)
+ROLLOUT_ARGS=(
+   --prompt-data /data/math.jsonl --input-key question --label-key label
+   --num-rollout 300 --rollout-batch-size 32 --n-samples-per-prompt 8
+   --rollout-max-response-len 8192 --global-batch-size 128 --rm-type math
+)
+EVAL_ARGS=(
+   --eval-prompt-data aime /data/aime.jsonl gpqa /data/gpqa.jsonl
+)
+GRPO_ARGS=(
+   --advantage-estimator grpo
+   --use-kl-loss
+   --kl-loss-coef 0.001 --kl-loss-type low_var_kl --eps-clip 0.2 --eps-clip-high 0.28
+)
+PERF_ARGS=(
+   --tensor-model-parallel-size 2 --sequence-parallel
+)
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 2
+   --sglang-mem-fraction-static 0.7
+)
+ray job submit -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate ${CKPT_ARGS[@]} --rollout-num-gpus 8
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen3-0.6B
+learning_rate: 1.0e-6
+num_generations: 8
+per_device_train_batch_size: 16
+gradient_accumulation_steps: 4
+max_completion_length: 512
+beta: 0.04
+loss_type: dr_grpo
+reward_funcs: [accuracy]
+bf16: true
+max_steps: 100
+warmup_ratio: 0.1
+"""
+EXPECTED = {
+    "verl": {
+        "algorithm=grpo",
+        "data.train=[data/train.parquet]",
+        "rollout.prompts_per_step=512",
+        "rollout.max_response_tokens=8192",
+        "model.path=Qwen/Qwen3-8B",
+        "algorithm.mini_batches=4",
+        "algorithm.kl_in_loss={_target_:mrl.algorithms.kl.KLPenalty,coef:0.002,kind:k3}",
+        "algorithm.kl_in_reward=null",
+        "algorithm.loss.clip_high=0.28",
+        "parallel.tp=2",
+        "megatron.recompute_granularity=full",
+        "rollout.responses_per_prompt=16",
+        "rollout.engine_tp=4",
+        "tracking.wandb=true",
+        "checkpoint.every=0",
+        "optim.lr=1e-6",
+    },
+    "slime": {
+        "placement=colocated",
+        "reward=math",
+        "algorithm=grpo",
+        "model.path=/models/Qwen3-4B",
+        "run.dir=/runs/mine",
+        "data.train=[/data/math.jsonl]",
+        "data.test=[/data/aime.jsonl,/data/gpqa.jsonl]",
+        "data.columns.prompt=question",
+        "algorithm.mini_batches=2",
+        "parallel.world_size=8",
+        "rollout.num_engines=4",
+        "rollout.engine_tp=2",
+        "sglang.mem_fraction_static=0.7",
+        "parallel.sp=true",
+    },
+    "trl": {
+        "model.path=Qwen/Qwen3-0.6B",
+        "rollout.prompts_per_step=8",
+        "rollout.responses_per_prompt=8",
+        "algorithm.kl_in_loss={_target_:mrl.algorithms.kl.KLPenalty,coef:0.04,kind:k3}",
+        "algorithm.aggregation=fixed_length",
+        "algorithm.advantage.normalize_std=false",
+        "model.dtype=bfloat16",
+        "optim.warmup_steps=10",
+    },
+}
+CONFIGS = {"verl": ("run.sh", VERL), "slime": ("run.sh", SLIME), "trl": ("grpo.yaml", TRL)}
+NO_COUNTERPART = {
+    "verl": ["top_p=0.7", "total_epochs=15", "nothing_of_that_name=3"],
+    "slime": [],
+    "trl": ["reward_funcs=['accuracy']"],
+}
+
+
+def imported(source, tmp_path, capsys, *options):
+    name, text = CONFIGS[source]
+    (tmp_path / name).write_text(text)
+    status = main(["import", source, str(tmp_path / name), *options])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_config_becomes_overrides_that_compose(source, tmp_path, capsys):
+    status, out, err = imported(source, tmp_path, capsys, "--overrides")
+    assert status == 0, err
+    overrides = out.splitlines()
+    assert EXPECTED[source] <= set(overrides), EXPECTED[source] - set(overrides)
+    composed = hydra_entry.compose_config(
+        hydra_entry.check_overrides([*(each for each in overrides if not each.startswith("run.dir=")), "run.dir=x"])
+    )
+    assert composed.rollout.responses_per_prompt in (8, 16)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_keys_without_a_counterpart_are_shown_with_the_reason(source, tmp_path, capsys):
+    status, out, _ = imported(source, tmp_path, capsys)
+    assert status == 0 and "mrl train" in out
+    for shown in NO_COUNTERPART[source]:
+        assert shown in out
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_rule_names_a_key_of_mrl(source):
+    for key, rule in SOURCES[source].items():
+        if isinstance(rule, str) and not rule.endswith("*"):
+            assert is_known(rule), (key, rule)
+
+
+def test_a_value_that_cannot_be_read_is_reported():
+    found = translate("verl", {"actor_rollout_ref.actor.ppo_mini_batch_size": "$SIZE", "data.train_batch_size": 8})
+    assert found.no_counterpart == [("actor_rollout_ref.actor.ppo_mini_batch_size=$SIZE", "the value cannot be read")]
+    assert isinstance(SOURCES["trl"]["num_train_epochs"], Note)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "contains no keys of verl"), ("a: [1", "is not valid YAML"), ("- 1\n- 2\n", "contains no keys of verl")],
+    ids=["empty", "not YAML", "a list"],
+)
+def test_a_file_that_is_no_config_is_refused(text, said, tmp_path, capsys):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["import", "verl", str(tmp_path / "x.yaml")])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("data.train_batch_size", "rollout.prompts_per_step"),
+        ("train_batch_size", "rollout.prompts_per_step"),
+        ("rollout.n", "rollout.responses_per_prompt"),
+        ("lr", "optim.lr"),
+        ("kl_coef", "algorithm.kl_in_reward.coef"),
+        ("--rm-type", "reward"),
+        ("num_generations", "rollout.responses_per_prompt"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.mini_batches"),
+    ],
+)
+def test_the_message_for_a_foreign_key_names_the_key_of_mrl(key, meant):
+    assert f"'{meant}'" in unknown_key_message(key)
