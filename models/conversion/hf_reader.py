@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from models.families import family_of
 from models.hf_config import HFConfig
+from parallel.file_hashes import check_folder
 
 if TYPE_CHECKING:  # the driver reads headers without importing torch
     import torch
@@ -246,7 +247,8 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
     """Check that the config of a Hugging Face folder matches the headers of its tensors. Returns the config, loads no weights.
 
-    `family` is a reference to a family that is not in models/families (see models.families.load_family).
+    If mrl wrote the folder, all its files are read and compared with their hashes. `family` is a reference to a family that is
+    not in models/families (see models.families.load_family).
 
     Raises:
         ValueError: a file is damaged or missing, or a tensor is missing, is unknown to the family, has an unsupported
@@ -258,7 +260,10 @@ def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
 
 
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
-    """Raise ValueError if the tensors in `weights` are not exactly those of a model with this config."""
+    """Raise ValueError if the tensors in `weights` are not exactly those of a model with this config.
+
+    If mrl wrote the folder, all its files are read and compared with their hashes.
+    """
     family = family_of(config)
     arch = family.read(config)
     expected, shapes, dtypes = family.hf_shapes(arch), weights.shapes(), weights.dtypes()
@@ -280,3 +285,4 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
             f"{weights.folder}: config.json and weights disagree in {len(problems)} tensors: {shown}. "
             "Use the config that belongs to the weights, or download the folder again."
         )
+    check_folder(weights.folder)

@@ -37,6 +37,7 @@ from models.conversion.mapping import ParamMapping, VocabMapping
 from models.conversion.resumable_folder import ResumableFolder
 from parallel.checkpoint_validation import BACKEND_CONFIG, METADATA, validate_checkpoint
 from parallel.durable_files import fsync_path
+from parallel.file_hashes import check_folder
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
@@ -94,11 +95,12 @@ class MegatronReader:
     def __init__(self, folder: str | Path, arch: Architecture, rows: Sequence[ParamMapping]) -> None:
         """Validate `folder` and read its metadata.
 
-        Raises ValueError if `folder` is not a complete checkpoint of this model, and ForeignPickleError (a ValueError) if one
-        of the checkpoint's pickles names a type that is not allowed.
+        Raises ValueError if `folder` is not a complete checkpoint of this model, or if a file differs from its hash. Raises
+        ForeignPickleError (a ValueError) if one of the checkpoint's pickles names a type that is not allowed.
         """
         self.folder, self.arch = Path(folder), arch
         metadata = validate_checkpoint(self.folder)
+        check_folder(self.folder)
         described = metadata.state_dict_metadata.items()
         self._stored = {key: found for key, found in described if isinstance(found, TensorStorageMetadata)}
         self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from parallel.durable_files import apply_umask, fsync_path, write_file
+from parallel.file_hashes import FileHash, hash_file, write_hashes
 
 _MANIFEST = "conversion.json"
 _UNFINISHED = ".unfinished"
@@ -26,12 +27,14 @@ class ResumableFolder:
 
     Each file gets its final name when it is complete, and a manifest lists the finished files. The manifest also stores
     `made_from`, the inputs and options from which the files are made. A later process uses the finished files only if its own
-    inputs and options are the same. Inside the `with` block, this process has a lock on the folder.
+    inputs and options are the same. Inside the `with` block, this process has a lock on the folder. A complete folder has the
+    hashes of its files, see parallel.file_hashes.
     """
 
     def __init__(self, target: Path, folder: Path, made_from: dict[str, Any]) -> None:
         self.target, self.folder, self.made_from = target, folder, made_from
         self.finished: dict[str, Any] = {}
+        self._hashes: dict[str, FileHash] = {}  # of the finished files
         self._lock: int | None = None
 
     @classmethod
@@ -55,7 +58,7 @@ class ResumableFolder:
             if before["made_from"] != self.made_from:
                 self.__exit__()
                 raise ValueError(_describe_change(self.folder, before["made_from"], self.made_from))
-            self.finished = before["finished"]
+            self.finished, self._hashes = before["finished"], before["hashes"]
         self._write_manifest()
         return self
 
@@ -73,7 +76,7 @@ class ResumableFolder:
         """Sync a complete file to the disk, and rename it to its final name. `finished[name]` becomes `note` (JSON)."""
         fsync_path(self.unfinished(name))
         self.unfinished(name).rename(self.folder / name)
-        self.finished[name] = note
+        self.finished[name], self._hashes[name] = note, hash_file(self.folder / name)
         self._write_manifest()
 
     def require_space(self, num_bytes: int) -> None:
@@ -90,7 +93,8 @@ class ResumableFolder:
             )
 
     def complete(self) -> None:
-        """Sync all files to the disk and rename the folder to `target`."""
+        """Write the hashes of all files, sync the files to the disk and rename the folder to `target`."""
+        write_hashes(self.folder, self._hashes, leave_out=_MANIFEST)
         for path in [*self.folder.iterdir(), self.folder]:
             fsync_path(path)
         apply_umask(self.folder)
@@ -103,7 +107,7 @@ class ResumableFolder:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write_manifest(self) -> None:
-        content = json.dumps({"made_from": self.made_from, "finished": self.finished})
+        content = json.dumps({"made_from": self.made_from, "finished": self.finished, "hashes": self._hashes})
         write_file(self.folder / _MANIFEST, content, durable=True)
 
 

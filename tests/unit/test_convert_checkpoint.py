@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, SIZES, make_family
 
 from models.conversion import convert_checkpoint, resumable_folder
-from models.conversion.hf_reader import HFWeights
+from models.conversion.hf_reader import HFWeights, check_hf_folder
 from models.conversion.hf_writer import write_export
 from models.conversion.megatron_checkpoint import torch_save_tensor
 from models.hf_config import HFConfig
 from mrl.commands.convert import main
+from parallel import file_hashes
 
 
 class Watcher:
@@ -285,6 +287,35 @@ def test_an_export_accepts_tensors_in_any_order_and_holds_one_at_a_time(tmp_path
     write_export(tensors(), model, tmp_path / "export", {"note.txt": "hello"})
     assert_same_tensors(tmp_path / "export", model)
     assert (tmp_path / "export/note.txt").read_text() == "hello\n"
+
+
+def flip_bit(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "mrl_hashes.json"])
+def test_a_changed_bit_of_an_exported_folder_is_found_where_the_folder_is_loaded(tmp_path, name):
+    model, export = make_family("qwen3", tmp_path / "model"), tmp_path / "export"
+    write_export(iter(tensors_of(model).items()), model, export, {"note.txt": "hello"})
+    check_hf_folder(export)
+    assert file_hashes.read_hashes(export).keys() == {path.name for path in export.iterdir()} - {"mrl_hashes.json"}
+    flip_bit(export / name)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        check_hf_folder(export)
+
+
+def test_a_changed_bit_of_a_checkpoint_is_found_before_it_is_converted(tmp_path):
+    model = make_family("qwen3", tmp_path / "model")
+    to_megatron(model, tmp_path / "checkpoint")
+    assert convert_checkpoint.check_against_checkpoint(HFConfig.load(model), tmp_path / "checkpoint").passed
+    shard = next((tmp_path / "checkpoint").glob("__0_*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{shard.name} is damaged: its hash is"):
+        convert_checkpoint.check_against_checkpoint(HFConfig.load(model), tmp_path / "checkpoint")
 
 
 def test_a_failed_export_leaves_nothing(tmp_path):
