@@ -20,6 +20,7 @@ DEPENDENCIES = [
     # The controller.
     "hydra-core>=1.3.8,<1.4",
     "omegaconf>=2.3.1,<2.4",
+    "pyyaml>=6",  # its errors have the line of a mistake in a config file
     "httpx>=0.28,<1",
     "aiohttp>=3.14,<4",  # handles the thousands of concurrent requests that agents make
     "orjson>=3.13,<4",

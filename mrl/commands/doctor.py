@@ -10,14 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mrl.core.installation import add_working_directory
 from mrl.doctor.examine import CHECKS, DoctorReport, ExamineOptions, examine_host, examine_hosts
 from mrl.doctor.findings import exit_status, print_findings, summarize, to_json
 from mrl.doctor.host_facts import Requirements
 from mrl.doctor.rendezvous import Rendezvous, SharedFolderStore, TcpRendezvousStore
 
 USAGE = """usage: mrl doctor [--json] [--all-reduce | --no-all-reduce] [--deadline S]
-                  [--rendezvous FOLDER|HOST:PORT [--hosts N] [--rank R]] [--point FOLDER] [KEY=VALUE ...]
+                  [--rendezvous FOLDER|HOST:PORT [--hosts N] [--rank R]] [--point FOLDER]
+                  [--config-dir FOLDER] [KEY=VALUE ...]
 
 Finds problems that would make a run fail, hang or become slow. It checks versions of packages, GPUs and their driver, memory,
 /dev/shm, limits, disks, clocks, host names, ports and network interfaces. With several GPUs or hosts, it also runs an
@@ -38,6 +38,7 @@ To check the hosts of a job, start one process on each host before Ray starts:
   --rank         rank of this host. Default: the rank that Slurm reports, otherwise the first free rank.
   --deadline     seconds until all hosts must have joined, and the same time again for the all-reduces. Default: 60.
   --point        folder of one run of a sweep. The doctor checks the keys of this run; give no KEY=VALUE arguments.
+  --config-dir   folder with your own config groups, as for mrl train
   --json         prints facts and findings as JSON
 
 The exit status is the same on all hosts: 0 without findings or with notes only, 1 with warnings, 2 with errors. Wrong arguments
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", type=int)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--point", type=Path)
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("keys", nargs="*")
     return parser
 
@@ -72,8 +74,7 @@ def read_requirements(keys: Sequence[str]) -> Requirements | None:
     from mrl.doctor.requirements import requirements_of
 
     try:
-        overrides = hydra_entry.check_overrides(hydra_entry.add_default_experiment(list(keys)))
-        add_working_directory()  # finds a user's own rewards and losses, as mrl train does
+        overrides = hydra_entry.prepare_arguments(keys)
         return requirements_of(hydra_entry.compose_config(overrides))
     except ValueError as error:
         return Requirements(mistakes=[str(error)])
@@ -85,7 +86,7 @@ def _config_keys(arguments: argparse.Namespace) -> list[str]:
     Raises ValueError if the folder of --point contains no sweep.
     """
     if not arguments.point:
-        return arguments.keys
+        return [*(f"--config-dir={folder}" for folder in arguments.config_dir), *arguments.keys]
     from mrl.sweep.points import load_sweep
 
     return load_sweep(arguments.point.parent).overrides(int(arguments.point.name))

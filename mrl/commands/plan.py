@@ -255,7 +255,7 @@ def main(argv: list[str]) -> int:
     if not argv:
         sys.stderr.write(USAGE)
         return 2
-    kind, words = ("", argv) if "=" in argv[0] or argv[0] == "--json" else (argv[0], argv[1:])
+    kind, words = ("", argv) if "=" in argv[0] or argv[0].startswith("-") else (argv[0], argv[1:])
     if kind not in KINDS:
         expected = " or ".join((*filter(None, KINDS), "rollout", "search"))
         sys.stderr.write(f"mrl plan: unknown subcommand {kind!r}; expected {expected}\n")

@@ -8,6 +8,7 @@ from rich.console import Console
 from mrl.commands import train_process
 from mrl.config import hydra_entry
 from mrl.config.hydra_entry import format_override, is_override_to, override_key
+from mrl.config.search_path import SEARCH_PATH, with_absolute_search_path
 from mrl.sweep.launcher import PointFailedError
 from mrl.sweep.points import (
     SWEEP_FILE,
@@ -36,7 +37,8 @@ SIGTERM or SIGUSR1 interrupts a sweep; the exit status is then 75.
   mrl train -m sweep=lr_kl                              the sweep in conf/sweep/lr_kl.yaml
   mrl train -m algorithm=grpo,rloo,dapo hydra.launcher.n_jobs=2
   mrl train -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 'optim.lr=tag(log,interval(1e-5,1e-3))'
-  mrl train -m cluster=slurm cluster.nodes=2 hydra.launcher.n_jobs=8 optim.lr=1e-6,3e-6 ...     a job array
+  mrl train -m cluster=slurm cluster.nodes=2 hydra.launcher.n_jobs=8 optim.lr=1e-6,3e-6 ...     a job array; with --dry-run
+                                                        it only prints the script of the job array
 
   VALUE,VALUE             several values of a key, such as 1e-4,3e-4 or choice(grpo,rloo) or range(1,5). With Optuna also
                           interval(0,1) or tag(log,interval(1e-6,1e-3)).
@@ -61,6 +63,7 @@ def main(argv: list[str]) -> int:
     with hydra_entry.exit_on_user_error():
         if words[:1] == ["--table"]:
             return print_results(load_sweep(Path(words[1] if len(words) == 2 else ".")))
+        words = with_absolute_search_path(words)
         if flags := [word for word in words if word.startswith("-")]:
             raise ValueError(f"{flags[0]}: a sweep only takes arguments of the form KEY=VALUE; see mrl train -m --help")
         folder, arguments = _sweep_arguments(words)
@@ -82,13 +85,14 @@ def _sweep_arguments(words: list[str]) -> tuple[Path, list[str]]:
     mrl_overrides = [each for each in arguments if each not in for_hydra]
     given_fixed, _ = split_overrides(mrl_overrides)
     fixed = [each for each in given_fixed if not is_override_to(each, "resume", "never")]
-    run_dir = hydra_entry.compose_config(fixed).run.dir
+    search_path = [each for each in for_hydra if override_key(each) == SEARCH_PATH]
+    run_dir = hydra_entry.compose_config([*search_path, *fixed]).run.dir
     if len(fixed) < len(given_fixed) and Path(run_dir, SWEEP_FILE).exists():
         raise ValueError(
             f"resume=never: {run_dir} contains a sweep; omit resume=never to continue the sweep, or name another run.dir."
         )
     params = hydra_entry.compose_sweeper_params([*fixed, *for_hydra])
-    _, swept = split_overrides([*params_to_overrides(params), *mrl_overrides])
+    _, swept = split_overrides([*params_to_overrides(params, search_path), *mrl_overrides])
     if not swept:
         raise ValueError(
             "no key has several values; give several values (optim.lr=1e-4,3e-4), or name a sweep in conf/sweep (sweep=lr_kl)."

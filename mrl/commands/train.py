@@ -7,11 +7,11 @@ from mrl.launch import supervisor
 
 def main(argv: list[str]) -> int:
     """Start and supervise the training process. This process imports only what it needs, so it starts quickly."""
+    argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
     if "-m" in argv or "--multirun" in argv:
         from mrl.commands import sweep  # imported here, because it imports Hydra
 
         return sweep.main(argv)
-    argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
     return supervisor.supervise("mrl.commands.train_process", argv)
 
 

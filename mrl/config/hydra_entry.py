@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
@@ -13,25 +12,33 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mrl.config.composition_errors import composition_message
 from mrl.config.schema import Config
+from mrl.config.search_path import (
+    config_folders,
+    group_files,
+    group_names,
+    own_group_override,
+    quote,
+    with_absolute_search_path,
+)
 from mrl.config.secrets import PlainSecretError, engine_key, refuse_plain_secrets
 from mrl.config.validate import (
     from_hydra,
     is_known,
     known_keys,
     structured_schema,
-    type_error_message,
     unknown_key_message,
 )
 from mrl.core.error_report import report_error
@@ -43,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 NO_OUTPUT_FILES = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
 """Overrides for commands that only print, so that Hydra writes no files."""
-_PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./:-]+")
+_COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
@@ -99,7 +106,7 @@ def prepare_arguments(argv: Sequence[str]) -> list[str]:
     Raises ValueError for a wrong argument, or if the engine key has characters that an HTTP header cannot contain.
     """
     engine_key()
-    arguments = check_overrides(add_default_experiment(list(argv)))
+    arguments = check_overrides(add_default_experiment(with_absolute_search_path(argv)))
     add_working_directory()  # finds a user's own rewards, losses and agents
     return arguments
 
@@ -107,12 +114,15 @@ def prepare_arguments(argv: Sequence[str]) -> list[str]:
 def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> None:
     """Let Hydra compose the config and call `task` with it. Raises ValueError if the config cannot be composed."""
     register_schema()
-    sys.argv = [sys.argv[0], *arguments]
+    if "--hydra-help" in arguments:
+        arguments = ["--hydra-help"]  # for this option, Hydra composes its own config, which has none of our keys
+    # All options come first, because argparse does not accept an option between two groups of overrides.
+    sys.argv = [sys.argv[0], *sorted(arguments, key=_is_override)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
         hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(task)()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_composition_message(error)) from None
+    except _COMPOSITION_ERRORS as error:
+        raise ValueError(composition_message(error, config_folders(arguments))) from None
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
 
@@ -154,17 +164,8 @@ def _compose(overrides: Sequence[str], return_hydra_config: bool = False) -> Dic
     with nullcontext() if in_sweep else initialize_config_dir(str(CONF), version_base="1.3"):
         try:
             return compose("config", list(overrides), return_hydra_config)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(_composition_message(error)) from None
-
-
-def _composition_message(error: BaseException) -> str:
-    """Return Hydra's error as one line. If the error has a key, the line names the key and the expected value."""
-    if isinstance(error.__cause__, OmegaConfBaseException) and error.__cause__.full_key:
-        return type_error_message(error.__cause__)
-    if isinstance(error, OmegaConfBaseException):
-        return type_error_message(error)
-    return " ".join(str(error).split()).partition(" Config search path:")[0]
+        except _COMPOSITION_ERRORS as error:
+            raise ValueError(composition_message(error, config_folders(overrides))) from None
 
 
 @contextmanager
@@ -221,27 +222,39 @@ def check_overrides(argv: Sequence[str]) -> list[str]:
     """Check the key of each override, and return the arguments in the form that Hydra needs.
 
     Keys in free-form sections (sglang, megatron, arguments of plug-ins) may be new, so their overrides get Hydra's prefix `++`
-    (add or override). Overrides that set a whole free-form section get this prefix too.
+    (add or override). Overrides that set a whole free-form section get this prefix too. Overrides that select a file of a user's
+    own config group get the prefix `+` if Hydra needs it. Such groups are found in the folders of `hydra.searchpath` in `argv`.
 
     Raises ValueError for an unknown key. The message names the nearest known key.
     """
-    parser = OverridesParser.create()
-    return [_check_override(word, parser) if "=" in word and not word.startswith("-") else word for word in argv]
+    parser, folders = OverridesParser.create(), config_folders(argv)
+    return [
+        _check_override(word, parser, folders) if "=" in word and not word.startswith("-") else word for word in argv
+    ]
 
 
-def _check_override(argument: str, parser: OverridesParser) -> str:
+def _check_override(argument: str, parser: OverridesParser, folders: Sequence[Path]) -> str:
     try:
         parsed = parser.parse_override(argument)
         key, value = parsed.key_or_group, parsed.value()
     except HydraException as error:
         raise ValueError(f"{argument!r} cannot be parsed: {str(error).splitlines()[0]}") from None
+    if value is None and any((folder / key).is_dir() for folder in folders):
+        names = ", ".join(group_files(key, folders))
+        raise ValueError(f"{argument}: a config group has no null; expected one of {names}.")
     if (CONF / key).is_dir() or key.split(".")[0] == "hydra" or key.startswith("hydra/"):
         return argument
+    if of_own_group := own_group_override(argument, key, folders[1:]):
+        return of_own_group
     if not is_known(key):
-        raise ValueError(unknown_key_message(key))
+        raise ValueError(unknown_key_message(key, group_names(folders)))
     refuse_plain_secrets({key: value})  # before Hydra writes the overrides to a file
     is_free_form = (key not in known_keys() or isinstance(value, dict)) and not argument.startswith(("+", "~"))
     return f"++{argument}" if is_free_form else argument
+
+
+def _is_override(word: str) -> bool:
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def override_key(override: str) -> str:
@@ -256,5 +269,4 @@ def is_override_to(override: str, key: str, value: str) -> bool:
 
 def format_override(key: str, value: object) -> str:
     """Return the override `key=value` for Hydra. A value with special characters is quoted."""
-    text = str(value)
-    return f"{key}={text if _PLAIN_VALUE.fullmatch(text) else QuotedString(text, Quote.double).with_quotes()}"
+    return f"{key}={quote(value)}"

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
@@ -97,9 +97,9 @@ def _is_free_form(field: Field) -> bool:
     return "dict" in str(field.type).lower()
 
 
-def unknown_key_message(key: str) -> str:
-    """Return the error message for an unknown key. The message names the nearest known key."""
-    candidates = known_keys()
+def unknown_key_message(key: str, groups: Sequence[str] = ()) -> str:
+    """Return the error message for an unknown key. The message names the nearest known key or one of the config groups."""
+    candidates = [*groups, *known_keys()]
     for layout in PARTIAL_LAYOUTS:
         if key.startswith(f"{layout}."):
             candidates = [f"{layout}.{name}" for name in ParallelConfig.__dataclass_fields__]

@@ -26,6 +26,7 @@ from rich.progress import track
 from mrl.config import hydra_entry
 from mrl.config.hydra_entry import is_override_to, override_key
 from mrl.config.schema import Config
+from mrl.config.search_path import search_path_override
 from mrl.controller.memory_check import plan_fitting_run
 from mrl.core.run_errors import REQUEUE_STATUS
 from mrl.launch import slurm_job
@@ -72,7 +73,8 @@ class PointLauncher(Launcher):
         """Read the settings of the sweep. Hydra calls this; `config` does not contain the values of the swept keys."""
         self.folder = Path(config.hydra.sweep.dir).resolve()
         params = config.hydra.sweeper.get("params") or {}
-        _, swept = split_overrides([*params_to_overrides(params), *config.hydra.overrides.task])
+        self.search_path = search_path_override(config.hydra.searchpath)
+        _, swept = split_overrides([*params_to_overrides(params, self.search_path), *config.hydra.overrides.task])
         self.swept_keys = {override_key(override.input_line or "") for override in swept}
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
@@ -85,9 +87,14 @@ class PointLauncher(Launcher):
         fixed, points = self._split_jobs(job_overrides)
         indices = range(initial_job_idx, initial_job_idx + len(points))
         sweep, nodes = check_sweep(self.folder, fixed, points, initial_job_idx)
-        sweep.write()
         config = hydra_entry.compose_config([*fixed, *points[0]])
-        runner = self._runner(sweep, replace(config, cluster=replace(config.cluster, nodes=nodes)), indices)
+        config = replace(config, cluster=replace(config.cluster, nodes=nodes))
+        if config.cluster.scheduler and config.cluster.dry_run:
+            commands = [f"# point {index}: {sweep.command(index)}" for index in indices]
+            sys.stdout.write("\n".join([_array(config, sweep, indices, self.n_jobs).script, *commands, ""]))
+            raise SystemExit(0)  # no point has run, so a sweeper has nothing to continue with
+        sweep.write()
+        runner = self._runner(sweep, config, indices)
         run_and_show(runner)
         if runner.signals and not all(result.state.ended for result in runner.results()):
             sys.stdout.write(f"{runner.interruption_message()}\n")
@@ -101,7 +108,11 @@ class PointLauncher(Launcher):
         resume. The command has already checked `resume=never`.
         """
         jobs = [
-            [each for each in hydra_entry.check_overrides(job) if not is_override_to(each, "resume", "never")]
+            [
+                each
+                for each in hydra_entry.check_overrides([*self.search_path, *job])
+                if not is_override_to(each, "resume", "never")
+            ]
             for job in job_overrides
         ]
         fixed = tuple(each for each in jobs[0] if override_key(each) not in {*self.swept_keys, "run.dir"})
@@ -112,10 +123,14 @@ class PointLauncher(Launcher):
             return LocalRunner(sweep, indices, self.n_jobs, start_point)
 
         def submit(tasks: Sequence[int]) -> str:
-            job = slurm_job.make_array(config.cluster, config.run.name, sweep.folder, tasks, self.n_jobs)
-            return slurm_job.submit(job)
+            return slurm_job.submit(_array(config, sweep, tasks, self.n_jobs))
 
         return SlurmRunner(sweep, indices, submit, slurm_job.queued_tasks)
+
+
+def _array(config: Config, sweep: Sweep, tasks: Sequence[int], n_jobs: int) -> slurm_job.Job:
+    """Return the job array that runs points of a sweep, `n_jobs` at the same time."""
+    return slurm_job.make_array(config.cluster, config.run.name, sweep.folder, tasks, n_jobs)
 
 
 def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: int) -> tuple[Sweep, int]:

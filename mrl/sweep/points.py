@@ -28,6 +28,7 @@ from rich.table import Table
 
 from mrl.config import hydra_entry
 from mrl.config.hydra_entry import format_override, override_key
+from mrl.config.search_path import SEARCH_PATH
 from mrl.core.jsonl import last_lines, write_json
 from mrl.core.run_errors import REQUEUE_STATUS
 from mrl.launch import supervisor
@@ -94,7 +95,12 @@ class Sweep:
 
     def command(self, index: int) -> str:
         """Return a shell command that trains the point again, in a new run directory."""
-        own = [each for each in self.fixed if not override_key(each).startswith(("run.dir", "sweep", "hydra"))]
+        left_out = ("run.dir", "sweep", "hydra", "cluster.dry_run")
+        own = [
+            each
+            for each in self.fixed
+            if override_key(each) == SEARCH_PATH or not override_key(each).startswith(left_out)
+        ]
         return shlex.join(["mrl", "train", *own, *self.points[index]])
 
     def results(self) -> list[PointResult]:
@@ -131,13 +137,17 @@ def split_overrides(overrides: Sequence[str]) -> tuple[Point, tuple[Override, ..
     return fixed, tuple(each for each in parsed.values() if each.is_sweep_override())
 
 
-def params_to_overrides(params: Mapping[Any, Any]) -> list[str]:
-    """Return the overrides `key=values` that correspond to `hydra.sweeper.params`. A list of values becomes `key=1,2,3`."""
+def params_to_overrides(params: Mapping[Any, Any], search_path: Sequence[str] = ()) -> list[str]:
+    """Return the overrides `key=values` that correspond to `hydra.sweeper.params`. A list of values becomes `key=1,2,3`.
+
+    `search_path`: the override of hydra.searchpath if there is one, to find a user's own config groups.
+    """
     texts = {
         key: ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for key, value in params.items()
     }
-    return hydra_entry.check_overrides([f"{key}={value}" for key, value in texts.items()])
+    checked = hydra_entry.check_overrides([*search_path, *(f"{key}={value}" for key, value in texts.items())])
+    return checked[len(search_path) :]
 
 
 def grid_points(swept: Sequence[Override]) -> list[Point]:

@@ -17,6 +17,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
+from mrl.config.search_path import search_path_override
 from mrl.sweep.launcher import PointLauncher, check_point
 from mrl.sweep.points import SWEEP_FILE, Point, grid_points, load_sweep, params_to_overrides, split_overrides
 
@@ -51,13 +52,14 @@ class GridSweeper(Sweeper):
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
         """Make the launcher. Hydra calls this; `config` does not contain the values of the swept keys."""
         self._composed = config
+        self._search_path = search_path_override(config.hydra.searchpath)
         self._launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep that these overrides define. A failed point does not end the sweep."""
-        fixed, swept = split_overrides([*params_to_overrides(self.params), *arguments])
+        fixed, swept = split_overrides([*params_to_overrides(self.params, self._search_path), *arguments])
         self._launcher.launch([[*fixed, *point] for point in grid_points(swept)], initial_job_idx=0)
 
 
@@ -73,12 +75,13 @@ class OptunaSweeper(GridSweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep that these overrides define. If the folder contains an interrupted sweep, its points run first."""
-        fixed, swept = split_overrides([*params_to_overrides(self.params), *arguments])
+        fixed, swept = split_overrides([*params_to_overrides(self.params, self._search_path), *arguments])
         folder = Path(self._composed.hydra.sweep.dir).resolve()
         maximize = self._composed.sweep.direction.name == "maximize"
 
         def check(point: Point) -> None:
-            check_point(folder, [*(each for each in fixed if not each.startswith("run.dir=")), *point])
+            own = [each for each in fixed if not each.startswith("run.dir=")]
+            check_point(folder, [*self._search_path, *own, *point])
 
         proposer = PointProposer(swept, folder, maximize, self._composed.run.seed, check)
         stored = load_sweep(folder).points if (folder / SWEEP_FILE).exists() else ()

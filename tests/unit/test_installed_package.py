@@ -73,6 +73,7 @@ def test_a_run_without_the_extra_train_is_an_error_in_one_line(light, tmp_path):
     assert done.stderr == "mrl train: not installed: ray, sglang; run pip install 'mrl[train]'\n"
 
 
+@pytest.mark.extended
 def test_planning_needs_neither_ray_nor_sglang(light, tmp_path):
     done = light.run("plan", "experiment=quickstart", cwd=tmp_path)
     assert done.returncode == 0 and "GPU memory is unknown" in done.stdout, done.stderr
