@@ -4,6 +4,7 @@ The rollout log has all responses, but only of the steps since the last checkpoi
 `mrl samples` and the progress display read it, also while the run goes on.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import orjson
 
-from mrl.core.jsonl import JsonLinesFile, last_lines
+from mrl.core.jsonl import JsonLinesFile, check_lines, last_lines
+
+logger = logging.getLogger(__name__)
 
 SAMPLES_FILE = "samples.jsonl"
 MAX_CHARACTERS = 4000  # of a prompt and of a response; from a longer text, the middle is left out
@@ -87,7 +90,7 @@ class SampleFile:
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[int, list[TextSample]]]:
-    """Yield (step, samples of the step, best first). A line that is incomplete or damaged is left out.
+    """Yield (step, samples of the step, best first). Lines that are damaged or missing are left out with a warning.
 
     Raises ValueError if the run directory has no samples.
     """
@@ -97,10 +100,12 @@ def read_samples(run_dir: Path) -> Iterator[tuple[int, list[TextSample]]]:
             f"{path} does not exist: expected the run directory of `mrl train`, after its first step and with "
             "tracking.samples_per_step above 0."
         )
-    with path.open("rb") as file:
-        for line in file:
-            if (parsed := _parse(line)) is not None:
-                yield parsed
+    checked = check_lines(path)
+    if checked.lost_steps:
+        logger.warning("%s: the lines of these steps are damaged or missing: %s", path, checked.lost_steps)
+    for _, line in checked.lines:
+        if (parsed := _parse(line)) is not None:
+            yield parsed
 
 
 def last_samples(run_dir: Path, step: int) -> list[TextSample]:

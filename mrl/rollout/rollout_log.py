@@ -198,7 +198,8 @@ def _key(number: int, inputs: Sequence[int]) -> str:
 
 def _read_records(path: Path, step: int) -> Iterator[tuple[str, Completion]]:
     """Yield (result of `_key`, completion) for each completion in a file of the cache."""
-    content, start, num_damaged = path.read_bytes(), 0, 0
+    content, start = path.read_bytes(), 0
+    num_damaged = int(not content)  # a process opens the file when it has the first record
     while start < len(content):
         begin = start + _RECORD_LENGTH.size + _DIGEST_BYTES
         length = _RECORD_LENGTH.unpack_from(content, start)[0] if begin <= len(content) else len(content)

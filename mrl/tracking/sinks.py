@@ -1,6 +1,5 @@
 """Sinks of metrics: Weights & Biases (wandb), and a picture of the learning curve."""
 
-import contextlib
 import logging
 import netrc
 import os
@@ -15,13 +14,16 @@ from urllib.parse import urlparse
 
 import orjson
 import psutil
+import xxhash
 
 from mrl.config.secrets import redacted
 from mrl.core import metrics as declared
 from mrl.tracking.tracker import Metrics
-from parallel.durable_files import atomic_file
+from parallel.durable_files import atomic_file, write_file
 
 logger = logging.getLogger(__name__)
+
+_ID_LENGTH = 12  # characters of a wandb run id before its hash
 
 
 class WandbSink:
@@ -108,10 +110,19 @@ def default_run_name(name: str, folder: Path) -> str:
 
 
 def _stored_run_id(path: Path) -> str:
-    """Return the run id that is stored in `path`. If there is none, first store a new id."""
-    with contextlib.suppress(FileExistsError), path.open("x") as file:
-        file.write(uuid.uuid4().hex[:12])
-    return path.read_text()
+    """Return the run id that is stored in `path`. If there is none or it is damaged, first store a new id."""
+    stored = path.read_text(errors="replace") if path.exists() else None
+    if stored is not None and stored == _with_check(stored[:_ID_LENGTH]):
+        return stored
+    if stored is not None:
+        logger.warning("%s is damaged: it has %r instead of a run id; wandb gets a new run", path, stored[:100])
+    write_file(path, run_id := _with_check(uuid.uuid4().hex[:_ID_LENGTH]))
+    return run_id
+
+
+def _with_check(text: str) -> str:
+    """Return `text` with its hash, so that a damaged id is found."""
+    return f"{text}-{xxhash.xxh32_hexdigest(text.encode())}"
 
 
 def wandb_mode() -> str:
