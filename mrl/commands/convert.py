@@ -17,6 +17,7 @@ from rich.filesize import decimal
 
 from models.families import resolve_family_path
 from models.hf_config import HFConfig
+from mrl.config.input_names import resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ a conversion needs memory for a few copies of the largest tensor. To resume an i
                transformers. The exit status is 1 if something differs.
 
 Keys of to-megatron and to-hf:
-  model.path=DIR       Hugging Face folder. to-hf reads only the config and the tokenizer from it.
+  model.path=DIR       Hugging Face folder, or an id on the Hub. to-hf reads only the config and the tokenizer from it.
   checkpoint=DIR       Megatron checkpoint, such as outputs/quickstart/TIME/checkpoints/step_000060/actor. Only for to-hf.
   model.family=FAMILY  model family, if mrl does not include it, such as my_model.py:NAME
   output=DIR           folder for the result, which must not exist yet. It appears when the conversion is complete.
@@ -43,7 +44,7 @@ Keys of to-megatron and to-hf:
   max_shard_bytes=N    size of the largest file. Default: 2e9. A tensor that is larger gets its own file.
 
 Keys of check:
-  model.path=DIR       Hugging Face folder
+  model.path=DIR       Hugging Face folder, or an id on the Hub
   checkpoint=DIR       Megatron checkpoint that is also compared with the folder, byte for byte
   model.family=FAMILY  model family, if mrl does not include it
   logits=false         skips the comparison of logits, which needs both models in memory in float32
@@ -76,11 +77,15 @@ class ConvertArguments:
                 raise ValueError(f"{key}= is given twice: {self._values[key]} and {value}.")
             self._values[key] = value
 
-    def path(self, key: str) -> Path:
-        """Return the folder that a required key gives. Raises ValueError if the key is missing."""
+    def required(self, key: str) -> str:
+        """Return the value of a required key. Raises ValueError if the key is missing."""
         if key not in self._values:
             raise ValueError(f"mrl convert {self.kind} needs {key}=DIR; `mrl convert --help` has examples.")
-        return Path(self._values[key])
+        return self._values[key]
+
+    def path(self, key: str) -> Path:
+        """Return the folder that a required key gives. Raises ValueError if the key is missing."""
+        return Path(self.required(key))
 
     def optional(self, key: str, read: Callable[[str], Any], default: Any, expected: str) -> Any:
         """Return `read(value)`, or `default` if the key is missing. Raises ValueError if `read` raises an error."""
@@ -146,7 +151,7 @@ def _silence_megatron() -> None:
 
 def _config(parsed: ConvertArguments) -> HFConfig:
     family = parsed.optional("model.family", resolve_family_path, None, "package.module:NAME or /path/file.py:NAME")
-    return HFConfig.load(parsed.path("model.path"), family)
+    return HFConfig.load(resolve_model(parsed.required("model.path")), family)
 
 
 def _options(parsed: ConvertArguments) -> dict[str, Any]:

@@ -71,11 +71,12 @@ def read_requirements(keys: Sequence[str]) -> Requirements | None:
     if not keys:
         return None
     from mrl.config import hydra_entry  # this import takes about a second, and is only needed if there are keys
+    from mrl.config.input_names import resolve_inputs
     from mrl.doctor.requirements import requirements_of
 
     try:
         overrides = hydra_entry.prepare_arguments(keys)
-        return requirements_of(hydra_entry.compose_config(overrides))
+        return requirements_of(resolve_inputs(hydra_entry.compose_config(overrides)))
     except ValueError as error:
         return Requirements(mistakes=[str(error)])
 

@@ -266,7 +266,10 @@ def main(argv: list[str]) -> int:
         return 2
     overrides = [word for word in words if word != "--json"]
     return hydra_entry.run(
-        [*overrides, *hydra_entry.NO_OUTPUT_FILES], lambda config: KINDS[kind](config, as_json), USAGE
+        [*overrides, *hydra_entry.NO_OUTPUT_FILES],
+        lambda config: KINDS[kind](config, as_json),
+        USAGE,
+        weights=kind in ("sync", "placement"),
     )
 
 

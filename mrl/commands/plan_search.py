@@ -276,7 +276,7 @@ def main(argv: list[str]) -> int:
     """Entry point of `mrl plan search`."""
     words = [word for word in argv if word != "--json"]
     job = partial(explain_search, len(words) < len(argv))
-    return hydra_entry.run([*words, *hydra_entry.NO_OUTPUT_FILES], job, USAGE)
+    return hydra_entry.run([*words, *hydra_entry.NO_OUTPUT_FILES], job, USAGE, weights=False)
 
 
 if __name__ == "__main__":

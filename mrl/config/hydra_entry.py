@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mrl.config.composition_errors import composition_message
+from mrl.config.input_names import resolve_inputs
 from mrl.config.schema import Config
 from mrl.config.search_path import (
     config_folders,
@@ -53,7 +54,7 @@ NO_OUTPUT_FILES = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_log
 _COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
-def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
+def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:
     """Compose the config from `argv`, call `job` with it, and return the exit status.
 
     With `--multirun` Hydra's launcher calls `job` for each run of the sweep.
@@ -62,6 +63,7 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
         argv: Overrides of config keys (KEY=VALUE), and options of Hydra.
         job: Function that takes the checked config. In a sweep, `job` returns the metric by which runs are compared.
         usage: Text that --help prints. If `usage` is empty, Hydra prints its own help.
+        weights: Whether the job needs the weights of models. If not, only configs and tokenizers are fetched from the Hub.
     """
     if usage and any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(usage)
@@ -72,7 +74,7 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
     configs: list[Config] = []
 
     def task(composed: DictConfig) -> Any:
-        config = _checked_config(composed)
+        config = _checked_config(composed, weights)
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return job(config)
         configs.append(config)
@@ -127,10 +129,13 @@ def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> N
         del os.environ["HYDRA_FULL_ERROR"]
 
 
-def _checked_config(composed: DictConfig) -> Config:
-    """Convert and check the config that Hydra composed. Ends the process with status 2 if the config is wrong."""
+def _checked_config(composed: DictConfig, weights: bool) -> Config:
+    """Convert and check the config that Hydra composed, and fetch what Hub ids and URLs name.
+
+    Ends the process with status 2 if the config is wrong or something cannot be fetched.
+    """
     try:
-        config = from_hydra(composed)
+        config = resolve_inputs(from_hydra(composed), weights)
     except PlainSecretError as error:
         shutil.rmtree(Path(HydraConfig.get().runtime.output_dir, "hydra"))  # Hydra has already written the secret there
         exit_with_error(error)

@@ -89,7 +89,11 @@ class RunConfig:
 class ModelConfig:
     """The model that is trained: the policy, also called actor."""
 
-    path: str = key(MISSING, "Hugging Face folder of the model, with config.json, *.safetensors and tokenizer.")
+    path: str = key(
+        MISSING,
+        "Model: a Hugging Face folder with config.json, *.safetensors and tokenizer, an id on the Hub (OWNER/NAME or "
+        "OWNER/NAME@REVISION), or a URL that fsspec knows.",
+    )
     dtype: Dtype = key(Dtype.bfloat16, "Precision of model weights and activations.")
     family: str | None = key(
         None, "Your own model family, as package.module:NAME or /path/file.py:NAME (docs/tutorials/model.md)."
@@ -109,7 +113,9 @@ class DataConfig:
         dict, "Function that creates input files that do not exist yet. It runs before any file is read."
     )
     train: list[str] = key(
-        list, "Training prompts: jsonl files, parquet files, or folders written by datasets.Dataset.save_to_disk."
+        list,
+        "Training prompts: jsonl files, parquet files, folders written by datasets.Dataset.save_to_disk, ids on the Hub "
+        "(OWNER/NAME@REVISION:PATTERN, where @REVISION and :PATTERN may be left out), or URLs that fsspec knows.",
     )
     mixture: Node = key(
         dict,

@@ -301,7 +301,7 @@ def test_async_is_never_slower_than_one_step_off(fields, nodes):
     search = search_of(fields, nodes)
     candidates = [each for each in search._candidates(3) if each.placement == "disaggregated"]
     seconds = {(each.mode, each.trainers, each.engine_tp, each.num_engines): each.step_s for each in candidates}
-    pairs = [(s, seconds["async", *rest]) for (mode, *rest), s in seconds.items() if mode == "one_step_off"]
+    pairs = [(s, seconds["async", key[1], key[2], key[3]]) for key, s in seconds.items() if key[0] == "one_step_off"]
     assert pairs and all(asynchronous <= one_step_off for one_step_off, asynchronous in pairs)
     fastest = next(each for each in candidates if each.mode == "async")
     assert f"rollout.max_staleness={fastest.rollout.staleness}" in overrides(search, fastest)

@@ -1,0 +1,220 @@
+"""Names of models and data in the config become local paths: ids on the Hugging Face Hub, URLs that fsspec knows, and paths.
+
+This happens before any process starts. A name of something that exists on this machine is never looked up elsewhere.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mrl.config.schema import Config, Node
+from parallel.durable_files import atomic_folder
+
+# owner/name, the revision after @, and for data a pattern of files after the colon
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<pattern>\S+))?")
+DATA_SUFFIXES = (".parquet", ".jsonl")
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+CONFIG_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+
+
+@dataclass(frozen=True)
+class _HubName:
+    """A repository on the Hub."""
+
+    repo_id: str
+    revision: str | None
+    pattern: str | None  # pattern of data files in the repository; None: no pattern is given
+
+    @classmethod
+    def of(cls, name: str) -> "_HubName | None":
+        """Return the repository that `name` names, or None if `name` does not have the form of an id."""
+        match = _HUB_ID.fullmatch(name)
+        if match is None or match["id"].endswith(DATA_SUFFIXES):
+            return None
+        return cls(match["id"], match["revision"], match["pattern"])
+
+
+def resolve_inputs(config: Config, weights: bool = True) -> Config:
+    """Return the config with a local path in place of every Hub id and every URL of a model or of data.
+
+    The keys are model.path, critic.path, teacher.path, generate.base, sft.train, data.train, data.test, and the files of
+    data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers of models are fetched from the Hub.
+
+    Raises ValueError if something cannot be found or fetched.
+    """
+    made = [str(value) for value in (config.data.inputs or {}).values() if isinstance(value, str)]
+
+    def exists(name: str) -> bool:
+        """Return whether a name is a path, either of something that exists or of a file that data.inputs makes."""
+        return Path(name).exists() or any(name == path or name.startswith(f"{path.rstrip('/')}/") for path in made)
+
+    def model(section: Any, key: str) -> Any:
+        name = section.path
+        return section if not name or exists(name) else replace(section, path=resolve_model(name, key, weights))
+
+    def files(names: Sequence[str], key: str, split: str) -> list[str]:
+        found = ([name] if exists(name) else resolve_data(name, key, split) for name in names)
+        return [path for paths in found for path in paths]
+
+    def supervised(name: str | None) -> str | None:
+        found = files([name], "sft.train", "train") if name else [name]
+        if len(found) != 1:
+            raise ValueError(
+                f"sft.train={name}: expected one file, but {len(found)} files match; add :PATTERN for one file."
+            )
+        return found[0]
+
+    data = replace(
+        config.data,
+        train=files(config.data.train, "data.train", "train"),
+        test=files(config.data.test, "data.test", "test"),
+        mixture=_map_files(config.data.mixture, lambda names, key: files(names, f"data.mixture.{key}", "train")),
+        test_sets=_map_files(config.data.test_sets, lambda names, key: files(names, f"data.test_sets.{key}", "test")),
+    )
+    base = config.generate.base
+    return replace(
+        config,
+        generate=replace(config.generate, base=resolve_model(base, "generate.base", weights) if base else base),
+        model=model(config.model, "model.path"),
+        critic=model(config.critic, "critic.path"),
+        teacher=model(config.teacher, "teacher.path"),
+        sft=replace(config.sft, train=supervised(config.sft.train)),
+        data=data,
+    )
+
+
+def _map_files(sources: Node, resolve: Callable[[list[str], str], list[str]]) -> Node:
+    """Return named sources with `resolve` applied to their files. Anything else is left for the later checks."""
+
+    def of(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return value | {"files": of(value["files"], key)} if value.get("files") else value
+        names = [value] if isinstance(value, str) else value
+        return (
+            resolve(names, key) if isinstance(names, list) and all(isinstance(each, str) for each in names) else value
+        )
+
+    return {key: of(value, key) for key, value in sources.items()}
+
+
+def resolve_model(name: str, key: str = "model.path", weights: bool = True) -> str:
+    """Return the local folder of a model.
+
+    Args:
+        name: a path, an id on the Hub such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, or a URL that fsspec knows.
+        key: config key of the name, for error messages.
+        weights: whether to fetch weights. If false, only config and tokenizer are fetched from the Hub.
+
+    Raises ValueError if the model cannot be fetched. A path that does not exist is returned, and later checks refuse it.
+    """
+    if Path(name).exists():
+        return name
+    if "://" in name:
+        return str(_fetch_url(name, key))
+    if (hub := _HubName.of(name)) and not hub.pattern:
+        return str(_snapshot(hub, "model", f"{key}={name}", MODEL_FILES if weights else CONFIG_FILES))
+    return name
+
+
+def resolve_data(name: str, key: str, split: str) -> list[str]:
+    """Return the local files that a name of data stands for: [name] for a path.
+
+    An id on the Hub stands for all its parquet and jsonl files that match the pattern after the colon, as in
+    openai/gsm8k@REVISION:main/train*. Without a pattern, the path of the file must contain `split`, which is train or test.
+
+    Raises ValueError if the data cannot be fetched, or if no file matches.
+    """
+    if Path(name).exists():
+        return [name]
+    if "://" in name:
+        return [str(_fetch_url(name, key))]
+    if not (hub := _HubName.of(name)):
+        return [name]
+    pattern = hub.pattern or f"*{split}*"
+    folder = _snapshot(hub, "dataset", f"{key}={name}", (pattern,))
+    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.suffix in DATA_SUFFIXES}
+    matching = [str(path) for relative, path in paths.items() if fnmatch(relative, pattern)]
+    if not matching:
+        raise ValueError(
+            f"{key}={name}: no parquet or jsonl file of {hub.repo_id} matches {pattern!r}; name a pattern of its files, as in "
+            f"{hub.repo_id}:data/train*."
+        )
+    return matching
+
+
+def _snapshot(hub: _HubName, kind: str, given: str, files: Sequence[str]) -> Path:
+    """Return the folder of a repository in the cache of the Hub (HF_HOME). Missing `files` are fetched, if that is possible.
+
+    `given`: the config key and the name, for error messages. Raises ValueError if the files cannot be fetched.
+    """
+    import httpx  # these imports take half a second, which commands with local names do not need
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    def snapshot(local_files_only: bool) -> Path:
+        settings = dict(repo_type=kind, revision=hub.revision, allow_patterns=list(files))
+        return Path(huggingface_hub.snapshot_download(hub.repo_id, **settings, local_files_only=local_files_only))
+
+    try:
+        return snapshot(local_files_only=False)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        with suppress(OSError, ValueError):
+            return snapshot(local_files_only=True)
+        match error:
+            case GatedRepoError():
+                reason = "access to it is restricted; accept its terms on the Hub, and log in with `hf auth login` or HF_TOKEN"
+            case RevisionNotFoundError():
+                reason = f"the {kind} {hub.repo_id} on the Hub has no revision {hub.revision}"
+            case RepositoryNotFoundError():
+                reason = (
+                    f"there is no such path, and no {kind} with this id on the Hub; correct it, or log in with HF_TOKEN"
+                )
+            case _:  # no network, HF_HUB_OFFLINE, or an invalid id
+                command = f"hf download {hub.repo_id}" + (f" --revision {hub.revision}" if hub.revision else "")
+                command += " --repo-type dataset" if kind == "dataset" else ""
+                reason = (
+                    f"there is no such path, the {kind} is not in the cache {huggingface_hub.constants.HF_HUB_CACHE}, and the "
+                    f"Hub cannot be reached ({type(error).__name__}); where there is a network, run `{command}`"
+                )
+    raise ValueError(f"{given}: {reason}.")
+
+
+def _fetch_url(url: str, key: str) -> Path:
+    """Return a local copy of the file or folder at a URL. Copies are in ~/.cache/mrl, and are made again if the source changes.
+
+    Raises ValueError if the URL cannot be read.
+    """
+    import fsspec  # takes a third of a second, which commands with local names do not need
+    from fsspec.implementations.local import LocalFileSystem
+
+    try:
+        filesystem, source = fsspec.url_to_fs(url)
+        if isinstance(filesystem, LocalFileSystem):
+            return Path(source)
+        entries = filesystem.find(source, detail=True)
+        listing = sorted((name, str({**info, "name": name})) for name, info in entries.items())
+        if not listing:
+            raise FileNotFoundError(source)
+        digest = hashlib.blake2b(repr([url, listing]).encode(), digest_size=12).hexdigest()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrl" / digest
+        is_folder = filesystem.isdir(source)
+        with atomic_folder(cache) as partial:
+            if partial:
+                for name, _ in listing:
+                    target = partial / Path(source).name / (os.path.relpath(name, source) if is_folder else "")
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    filesystem.get_file(name, str(target))
+        return cache / Path(source).name
+    except ImportError as error:
+        raise ValueError(f"{key}={url}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{key}={url}: cannot be read ({type(error).__name__}: {error}); check the URL and the credentials of its file "
+            "system, or name a local path."
+        ) from None
