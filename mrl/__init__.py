@@ -1,9 +1,19 @@
-"""mrl: RL for language models with a Ray controller, Megatron-Core trainers and SGLang engines."""
+"""mrl: RL for language models with a Ray controller, Megatron-Core trainers and SGLang engines.
+
+The functions of mrl.api are also attributes of this package: `import mrl; mrl.train(["experiment=quickstart"])`.
+"""
 
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mrl.api import CommandError, EvaluationResult, TrainResult, convert, evaluate, generate, load_config, train
+
+__all__ = ["CommandError", "EvaluationResult", "TrainResult", "convert", "evaluate", "generate", "load_config", "train"]
 
 _HOME = Path(__file__).resolve().parent.parent
 
@@ -33,6 +43,13 @@ def _append_working_directory() -> None:
     folder = os.environ.get("MRL_WORKING_DIRECTORY")
     if folder and folder not in sys.path:
         sys.path.append(folder)
+
+
+def __getattr__(name: str) -> Any:
+    """Import mrl.api when one of its functions is used, because most processes of a run do not use it."""
+    if name in __all__:
+        return getattr(import_module("mrl.api"), name)
+    raise AttributeError(f"module 'mrl' has no attribute {name!r}; its functions are {', '.join(__all__)}")
 
 
 _check_own_packages()

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -88,7 +87,7 @@ def _read_yaml(path: Path, text: str) -> dict[str, Any]:
         tree = OmegaConf.to_container(loaded, resolve=False)
         with suppress(OmegaConfBaseException):  # a reference to a key of another file stays as it is written
             tree = OmegaConf.to_container(loaded, resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+    except Exception as error:  # the errors of PyYAML, which OmegaConf passes on
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     return dict(_flatten(tree)) if isinstance(tree, dict) else {}
 
@@ -171,36 +170,25 @@ def _value_of(words: list[str]) -> Any:
 
 
 def _parse(text: str) -> Any:
+    """Return the number, bool or list that a word is; any other word is a string."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    except Exception:  # not YAML, such as a bracket of a shell script
         return text
     return value if isinstance(value, int | float | bool | list) or value is None else text
 
 
 def _format(found: Translation) -> list[str]:
     ordered = sorted(found.overrides.items(), key=lambda item: item[0] not in GROUPS)
-    return [format_value(key, value) for key, value in ordered]
-
-
-def format_value(key: str, value: Any) -> str:
-    """Return the override `key=value` for Hydra. Lists, dicts and None become Hydra's lists, dicts and null."""
-    return f"{key}={_literal(value)}"
-
-
-def _literal(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_literal(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_literal, value)) + "]"
-    return str(value).lower() if isinstance(value, bool) else hydra_entry.format_override("x", value).removeprefix("x=")
+    return [hydra_entry.format_override(key, value) for key, value in ordered]
 
 
 def _print(source: str, found: Translation, overrides: list[str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
-    translated = [(key, " ".join(format_value(*each) for each in result.items())) for key, result in found.translated]
+    translated = [
+        (key, " ".join(hydra_entry.format_override(*each) for each in result.items()))
+        for key, result in found.translated
+    ]
     unknown = [(key, _nearest(key, source)) for key in found.unknown]
     sections = [
         (f"{source} -> mrl", translated),

@@ -4,7 +4,7 @@ Each command turns both into one override with absolute paths, so that jobs and 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,8 +20,14 @@ _OPTION = re.compile(r"(--config-dir|-cd)(?:=(.*))?", re.DOTALL)
 
 
 def quote(value: object) -> str:
-    """Return a value as text for an override. A value with special characters is quoted."""
-    text = str(value)
+    """Return a value as text for an override: null, true, a number, [list], {dict} or string, quoted where Hydra needs it."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{quote(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(quote, value)) + "]"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if _PLAIN_VALUE.fullmatch(text) else QuotedString(text, Quote.double).with_quotes()
 
 

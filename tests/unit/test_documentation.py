@@ -68,7 +68,8 @@ def code_words(page: Path) -> list[str]:
 def top_level_names(file: Path) -> set[str]:
     """The names that a module defines or imports."""
     names: set[str] = set()
-    for node in ast.parse(file.read_text()).body:
+    body = ast.parse(file.read_text()).body
+    for node in [*body, *(inner for node in body if isinstance(node, ast.If) for inner in node.body)]:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):

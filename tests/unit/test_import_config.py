@@ -89,7 +89,7 @@ EXPECTED = {
         "rollout.engine_tp=4",
         "tracking.wandb=true",
         "checkpoint.every=0",
-        "optim.lr=1e-6",
+        "optim.lr=1e-06",
     },
     "slime": {
         "placement=colocated",

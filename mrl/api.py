@@ -1,0 +1,248 @@
+"""mrl as a library: `mrl.train`, `mrl.generate`, `mrl.evaluate`, `mrl.convert` and `mrl.load_config`.
+
+Each function runs the `mrl` command of the same name in a child process, and waits for its end. So a run behaves in the same way
+as on the command line, and importing mrl stays quick. The functions print what the command prints. If the calling process has
+initialised Ray, `train` runs in that cluster.
+
+Settings are what the command line takes, in one of three forms: a list of overrides (`["experiment=quickstart"]`), a dict whose
+keys may be nested or dotted (`{"rollout": {"prompts_per_step": 8}, "optim.lr": 1e-6}`), or a `Config` from `load_config`.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import OmegaConf
+
+from mrl.config.hydra_entry import add_default_experiment, check_overrides, compose_config, format_override
+from mrl.config.schema import Config
+from mrl.config.search_path import with_absolute_search_path
+from mrl.config.validate import is_known, known_keys
+from mrl.core.installation import CONF, add_working_directory
+
+type Settings = Config | Mapping[str, Any] | Sequence[str]
+
+END_TIMEOUT_S = 120  # a command that is interrupted has this time to end its processes
+SHOWN_LINES = 15  # lines of a failed command's error output in the message of CommandError
+STOP_WINDOW = 5  # steps whose mean reward is the result of a run
+
+
+class CommandError(RuntimeError):
+    """A command failed. The message contains the end of its error output; `status` is its exit status."""
+
+    def __init__(self, command: str, status: int, lines: Sequence[str]) -> None:
+        super().__init__("\n".join([f"mrl {command} ended with status {status}", *lines]))
+        self.status = status
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Files and metrics of a run that has ended."""
+
+    run_dir: Path
+
+    @cached_property
+    def metrics(self) -> list[dict[str, float]]:
+        """Metrics of each training step, by name, from metrics.jsonl."""
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
+    def reward(self) -> float:
+        """Mean reward of the last 5 steps, or NaN if no step was trained."""
+        rewards = [line["reward/mean"] for line in self.metrics if "reward/mean" in line][-STOP_WINDOW:]
+        return sum(rewards) / len(rewards) if rewards else float("nan")
+
+    @property
+    def model(self) -> Path:
+        """Hugging Face folder of the trained model. It exists if trainer.save is true."""
+        return self.run_dir / "hf"
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Result of `mrl evaluate`: the content of evaluation.json, and the folder that contains it."""
+
+    folder: Path
+    report: dict[str, Any]
+
+    @property
+    def summaries(self) -> list[dict[str, Any]]:
+        """Pass@k, maj@k and mean scores with confidence intervals, for each data source and for all prompts."""
+        return self.report["summaries"]
+
+
+def load_config(settings: Settings = ()) -> Config:
+    """Compose and check a config. Without an experiment or a model, this is the quickstart. Starts no process.
+
+    Raises ValueError for a mistake in the settings. The message names the key.
+    """
+    if isinstance(settings, Config):
+        return settings
+    add_working_directory()
+    arguments = with_absolute_search_path(add_default_experiment(_overrides(settings)))
+    return compose_config(check_overrides(arguments))
+
+
+def train(settings: Settings = ()) -> TrainResult:
+    """Train a model with reinforcement learning, and wait for the end. A run in run.dir that is not finished continues.
+
+    Raises ValueError for a mistake in the settings before anything starts, and CommandError if the run fails or is preempted.
+    """
+    config = load_config(settings)
+    if config.cluster.scheduler and not config.cluster.address:
+        raise ValueError(
+            f"cluster.scheduler={config.cluster.scheduler}: mrl.train waits for a run on this machine or in a Ray "
+            "cluster; submit Slurm jobs with the command `mrl train`."
+        )
+    address = _ray_address()
+    if address and not config.cluster.address:
+        config = replace(config, cluster=replace(config.cluster, address=address))
+    _run("train", config)
+    return TrainResult(Path(config.run.dir).resolve())
+
+
+def generate(settings: Settings) -> Path:
+    """Sample responses to held-out prompts. Returns the folder of parquet files, which pandas and datasets can read.
+
+    Raises ValueError for a mistake in the settings, and CommandError if the command fails.
+    """
+    config = load_config(settings)
+    output = config.generate.output or str(Path(config.run.dir) / "generated")
+    _run("generate", replace(config, generate=replace(config.generate, output=output)))
+    return Path(output).resolve()
+
+
+def evaluate(settings: Settings) -> EvaluationResult:
+    """Measure pass@k, maj@k and mean score of a model, or of the responses in `evaluate.input`.
+
+    Raises ValueError for a mistake in the settings, and CommandError if the command fails.
+    """
+    config = load_config(settings)
+    _run("evaluate", config)
+    folder = Path(config.evaluate.output or config.run.dir).resolve()
+    return EvaluationResult(folder, json.loads((folder / "evaluation.json").read_text()))
+
+
+def convert(
+    direction: str,
+    *,
+    model_path: str | Path,
+    checkpoint: str | Path | None = None,
+    output: str | Path | None = None,
+    dtype: str | None = None,
+    family: str | None = None,
+) -> Path | None:
+    """Convert weights, and return the folder of the result. `direction` is "to-megatron", "to-hf" or "check".
+
+    "check" converts every tensor in both directions and compares bytes and logits; it returns None.
+
+    Args:
+        direction: Subcommand of `mrl convert`.
+        model_path: Hugging Face folder. "to-hf" reads only its config and tokenizer.
+        checkpoint: Megatron checkpoint, for "to-hf" and "check".
+        output: Folder for the result, which must not exist yet.
+        dtype: float32, float16 or bfloat16. Default: the dtype of the input.
+        family: Your own model family, as package.module:NAME or /path/file.py:NAME.
+
+    Raises CommandError if an argument is wrong, if the conversion fails, or if "check" finds a difference.
+    """
+    given = {
+        "model.path": model_path,
+        "checkpoint": checkpoint,
+        "output": output,
+        "dtype": dtype,
+        "model.family": family,
+    }
+    _start("convert", [direction, *(f"{key}={value}" for key, value in given.items() if value is not None)])
+    return Path(output).resolve() if output is not None else None
+
+
+def _ray_address() -> str | None:
+    """Return the address of the Ray cluster that this process has joined, or None."""
+    ray = sys.modules.get("ray")  # Ray is only imported here if the user has imported it
+    return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
+
+
+def _overrides(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    if isinstance(settings, str):
+        raise ValueError(f"{settings!r}: expected a list of overrides, such as [{settings!r}].")
+    if isinstance(settings, Mapping):
+        return [format_override(key, value) for key, value in _flatten(settings, "")]
+    return list(settings)
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        section = key not in known_keys() or any(known.startswith(f"{key}.") for known in known_keys())
+        if isinstance(value, Mapping) and section and is_known(key) and "_target_" not in value:
+            yield from _flatten(value, f"{key}.")
+        else:
+            yield key, _with_names(value, key)
+
+
+def _with_names(value: Any, key: str) -> Any:
+    """Replace functions and classes by `{_target_: dotted name}`, also inside dicts and lists."""
+    if isinstance(value, Mapping):
+        return {name: _with_names(inner, f"{key}.{name}") for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_names(inner, key) for inner in value]
+    if not callable(value):
+        return value
+    module, name = getattr(value, "__module__", "__main__"), getattr(value, "__qualname__", "")
+    if module == "__main__" or not name.isidentifier():
+        raise ValueError(
+            f"{key}={value}: other processes import plug-ins by name; write this one into a module file of its own."
+        )
+    return {"_target_": f"{module}.{name}"}
+
+
+def _run(command: str, config: Config) -> None:
+    """Run a command with a complete config, which the child reads from a YAML file."""
+    with ExitStack() as files:
+        folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="mrl-config-")))
+        tree = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+        assert isinstance(tree, dict)
+        hydra = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").hydra, resolve=False)
+        OmegaConf.save({"defaults": ["base_config", "_self_"], **tree, "hydra": hydra}, folder / "library.yaml")
+        named = [format_override("model.path", config.model.path), format_override("run.dir", config.run.dir)]
+        _start(command, [f"--config-path={folder}", "--config-name=library", *named])
+
+
+def _start(command: str, arguments: Sequence[str]) -> None:
+    """Run `mrl COMMAND` in a child process. Ctrl-C ends the child, too. Raises CommandError if its status is not 0."""
+    line = [sys.executable, "-P", "-m", "mrl.cli", command, *arguments]
+    child = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, errors="replace")
+    assert child.stderr is not None
+    last: deque[str] = deque(maxlen=SHOWN_LINES)
+    reader = threading.Thread(target=_echo, args=(child.stderr, last), daemon=True)
+    reader.start()
+    try:
+        status = child.wait()
+    except BaseException:
+        child.terminate()  # the command ends its own processes
+        try:
+            child.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        raise
+    reader.join(END_TIMEOUT_S)
+    if status:
+        raise CommandError(command, status, list(last))
+
+
+def _echo(stream: IO[str], last: deque[str]) -> None:
+    """Copy a stream to stderr line by line, and keep its last lines."""
+    for line in stream:
+        sys.stderr.write(line)
+        last.append(line.rstrip("\n"))

@@ -1,0 +1,54 @@
+"""`mrl.train` from a script, with and without an initialised Ray; `mrl.evaluate` and `mrl.convert`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.extended
+
+SCRIPT = """
+import json, sys
+import mrl
+
+overrides = sys.argv[1:]
+result = mrl.train([*overrides, "trainer.max_steps=2"])
+evaluation = mrl.evaluate([*overrides, f"model.path={result.model}", "generate.samples=2", "generate.rows=8",
+                           "generate.output=answers", "evaluate.output=evaluation"])
+mrl.convert("to-megatron", model_path=result.model, output="megatron")
+print("RESULT", json.dumps(dict(
+    steps=[step["step"] for step in result.metrics], reward=result.reward, model=result.model.is_dir(),
+    prompts=evaluation.summaries[-1]["prompts"])))
+"""
+IN_RAY = """
+import json, sys
+import ray
+import mrl
+
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+node = ray.get_runtime_context().get_node_id()
+result = mrl.train([*sys.argv[1:], "trainer.max_steps=1", "trainer.save=false"])
+alive = ray.get(ray.remote(lambda: 1).remote())
+print("RESULT", json.dumps(dict(steps=len(result.metrics), alive=alive, same=node == ray.get_runtime_context().get_node_id())))
+"""
+
+
+def run_script(text, folder, *overrides):
+    (folder / "script.py").write_text(text)
+    line = [sys.executable, "script.py", *overrides, "run.dir=mine"]
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (found,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(found.removeprefix("RESULT "))
+
+
+def test_a_script_trains_evaluates_and_converts(quickstart, tmp_path):
+    result = run_script(SCRIPT, tmp_path, *quickstart)
+    assert result["steps"] == [1, 2] and result["model"] and result["prompts"] == 8 and 0 <= result["reward"] <= 1
+    assert (tmp_path / "megatron").is_dir() and (tmp_path / "mine" / "mrl.log").exists()
+
+
+def test_a_run_joins_the_ray_that_a_script_has_initialised(quickstart, tmp_path):
+    assert run_script(IN_RAY, tmp_path, *quickstart) == dict(steps=1, alive=1, same=True)
+    assert "cluster" in (tmp_path / "mine" / "hydra" / "config.yaml").read_text()
