@@ -172,7 +172,8 @@ def _value_of(words: list[str]) -> Any:
 def _parse(text: str) -> Any:
     """Return the number, bool or list that a word is; any other word is a string."""
     try:
-        value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        parsed = OmegaConf.from_dotlist([f"value={text}"])
+        value = OmegaConf.to_container(parsed).get("value")  # type: ignore[missing-attribute]
     except Exception:  # not YAML, such as a bracket of a shell script
         return text
     return value if isinstance(value, int | float | bool | list) or value is None else text

@@ -1,6 +1,7 @@
 """`mrl.train` from a script, with and without an initialised Ray; `mrl.evaluate` and `mrl.convert`."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -37,7 +38,8 @@ print("RESULT", json.dumps(dict(steps=len(result.metrics), alive=alive, same=nod
 def run_script(text, folder, *overrides):
     (folder / "script.py").write_text(text)
     line = [sys.executable, "script.py", *overrides, "run.dir=mine"]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=1500)
+    env = os.environ | {"RAY_AUTH_TOKEN": "a" * 64}  # otherwise Ray writes a token into the home directory
+    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     (found,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(found.removeprefix("RESULT "))

@@ -69,7 +69,8 @@ def top_level_names(file: Path) -> set[str]:
     """The names that a module defines or imports."""
     names: set[str] = set()
     body = ast.parse(file.read_text()).body
-    for node in [*body, *(inner for node in body if isinstance(node, ast.If) for inner in node.body)]:
+    conditional = [inner for outer in body if isinstance(outer, ast.If) for inner in outer.body]
+    for node in [*body, *conditional]:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
