@@ -138,6 +138,19 @@ def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[s
         validate_checkpoint(path / name)
 
 
+def check_pickles(resume: ResumePoint, models: set[str]) -> None:
+    """Raise ValueError if a file of the checkpoint is missing, cut, or has a pickle that names a type that is not allowed.
+
+    `models`: parts of the checkpoint, such as actor, that the trainer ranks will load. The ranks repeat this check.
+    """
+    if resume.checkpoint is None:
+        return
+    from parallel.checkpoint_validation import validate_checkpoint  # imports torch, which a new run does not need here
+
+    for name in sorted(models):
+        validate_checkpoint(resume.checkpoint.path / name)
+
+
 def _decides_samples(key: str) -> bool:
     def under(parents: tuple[str, ...]) -> bool:
         return any(key == parent or key.startswith(f"{parent}.") for parent in parents)

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from mrl.core.jsonl import JsonLinesFile
+from mrl.core.run_errors import StartError
 from mrl.core.types import Rollouts
 from parallel.durable_files import write_file
 from parallel.file_hashes import read_sealed_json, sealed_json
@@ -36,14 +37,14 @@ KILL_TIMEOUT_S = 20.0  # longest wait for killed processes to end
 def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterator[None]:
     """Lock the folder for this process, and kill processes that an earlier command in this folder left behind.
 
-    The lock is released when the context exits or the process ends. Raises ValueError if another process holds the lock.
+    The lock is released when the context exits or the process ends. Raises StartError if another process holds the lock.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
     try:
         lock.acquire()
     except Timeout:
-        raise ValueError(f"run.dir={folder}: another run is using it; name another folder, or end that run.") from None
+        raise _in_use_error(folder) from None
     try:
         _kill_leftovers(folder)
         os.environ[RUN_DIR_VARIABLE] = str(folder)
@@ -54,6 +55,31 @@ def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Itera
     finally:
         os.environ.pop(RUN_DIR_VARIABLE, None)
         lock.release()
+
+
+def check_not_in_use(folder: Path) -> None:
+    """Raise StartError if a live process writes to this folder. Nothing is created or changed."""
+    if (folder / "lock").exists():
+        try:
+            with FileLock(folder / "lock", timeout=0):
+                pass
+        except Timeout:
+            raise _in_use_error(folder) from None
+
+
+def _in_use_error(folder: Path) -> StartError:
+    """Return the error for a folder whose lock another process holds. The message names processes of this host."""
+    path, holders = folder.resolve() / "lock", []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and any(file.path == str(path) for file in process.open_files()):
+                command = " ".join(" ".join(process.cmdline()).split())
+                holders.append(f"process {process.pid} ({command:.80})")
+    who = ", ".join(holders) or "a process of another host"
+    return StartError(
+        f"run.dir={folder}: another run is using it: {who}. Name another folder, or end that run first; the same command then "
+        "continues it."
+    )
 
 
 def read_run_record(folder: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from mrl.checkpoint.run_dir import check_not_in_use
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import plan_tools as planning
@@ -39,6 +40,7 @@ def fine_tune(config: Config) -> None:
     The Hugging Face folder is `sft.output`, or hf/ in the run directory if this key is not set.
     """
     with hydra_entry.exit_on_user_error():
+        check_not_in_use(Path(config.run.dir))
         plan = planning.plan_supervised(config)
     output = config.sft.output or str(Path(config.run.dir) / "hf")
     with supervised_trainer(plan) as actor:

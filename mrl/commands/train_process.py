@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mrl.checkpoint.run_dir import check_not_in_use
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import build
@@ -37,6 +38,8 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
     if config.cluster.scheduler and not config.cluster.address:
         return _submit(config, overrides)
     supervisor.tell_supervisor(f"run.dir={config.run.dir}")
+    with hydra_entry.exit_on_user_error():
+        check_not_in_use(Path(config.run.dir))
     if finished := build.finished_result(config):
         sys.stdout.write(
             "this run is finished already, so nothing is trained; a larger trainer.max_steps continues it\n"

@@ -11,6 +11,7 @@ from mrl.config.validate import type_error_message
 
 _LOCATION = re.compile(r"In '([^']+)':\s*")
 _PACKAGE_LINE = re.compile(r"^\s*#\s*@package\s+\S", re.MULTILINE)
+_WITHOUT_VALUE = re.compile(r"Error parsing override '(\S+)'\s+missing EQUAL")
 
 
 def composition_message(error: Exception, folders: Sequence[Path]) -> str:
@@ -21,6 +22,8 @@ def composition_message(error: Exception, folders: Sequence[Path]) -> str:
     """
     if isinstance(error, yaml.YAMLError):
         return _yaml_message(error)
+    if without_value := _WITHOUT_VALUE.search(str(error)):
+        return f"{without_value[1]!r} has no value; write KEY=VALUE, as in optim.lr=1e-4."
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     file = _located_file(str(error), folders)
     if not (isinstance(cause, OmegaConfBaseException) and cause.full_key):

@@ -52,6 +52,19 @@ logger = logging.getLogger(__name__)
 NO_OUTPUT_FILES = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
 """Overrides for commands that only print, so that Hydra writes no files."""
 _COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+OPTIONS = (
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun"),
+    *(
+        "--shell-completion",
+        "--config-path",
+        "--config-name",
+        "--config-dir",
+        "--experimental-rerun",
+        "--info",
+        "--dry-run",
+    ),
+)
+"""Options of Hydra, and of mrl train."""
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:
@@ -108,9 +121,22 @@ def prepare_arguments(argv: Sequence[str]) -> list[str]:
     Raises ValueError for a wrong argument, or if the engine key has characters that an HTTP header cannot contain.
     """
     engine_key()
+    _check_options(argv)
     arguments = check_overrides(add_default_experiment(with_absolute_search_path(argv)))
     add_working_directory()  # finds a user's own rewards, losses and agents
     return arguments
+
+
+def _check_options(argv: Sequence[str]) -> None:
+    """Raise ValueError if an argument such as --trainer.max_steps=3 is neither an option of Hydra nor of mrl."""
+    for word in argv:
+        name, has_value, value = word.partition("=")
+        if word.startswith("--") and not any(option.startswith(name) for option in OPTIONS):
+            key = name.lstrip("-")
+            hint = f"write {key}={value if has_value else 'VALUE'}" if is_known(key) else unknown_key_message(key)
+            raise ValueError(
+                f"{name}: there is no such option, and keys are written without dashes, as KEY=VALUE; {hint}"
+            )
 
 
 def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
-from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, find_resume_point
+from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config, SftConfig
 from mrl.controller.plan_models import (
@@ -96,6 +96,7 @@ def plan_training(config: Config) -> TrainPlan:
         engine_layout(config, actor)
     parts = {part for part, column in COLUMN_OF_CHECKPOINT_PART.items() if column in algorithm.needs}
     check_checkpoint_fits(resume, actor.arch, {"actor"} | parts)
+    check_pickles(resume, {"actor"} | parts)
     _check_prompt_position(config, resume, train)
     plan = TrainPlan(
         **vars(actor),

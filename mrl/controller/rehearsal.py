@@ -30,6 +30,7 @@ from mrl.rollout.client import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+START_TIMEOUT_S = 30.0  # longest wait for a worker process that replaces one which the reward ended
 NUM_ROWS = 2  # rows of the training data for which responses are made up
 PLAIN_TEXT = "This is a made-up response."
 EXPECTED = "expected a finite number, a bool, a dict whose key 'score' is a finite number, or a Score for each response"
@@ -77,13 +78,14 @@ def rehearse_reward(reward: Reward, responses: list[Response], settings: Scoring
     """Call every reward of a weighted sum on the responses. Raises ValueError as `rehearse` does."""
     rewards = [(name, each) for name, each in _named_rewards(reward) if not getattr(each, "needs_server", False)]
     in_workers = [each for _, each in rewards if not getattr(each, "in_process", False)]
-    pool = WorkerPool(in_workers, len(responses), settings.memory_gb) if in_workers else None
+    pool = WorkerPool(in_workers, 1, settings.memory_gb) if in_workers else None
     try:
         for name, each in rewards:
             index = next((i for i, other in enumerate(in_workers) if other is each), None)
             _check_scores(name, _call(each, index, pool, responses, settings), responses)
     finally:
         if pool:
+            pool.wait_started(START_TIMEOUT_S)
             pool.close()
 
 

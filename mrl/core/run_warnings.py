@@ -26,15 +26,21 @@ WARNINGS_VARIABLE = "MRL_WARNINGS_FILE"  # tells child processes the path of the
 USER_LOGGER = "mrl.user_code"  # logger of the warnings of the user's code
 POLL_S = 1.0  # how often the driver reads the file
 MAX_DISTINCT = 100  # largest number of different warnings that are kept
-MAX_LENGTH = 300  # characters of a warning on the terminal
+MAX_LENGTH = 600  # characters of a warning on the terminal
 WRITTEN_ONE_BY_ONE = 100  # after this many repeats, a process writes one line for every so many repeats
 
 _PACKAGES = ("mrl", "models", "parallel")
+_LOCATION = re.compile(r"\(\S+:\d+(?:, in \S+)?\)")  # as mrl.core.user_code writes it
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def warning_key(text: str) -> str:
-    """Return the text without its numbers. Two warnings with the same key are repeats of one warning."""
+    """Return the text without its numbers. Two warnings with the same key are repeats of one warning.
+
+    If the text has a location in the user's code, the key is the text before the first colon, and the location.
+    """
+    if location := _LOCATION.search(text):
+        return _NUMBER.sub("#", text.partition(": ")[0]) + location[0]
     return _NUMBER.sub("#", text)
 
 
@@ -178,6 +184,8 @@ def collect_warnings(run_dir: Path, terminal: TextIO | None = None) -> Iterator[
     )
     handler, ended = _WarningHandler(found.add), threading.Event()
     _install(handler)
+    before = os.environ.get(WARNINGS_VARIABLE, "")
+    os.environ[WARNINGS_VARIABLE] = str(found.path.resolve())  # for child processes
     reader = threading.Thread(target=_read_until, args=[found, ended], name="warnings", daemon=True)
     reader.start()
     try:
@@ -193,6 +201,7 @@ def collect_warnings(run_dir: Path, terminal: TextIO | None = None) -> Iterator[
         if handler in handlers:
             logging.getLogger().removeHandler(handler)
         warnings.showwarning = show
+        os.environ[WARNINGS_VARIABLE] = before
         if lines := found.summary():
             logger.info("%s", "\n".join(lines))
             if completed:

@@ -22,7 +22,7 @@ def describe_error(error: BaseException) -> str:
 def location_suffix(error: BaseException) -> str:
     """Return ` (FILE:LINE, in FUNCTION)` for an exception that was raised in the user's code, otherwise an empty text."""
     location = user_location(error)
-    return f" ({location})" if location else ""
+    return f" ({location})" if location and location not in str(error) else ""
 
 
 def user_location(error: BaseException) -> str | None:

@@ -102,7 +102,9 @@ def _load(path: str, name: str) -> Callable[..., Any]:
 
 def _import(path: str) -> ModuleType:
     if path.endswith(".py") and not Path(path).is_file():
-        raise ValueError(f"path={path}: there is no such file.")
+        raise ValueError(
+            f"path={path}: there is no such file; expected a Python file that ends in .py, or a dotted module name."
+        )
     try:
         return _import_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     except (Exception, SystemExit) as error:  # user code may raise anything

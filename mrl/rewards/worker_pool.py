@@ -49,6 +49,10 @@ def _call_in_worker(index: int, responses: list[Response]) -> CallResult:
         return describe_error(error)
 
 
+def _do_nothing() -> None:
+    """Return at once."""
+
+
 class WorkerPool:
     """Runs calls of rewards in worker processes. A process that hangs or crashes is replaced.
 
@@ -120,6 +124,16 @@ class WorkerPool:
             arguments = (self._pickled, self._memory_bytes)
             self._pool = ProcessPool(self._workers, initializer=_init_worker, initargs=arguments, context=context)
         return self._pool
+
+    def wait_started(self, timeout_s: float) -> bool:
+        """Wait until a worker process takes calls. A process that is killed while it starts would print a traceback."""
+        with self._lock:
+            future = self._started_pool().schedule(_do_nothing, timeout=timeout_s)
+        try:
+            future.result(timeout=timeout_s)
+        except Exception:  # the process did not start in time, or died
+            return False
+        return True
 
     def close(self) -> None:
         """Kill every worker process."""

@@ -108,10 +108,8 @@ class ConsoleSink:
 
 
 def show_warning(text: str) -> None:
-    """Log a warning, and show it on the terminal, above the progress display if there is one."""
+    """Log a warning. mrl.core.run_warnings shows it on the terminal, above the progress display if there is one."""
     logger.warning("%s", text)
-    sys.stdout.write(f"warning: {text}\n")
-    sys.stdout.flush()
 
 
 class Startup:

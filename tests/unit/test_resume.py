@@ -15,8 +15,8 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from models.architecture import Architecture
-from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, find_resume_point, model_sizes
-from mrl.checkpoint.run_dir import lock_run_dir, read_run_record
+from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point, model_sizes
+from mrl.checkpoint.run_dir import check_not_in_use, lock_run_dir, read_run_record
 from mrl.checkpoint.store import CheckpointStore
 from mrl.commands import train_process
 from mrl.config import hydra_entry
@@ -245,6 +245,51 @@ def test_two_runs_never_share_a_folder_and_a_killed_run_releases_it(tmp_path):
         with lock_run_dir(folder, "train", {"a": 1}):
             pass
     assert read_run_record(folder) == {"command": "train", "config": {"a": 1}}
+
+
+def test_a_folder_that_a_live_process_writes_to_is_refused_before_the_run_is_planned(tmp_path, monkeypatch, capsys):
+    def plan(config):
+        raise AssertionError("the run must not be planned")
+
+    monkeypatch.setattr(train_process, "plan_fitting_run", plan)
+    config = config_of(tmp_path)
+    folder = Path(config.run.dir)
+    check_not_in_use(folder)
+    assert not folder.exists(), "the check creates nothing"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout and holder.stdout.readline() == "held\n"
+        with pytest.raises(SystemExit) as ended:
+            train_process.train(config)
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and len(said.splitlines()) == 1
+        assert f"another run is using it: process {holder.pid} (" in said and "Name another folder" in said
+        holder.kill()
+        holder.wait(10)
+    check_not_in_use(folder)
+
+
+class Harm:
+    """Its pickle makes a folder when it is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_foreign_pickle_in_a_checkpoint_is_refused_while_the_run_is_planned(tmp_path):
+    config = config_of(tmp_path)
+    begin(config, step=4)
+    resume = find_resume_point(config)
+    assert resume.checkpoint
+    actor = resume.checkpoint.path / "actor"
+    (actor / "metadata.json").write_text("{}")
+    (actor / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
+    with pytest.raises(ValueError, match=r"actor/\.metadata: its pickle names posix\.mkdir.*Do not load the file"):
+        check_pickles(resume, {"actor"})
+    assert not (tmp_path / "harm").exists()
+    check_pickles(ResumePoint(), {"actor"})
 
 
 def test_a_run_whose_folder_was_moved_ends_with_status_1_and_one_line(tmp_path, monkeypatch, capsys):

@@ -120,7 +120,10 @@ def test_a_function_may_be_named_by_its_module(file, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (dict(path="/nowhere/x.py"), "path=/nowhere/x.py: there is no such file."),
+        (
+            dict(path="/nowhere/x.py"),
+            "path=/nowhere/x.py: there is no such file; expected a Python file that ends in .py",
+        ),
         (dict(path="no.such.module"), "path=no.such.module: cannot be imported (ModuleNotFoundError"),
         (dict(name="compute_scor"), "has no function of this name; did you mean 'compute_score'?"),
         (dict(name="LIMIT"), "this is of type int, not a function"),

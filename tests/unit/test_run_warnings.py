@@ -46,6 +46,20 @@ def test_a_warning_is_shown_once_and_the_end_has_its_count(tmp_path, caplog):
     assert "\n".join(end[:-1]) in caplog.text, "mrl.log has the list too"
 
 
+def test_failures_at_one_line_of_the_users_code_are_one_warning(tmp_path):
+    terminal, log = io.StringIO(), logging.getLogger("mrl.somewhere")
+    with collect_warnings(tmp_path, terminal):
+        for text, line in (("'a'", 5), ("'b'", 5), ("'c'", 6)):
+            log.warning("3 of 8 responses failed: KeyError: %s (/home/me/mine.py:%d, in score)", text, line)
+    assert terminal.getvalue().splitlines() == [
+        "warning: 3 of 8 responses failed: KeyError: 'a' (/home/me/mine.py:5, in score)",
+        "warning: 3 of 8 responses failed: KeyError: 'c' (/home/me/mine.py:6, in score)",
+        "warnings of this run (3):",
+        "  2x 3 of 8 responses failed: KeyError: 'a' (/home/me/mine.py:5, in score)",
+        "  1x 3 of 8 responses failed: KeyError: 'c' (/home/me/mine.py:6, in score)",
+    ]
+
+
 def test_a_run_that_fails_keeps_the_list_for_the_log(tmp_path, caplog):
     terminal = io.StringIO()
     with pytest.raises(KeyError), caplog.at_level(logging.INFO), collect_warnings(tmp_path, terminal):
