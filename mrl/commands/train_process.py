@@ -17,7 +17,6 @@ from mrl.core.run_errors import (
     UNHEALTHY_STATUS,
     PreemptedError,
     PreemptionHandler,
-    RunDirMovedError,
     StartupLostError,
     UnhealthyRunError,
 )
@@ -62,9 +61,6 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
             "it; trainer.on_unhealthy=warn continues it in spite of the problem.\n"
         )
         raise SystemExit(UNHEALTHY_STATUS) from None
-    except RunDirMovedError as error:
-        sys.stderr.write(f"mrl: {error}\n")
-        raise SystemExit(1) from error
     except StartupLostError as error:
         supervisor.request_restart()
         sys.stderr.write(f"mrl: {error}\n")
