@@ -257,7 +257,7 @@ class ProcessRecovery:
         Raises the latest error if all restarts are used up.
         """
         while True:
-            checkpoint = self.store.latest_intact() or self.initial_checkpoint
+            checkpoint = self.store.latest() or self.initial_checkpoint
             step = checkpoint.step if checkpoint else None
             self.restarts, self.newest_step = self.restarts + 1 if step == self.newest_step else 1, step
             if self.restarts > self.max_restarts:
@@ -266,21 +266,36 @@ class ProcessRecovery:
             time.sleep(min(MAX_PAUSE_S, 2.0 ** (self.restarts - 1) - 1))
             self.processes.startup.ready(f"restart {self.restarts} of at most {self.max_restarts} begun ({error})")
             try:
-                return self._restart(error, state_after_step, checkpoint)
+                return self._restart(error, state_after_step)
             except ProcessesLostError as another:
                 error, state_after_step = another, None
             except (RuntimeError, ValueError) as failure:  # e.g. a port is taken, or memory is not free yet
                 error, state_after_step = ProcessesLostError(f"{type(failure).__name__}: {failure}"), None
 
-    def _restart(
-        self, error: ProcessesLostError, state_after_step: State | None, checkpoint: Checkpoint | None
-    ) -> State:
+    def _restart(self, error: ProcessesLostError, state_after_step: State | None) -> State:
         processes = self.processes
         processes.engines.restart_if_lost(processes.models.alive)
         if state_after_step is None or error.role != "rollout" or not processes.models.alive():
+            checkpoint = self._intact_checkpoint()
             processes.restart_trainers()
             processes.bring_up(checkpoint)
             self.on_restart(checkpoint)
             state_after_step = dict(checkpoint.state) if checkpoint else self.initial_state
         processes.engines.connect()
         return state_after_step
+
+    def _intact_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is not damaged, or the one that the run began with; None for a run without one.
+
+        Raises ValueError if all checkpoints are damaged.
+        """
+        if checkpoint := self.store.latest_intact():
+            return checkpoint
+        if self.initial_checkpoint:
+            self.initial_checkpoint.check_hashes()
+        elif self.store.damaged:
+            raise ValueError(
+                f"{self.store.folder}: the checkpoints of steps {sorted(self.store.damaged)} are damaged and there is no other, "
+                "so the trainers cannot be restarted; restore a checkpoint from a copy, and start the same command again."
+            )
+        return self.initial_checkpoint

@@ -24,6 +24,7 @@ from mrl.core.jsonl import write_json
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.worker import DUMPED_BATCH, DUMPED_WEIGHTS
 from parallel.dims import ParallelDims
+from parallel.file_hashes import check_folder
 
 MANIFEST, MINI_BATCHES = "step_dump.json", "mini_batches.npz"
 FORMAT = 3  # number of the file format, which increases when the format changes
@@ -113,13 +114,15 @@ class StepDump:
         return TrainBatch(block, *lengths, groups, rows, denominator_rows)
 
     def weights_folder(self, weights: WeightsLocation) -> Path:
-        """Return the folder that contains these weights. Raises ValueError if the folder no longer exists."""
+        """Return the folder that contains these weights. Raises ValueError if it no longer exists or a file of it is damaged."""
         folder = self.path / weights.path
         if not folder.is_dir():
             raise ValueError(
                 f"{self.path}: its weights, {folder}, no longer exist; name other weights of the same model: "
                 "weights=FOLDER, a Hugging Face folder."
             )
+        if weights.checkpoint:
+            check_folder(folder)
         return folder
 
 

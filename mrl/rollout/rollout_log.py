@@ -14,6 +14,7 @@ import re
 import shutil
 import struct
 import uuid
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -230,7 +231,10 @@ def read_recording(folder: str | Path, step: int) -> tuple[TokenBlock, dict[str,
 
 
 def check_recording(folder: str | Path, num_steps: int, *, routing: bool = False) -> None:
-    """Raise ValueError if one of the first `num_steps` steps is not recorded, or, with `routing`, has no routed experts."""
+    """Raise ValueError if one of the first `num_steps` steps is not recorded or is damaged.
+
+    With `routing`, also raise ValueError if it has no routed experts.
+    """
     for step in range(num_steps):
         path = _recording_path(folder, step)
         if not path.is_file():
@@ -239,12 +243,26 @@ def check_recording(folder: str | Path, num_steps: int, *, routing: bool = False
                 f"rollout.replay={folder}: {path.name} is missing ({count} recorded steps, trainer.max_steps="
                 f"{num_steps}); record more steps with rollout.record=true, or lower trainer.max_steps."
             )
+        if damage := _find_damage(path):
+            raise ValueError(
+                f"rollout.replay={folder}: {path.name} is damaged ({damage}); record the steps again with rollout.record=true."
+            )
         with np.load(path) as file:
             if routing and "routed_experts" not in file.files:
                 raise ValueError(
                     f"rollout.routing_replay=true: {path} has no routed experts; record the steps again with "
                     "rollout.routing_replay=true, or set it to false."
                 )
+
+
+def _find_damage(path: Path) -> str | None:
+    """Return how an .npz file is damaged, or None. The archive has a checksum (CRC-32) of each array."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"the checksum of {damaged} is wrong" if damaged else None
 
 
 def sample_digests(samples: Sequence[Sample]) -> NDArray[np.uint64]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mrl.diagnostics.step_dump import StepDump, WeightsLocation
 from parallel import checkpoint_writer, file_hashes
 
 
@@ -57,3 +58,12 @@ def test_the_writer_of_a_rank_hashes_its_files(tmp_path):
     path = tmp_path / "rng_00000.safetensors"
     written = checkpoint_writer._write_files([], None, {path: b"states"})
     assert written == ([], {path.name: file_hashes.hash_file(path)})
+
+
+def test_a_replay_never_loads_a_damaged_checkpoint(folder):
+    dump = StepDump(folder.parent, None, {})
+    location = WeightsLocation(str(folder), 3, checkpoint=True)
+    assert dump.weights_folder(location) == folder
+    (folder / "a").write_text("b" * 1000)
+    with pytest.raises(ValueError, match="a is damaged"):
+        dump.weights_folder(location)

@@ -70,6 +70,39 @@ def test_other_trainers_are_restarted_from_the_last_checkpoint(tmp_path, pauses,
     assert processes.done == ["rollout worker checked", "trainers", 5, "connected"]
 
 
+def damage(checkpoint: Checkpoint) -> None:
+    (checkpoint.path / "weights").write_text("WEIGHTS")
+
+
+def test_trainers_never_load_a_damaged_checkpoint(tmp_path, pauses, caplog):
+    for step in (5, 6):
+        store = CheckpointStore(tmp_path)
+        partial = store.begin()
+        (partial / "weights").write_text("weights")
+        newest = store.commit(partial, step, {"step": step})
+    damage(newest)
+    processes = FakeProcesses(trainers_alive=False)
+    made = recovering(tmp_path, processes)
+    assert made(ProcessesLostError("rank 1 died"), None) == {"step": 5} and 5 in processes.done
+    assert "step_000006: weights is damaged" in caplog.text
+    damage(Checkpoint.read(tmp_path / "step_000005"))
+    with pytest.raises(
+        ProcessesLostError, match=r"the checkpoints of steps \[5, 6\] are damaged and there is no other"
+    ):
+        made(ProcessesLostError("rank 1 died"), None)
+    made.initial_checkpoint = newest
+    with pytest.raises(ProcessesLostError, match="step_000006: weights is damaged"):
+        made(ProcessesLostError("rank 1 died"), None)
+
+
+def test_checkpoints_are_not_read_if_no_trainer_restarts(tmp_path, pauses, monkeypatch):
+    save(tmp_path, 5)
+    monkeypatch.setattr(CheckpointStore, "latest_intact", None)
+    error = ProcessesLostError("the rollout worker died")
+    error.role = "rollout"
+    assert recovering(tmp_path, FakeProcesses())(error, {"step": 7}) == {"step": 7}
+
+
 def test_without_a_checkpoint_the_run_starts_again(tmp_path, pauses):
     processes = FakeProcesses(trainers_alive=False)
     assert recovering(tmp_path, processes)(ProcessesLostError("rank 1 died"), None) == {"step": "none yet"}

@@ -272,3 +272,16 @@ def test_a_full_disk_does_not_end_the_sampling(tmp_path, caplog):
         cache.put([0], [[5]], [completion(1)])
     assert "are no longer cached" in caplog.text
     cache.discard(9)
+
+
+def test_a_damaged_recording_is_refused_before_it_is_replayed(tmp_path):
+    block = to_block([plain(1, 5), plain(2, 6)])
+    for step in range(2):
+        rollout_log.write_recording(tmp_path, step, block)
+    rollout_log.check_recording(tmp_path, 2)
+    path = tmp_path / "step_000001.npz"
+    content = path.read_bytes()
+    for damaged in (flipped(content, 8 * content.index(block.tokens.tobytes())), content[: len(content) // 2], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"step_000001\.npz is damaged \(.*\); record the steps again"):
+            rollout_log.check_recording(tmp_path, 2)
