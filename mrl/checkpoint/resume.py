@@ -14,7 +14,6 @@ from mrl.checkpoint.run_dir import check_unused, read_run_record
 from mrl.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json, flatten_config
-from parallel.checkpoint_validation import validate_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +112,7 @@ def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
 
 
 def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[str]) -> None:
-    """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference).
-
-    Raises ForeignPickleError (a ValueError) if a pickle in the checkpoint names a type that is not allowed.
-    """
+    """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference)."""
     if resume.checkpoint is None:
         return
     path, expected = resume.checkpoint.path, model_sizes(arch)
@@ -134,8 +130,6 @@ def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[s
             f"{path}: the checkpoint has no {' and no '.join(missing)}, which this algorithm needs; use the algorithm of the "
             "checkpoint, or start a new run: resume=never with another run.dir."
         )
-    for name in sorted(models):
-        validate_checkpoint(path / name)
 
 
 def check_pickles(resume: ResumePoint, models: set[str]) -> None:

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint.metadata import Metadata
 
 from models.architecture import Architecture
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point, model_sizes
@@ -24,7 +23,6 @@ from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.controller.build import finished_result
 from mrl.core.jsonl import JsonLinesFile
-from parallel.checkpoint_validation import ForeignPickleError
 from parallel.rope import Rope
 
 
@@ -208,14 +206,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_differing_sizes_are_na
     config = config_of(tmp_path)
     begin(config, step=4, model=model_sizes(arch))
     resume = find_resume_point(config)
-    assert resume.checkpoint
-    actor = resume.checkpoint.path / "actor"
-    (actor / "metadata.json").write_text("{}")
-    (actor / ".metadata").write_bytes(pickle.dumps(Metadata({}, None, {})))
     check_checkpoint_fits(resume, arch, {"actor"})
-    (actor / ".metadata").write_bytes(pickle.dumps(subprocess.Popen))
-    with pytest.raises(ForeignPickleError, match=r"subprocess.Popen"):
-        check_checkpoint_fits(resume, arch, {"actor"})
     with pytest.raises(
         ValueError, match=rf"another model \(vocabulary {arch.vocab_size} instead of {arch.vocab_size + 8}\)"
     ):
