@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from models.conversion.convert_checkpoint import ConversionCheck
 
 HELP = """\
-usage: mrl convert to-megatron|to-hf|check KEY=VALUE ...
+usage: mrl convert to-megatron|to-hf|from-gguf|check KEY=VALUE ...
 
 Converts weights between Hugging Face folders and Megatron checkpoints. This needs no GPU. For models of any size,
 a conversion needs memory for a few copies of the largest tensor. To resume an interrupted conversion, run the same command again.
 
   to-megatron  converts a Hugging Face folder to a Megatron checkpoint (weights only). Any parallel layout can load it.
   to-hf        converts a Megatron checkpoint of any parallel layout to a Hugging Face folder.
+  from-gguf    converts a GGUF file to a Hugging Face folder with model, tokenizer and chat template.
   check        checks the conversion. It converts every tensor to Megatron and back, and compares the logits with those of
                transformers. The exit status is 1 if something differs.
 
@@ -42,6 +43,11 @@ Keys of to-megatron and to-hf:
   output=DIR           folder for the result, which must not exist yet. It appears when the conversion is complete.
   dtype=TYPE           float32, float16 or bfloat16. Default: the dtype of the input.
   max_shard_bytes=N    size of the largest file. Default: 2e9. A tensor that is larger gets its own file.
+
+Keys of from-gguf:
+  gguf=FILE            GGUF file of llama.cpp. Quantised weights are de-quantised.
+  output=DIR           Hugging Face folder for the result, which must not exist yet. It appears when the conversion is complete.
+  dtype=TYPE           float32, float16 or bfloat16. Default: bfloat16.
 
 Keys of check:
   model.path=DIR       Hugging Face folder, or an id on the Hub
@@ -122,6 +128,18 @@ def to_hf(arguments: Sequence[str]) -> int:
     with ConvertProgressBar("to Hugging Face") as bar:
         convert_checkpoint.to_hf(checkpoint, _config(parsed), output, bar, **options)
     sys.stdout.write(f"{output}: a Hugging Face folder for transformers or SGLang\n")
+    return 0
+
+
+def gguf(arguments: Sequence[str]) -> int:
+    """Run `mrl convert from-gguf`."""
+    parsed = ConvertArguments("from-gguf", arguments, ("gguf", "output", "dtype"))
+    source, output = parsed.path("gguf"), parsed.path("output")
+    dtype = parsed.optional("dtype", _dtype, None, "float32, float16 or bfloat16")
+    from models.conversion.from_gguf import from_gguf  # it imports torch, which takes seconds
+
+    from_gguf(source, output, dtype or _dtype("bfloat16"))
+    sys.stdout.write(f"{output}: a Hugging Face folder for model.path\n")
     return 0
 
 
@@ -230,7 +248,7 @@ def _print_checks(results: "Sequence[ConversionCheck]", title: str) -> None:
 
 
 # subcommand -> its function
-KINDS = {"to-megatron": to_megatron, "to-hf": to_hf, "check": check}
+KINDS = {"to-megatron": to_megatron, "to-hf": to_hf, "from-gguf": gguf, "check": check}
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,7 @@
 """Synthetic tasks and tiny models, created locally without a download.
 
 The quickstart uses the doubling task, and the agent example uses the calculator task. In both tasks, each character is one
-token.
+token. The experiment smollm2 uses the task of sums, with a pretrained model.
 """
 
 import random
@@ -61,6 +61,37 @@ def write_prompts(path: Path, split: str, numbers: list[int]) -> None:
         for index, number in enumerate(numbers)
     ]
     pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+SUMMANDS = range(10, 100)  # the numbers to add, two for each problem
+SUMS_NUM_TEST = 256  # number of problems in test.parquet
+
+
+def make_sums_task(folder: str | Path, seed: int = 0) -> None:
+    """Create in `folder` the task of adding two-digit numbers: train and test parquet files, for a pretrained chat model.
+
+    The chat template of the model renders the prompts. Does nothing if `folder` exists. The folder is created atomically, so
+    several processes may call this at the same time.
+    """
+    with atomic_folder(folder) as partial:
+        if partial is None:
+            return
+        problems = [(a, b) for a in SUMMANDS for b in SUMMANDS]
+        random.Random(seed).shuffle(problems)
+        test, train = problems[:SUMS_NUM_TEST], problems[SUMS_NUM_TEST:]
+        _write_parquet(partial / "test.parquet", [_sum_prompt("test", *problem) for problem in test])
+        _write_parquet(partial / "train.parquet", [_sum_prompt("train", *problem) for problem in train])
+
+
+def _sum_prompt(split: str, a: int, b: int) -> dict:
+    """Return an RL row with the same columns as in `write_prompts`."""
+    return {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+        "extra_info": {"split": split, "numbers": [a, b]},
+    }
 
 
 def write_supervised(path: Path, numbers: list[int]) -> None:

@@ -1,0 +1,64 @@
+"""The task of sums and the experiment smollm2, which trains a published model on it."""
+
+import json
+
+import pyarrow.parquet as pq
+from planned_runs import memory_of
+
+from mrl.commands import convert
+from mrl.config import hydra_entry
+from mrl.data.sources import train_sources
+from mrl.data.synthetic_tasks import make_sums_task
+from mrl.rewards.reward_types import Response
+from mrl.rewards.rule_based import ExactMatch
+
+SMOLLM2_135M = dict(  # the published config.json of SmolLM2-135M-Instruct
+    architectures=["LlamaForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    hidden_act="silu",
+    hidden_size=576,
+    initializer_range=0.041666666666666664,
+    intermediate_size=1536,
+    is_llama_config=True,
+    max_position_embeddings=8192,
+    mlp_bias=False,
+    model_type="llama",
+    num_attention_heads=9,
+    num_hidden_layers=30,
+    num_key_value_heads=3,
+    pretraining_tp=1,
+    rms_norm_eps=1e-05,
+    rope_interleaved=False,
+    rope_scaling=None,
+    rope_theta=100000,
+    tie_word_embeddings=True,
+    torch_dtype="bfloat16",
+    vocab_size=49152,
+)
+
+
+def test_every_sum_is_in_one_of_the_two_files_and_has_its_answer(tmp_path):
+    make_sums_task(tmp_path / "made")
+    rows = {name: pq.read_table(tmp_path / f"made/{name}.parquet").to_pylist() for name in ("train", "test")}
+    assert {name: len(part) for name, part in rows.items()} == {"train": 90 * 90 - 256, "test": 256}
+    both = rows["train"] + rows["test"]
+    assert len({tuple(row["extra_info"]["numbers"]) for row in both}) == 90 * 90
+    for row in both[::500]:
+        (a, b), truth = row["extra_info"]["numbers"], row["reward_model"]["ground_truth"]
+        assert f"{a} + {b}?" in row["prompt"][0]["content"]
+        answers = [f" {a + b}\n", f"The answer is {a + b}.", str(a + b + 1)]
+        assert ExactMatch()([Response("sums", text, truth) for text in answers]) == [1.0, 0.0, 0.0]
+
+
+def test_the_experiment_trains_the_published_model_on_sums(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
+    keys = ["experiment=smollm2", "run.dir=x", f"data.inputs.folder={tmp_path}/made"]
+    config = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
+    assert config.model.path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    local = hydra_entry.compose_config(hydra_entry.check_overrides([*keys, f"model.path={tmp_path}"]))
+    assert not memory_of(local).problems
+    make_sums_task(config.data.inputs["folder"])
+    (source,) = train_sources(config.data)
+    assert [len(table) for table in source.tables()] == [90 * 90 - 256]
+    assert "from-gguf" in convert.HELP
