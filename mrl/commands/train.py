@@ -12,6 +12,10 @@ def main(argv: list[str]) -> int:
         from mrl.commands import sweep  # imported here, because it imports Hydra
 
         return sweep.main(argv)
+    # With --cfg, --help and others, the command prints only its result.
+    prints_only = any(word.startswith("-") for word in argv) or "cluster.dry_run=true" in argv
+    if not prints_only:
+        sys.stderr.write("mrl train: reading the config\n")
     return supervisor.supervise("mrl.commands.train_process", argv)
 
 

@@ -1,11 +1,14 @@
 """The process that `mrl train` starts and supervises. It trains, or it submits the run as a Slurm job."""
 
+import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from mrl.checkpoint.run_dir import check_not_in_use
+from mrl.checkpoint.store import CheckpointStore
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import build
@@ -24,6 +27,8 @@ from mrl.launch import slurm_job, supervisor
 from mrl.placement.device_map import idle_gpus_of_job
 from mrl.placement.resource_pools import gpus_of_nodes, with_node_count
 from mrl.sweep.points import metric_value
+from mrl.tracking.console import Startup
+from mrl.tracking.learning_health import read_first_steps
 
 
 def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
@@ -43,14 +48,18 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
         sys.stdout.write(
             "this run is finished already, so nothing is trained; a larger trainer.max_steps continues it\n"
         )
-        sys.stdout.write(summary(finished, config.run.dir, config.trainer.stop_reward))
+        sys.stdout.write(summary(finished, config, overrides))
         return metric_value(Path(config.run.dir), config.sweep.metric)
+    sys.stdout.write(f"run directory: {config.run.dir}\n")
+    sys.stdout.flush()
+    startup = Startup()
     try:
-        with PreemptionHandler() as preemption:
+        with closing(startup), PreemptionHandler() as preemption:
+            startup.wait_for("the check of the config, the model and the data")
             with hydra_entry.exit_on_user_error():
                 plan = plan_fitting_run(config)
                 rehearse(plan)
-            with build.trainer(plan, preemption) as trainer:
+            with build.trainer(plan, preemption, startup) as trainer:
                 result = trainer.fit()
     except PreemptedError as reason:
         sys.stdout.write(f"{reason}: the same command with run.dir={config.run.dir} continues the run\n")
@@ -65,7 +74,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
         supervisor.request_restart()
         sys.stderr.write(f"mrl: {error}\n")
         raise SystemExit(1) from error
-    sys.stdout.write(summary(result, config.run.dir, config.trainer.stop_reward))
+    sys.stdout.write(summary(result, config, overrides))
     return metric_value(Path(config.run.dir), config.sweep.metric)
 
 
@@ -82,16 +91,38 @@ def _submit(config: Config, overrides: Sequence[str]) -> None:
     sys.stdout.write(text)
 
 
-def summary(result: TrainingResult, run_dir: str, goal: float | None) -> str:
-    """Return the result of a run as text for the terminal. `goal`: trainer.stop_reward."""
-    lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last steps"]
+def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) -> str:
+    """Return the last screen of a run: what was learned, where the model and the checkpoint are, and the next commands."""
+    folder, goal = Path(config.run.dir), config.trainer.stop_reward
+    rewards = [
+        metrics["reward/mean"] for metrics in read_first_steps(folder / "metrics.jsonl") if "reward/mean" in metrics
+    ]
+    first = f" ({rewards[0]:.3f} in the first step)" if rewards else ""
+    lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last steps{first}"]
     if goal is not None and not result.reward >= goal:
         lines.append(f"the goal trainer.stop_reward={goal} was not reached")
     for name, before in result.before.items():
         what = name.removeprefix("eval/").replace("_", " ")
         if name in result.after:
             lines.append(f"held-out {what}: {before:.3f} before, {result.after[name]:.3f} after")
-    return "\n".join([*lines, f"run directory: {run_dir}", ""])
+    model, checkpoint = folder / "hf", CheckpointStore(folder / "checkpoints").latest()
+    lines += [f"model (Hugging Face folder): {model}"] if model.is_dir() else []
+    lines += [f"checkpoint: {checkpoint.path}"] if checkpoint else []
+    return "\n".join(
+        [*lines, f"run directory: {folder}", "next:", *next_commands(config, overrides, model.is_dir()), ""]
+    )
+
+
+def next_commands(config: Config, overrides: Sequence[str], has_model: bool) -> list[str]:
+    """Return commands that read the samples, evaluate the model, and continue the run."""
+    own = [word for word in overrides if hydra_entry.override_key(word) not in ("run.dir", "trainer.max_steps")]
+    data = [word for word in own if hydra_entry.override_key(word).split(".")[0] in ("experiment", "data", "reward")]
+    run_dir, steps = f"run.dir={config.run.dir}", f"trainer.max_steps={max(1, 2 * config.trainer.max_steps)}"
+    commands = [["samples", str(config.run.dir), "--worst"]]
+    if has_model and (config.data.test or config.data.test_sets):
+        commands.append(["evaluate", *data, f"model.path={config.run.dir}/hf"])
+    commands.append(["train", *own, run_dir, steps])
+    return [f"  mrl {shlex.join(words)}" for words in commands]
 
 
 def main(argv: list[str]) -> int:

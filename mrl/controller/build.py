@@ -31,7 +31,7 @@ from mrl.diagnostics.replay import ReplayResult, StepReplay
 from mrl.diagnostics.step_dump import StepDump, WeightsLocation
 from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
 from mrl.placement.ray_cluster import ray_cluster
-from mrl.tracking.console import ConsoleSink, show_warning
+from mrl.tracking.console import ConsoleSink, Startup, show_warning
 from mrl.tracking.learning_health import LearningHealth, read_first_steps
 from mrl.tracking.sinks import CurveSink, WandbSink, default_run_name
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
@@ -109,14 +109,15 @@ def _trainer_ranks(
 
 
 @contextmanager
-def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]:
+def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | None = None) -> Iterator[Trainer]:
     """Start the processes of a run, restore the run's state, and yield the run's Trainer.
 
-    All processes end when the context exits.
+    All processes end when the context exits. `startup` shows what is awaited.
     """
+    startup = startup or Startup()
     config, checkpoint = plan.config, plan.resume.checkpoint
     preemption.may_abandon = lambda: True  # no step is running yet, so no work is lost
-    with run_processes(plan) as processes:
+    with run_processes(plan, startup) as processes:
         held_out = f"; held out: {plan.test.report}" if plan.test else ""
         processes.startup.ready(f"prompts read ({plan.train.report}{held_out}), Ray is up")
         saver = _saver(plan, processes)
@@ -125,11 +126,12 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]
             processes, saver.store, checkpoint, config.fault_tolerance.max_restarts, saver.restart_from
         )
         recovery.begin()
+        startup.wait_for("the evaluation of the initial weights and the first step")
         last_step = checkpoint.step if checkpoint else 0
         with ExitStack() as stack:
             health = _learning_health(plan, last_step)
             stack.callback(health.report_totals)  # after the tracker has closed its progress display
-            tracker = stack.enter_context(Tracker(_sinks(config, last_step)))
+            tracker = stack.enter_context(Tracker([startup, *_sinks(config, last_step)]))
             ledger = SampleLedger(Path(config.run.dir) / "ledger.jsonl", last_step)
             stack.callback(ledger.close)
             models = _build_models(plan, processes, saver.store)

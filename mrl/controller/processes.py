@@ -37,10 +37,12 @@ REFERENCE = "reference"  # name of a part of a checkpoint: the weights of the re
 class RunProcesses:
     """Trainer ranks of every model, and the rollout worker with its engines. The constructor starts them in parallel."""
 
-    def __init__(self, plan: TrainPlan, placements: Mapping[str, RolePlacement], stack: ExitStack) -> None:
+    def __init__(
+        self, plan: TrainPlan, placements: Mapping[str, RolePlacement], stack: ExitStack, startup: Startup
+    ) -> None:
         """`placements` are the slots of each role (see mrl.placement.resource_pools). Closing `stack` ends every process."""
         config = plan.config
-        self.plan, self.startup, self.run_dir = plan, Startup(), Path(config.run.dir).resolve()
+        self.plan, self.startup, self.run_dir = plan, startup, Path(config.run.dir).resolve()
         self.scheduler = MemoryScheduler(plan.colocated_roles)
         self.models = ModelGroups(plan.models, placements, self.scheduler, self.startup, stack)
         self._start_actor()
@@ -106,6 +108,7 @@ class RunProcesses:
             self.startup.ready(f"step {checkpoint.step} restored from {checkpoint.path}")
 
     def _warm_start(self, actor: WorkerGroup) -> None:
+        self.startup.wait_for("the supervised warm start")
         plan, sft = self.plan, self.plan.warm_start
         assert sft is not None and plan.optimizer is not None, "a run with a warm start trains the actor"
         loss = train_supervised(actor, plan, sft)
@@ -178,15 +181,17 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
 
 
 @contextmanager
-def run_processes(plan: TrainPlan) -> Iterator[RunProcesses]:
+def run_processes(plan: TrainPlan, startup: Startup) -> Iterator[RunProcesses]:
     """Lock the run directory and start the processes of `mrl train`. The processes end when the context exits.
 
     Raises StartupLostError if a process is lost during the start.
     """
     with ExitStack() as stack:
         try:
+            startup.wait_for("Ray and the GPUs of the run")
             placements = stack.enter_context(_cluster(plan.config, "train", plan.pools))
-            processes = RunProcesses(plan, placements, stack)
+            startup.wait_for("the trainer ranks and the engines")
+            processes = RunProcesses(plan, placements, stack, startup)
         except ProcessesLostError as error:
             raise StartupLostError(str(error)) from error
         yield processes
@@ -198,14 +203,18 @@ def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
 
     Raises StartupLostError if a process is lost during the start.
     """
+    startup = Startup()
     with ExitStack() as stack:
+        stack.callback(startup.close)
+        startup.wait_for("Ray and the trainer ranks")
         try:
             placements = stack.enter_context(_cluster(plan.config, "sft", plan.pools))
-            models = ModelGroups({ACTOR: plan}, placements, MemoryScheduler(frozenset()), Startup(), stack)
+            models = ModelGroups({ACTOR: plan}, placements, MemoryScheduler(frozenset()), startup, stack)
             models.start(ACTOR)
         except ProcessesLostError as error:
             raise StartupLostError(str(error)) from error
         models.actor.wait_ready(plan.config.cluster.start_timeout_s)
+        startup.close()
         yield models.actor
 
 
@@ -246,6 +255,7 @@ class ProcessRecovery:
         """Bring up all processes for the first time."""
         try:
             self.processes.bring_up(self.initial_checkpoint)
+            self.processes.startup.wait_for("the engines")
             self.processes.engines.wait_started()
             self.processes.engines.connect()
         except ProcessesLostError as error:

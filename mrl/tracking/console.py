@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -113,19 +114,67 @@ def show_warning(text: str) -> None:
 
 
 class Startup:
-    """Prints and logs which parts of a run are ready before the first step, with the seconds since the run began."""
+    """Shows what a run waits for before its first step, and logs which parts are ready.
 
-    def __init__(self, console: Any = None) -> None:
+    A part that is ready gets a line. While a part is awaited, a terminal shows a spinner with its name. Without a terminal, a
+    line says every `every_s` seconds what is awaited.
+    """
+
+    def __init__(self, console: Any = None, every_s: float = 5.0) -> None:
         from rich.console import Console  # slow, and most processes that import this module print nothing
 
         self.console = console or Console(file=sys.stdout)
-        self._start = time.monotonic()
+        self._every_s, self._start, self._waiting_for = every_s, time.monotonic(), ""
+        self._status = self.console.status("starting") if self.console.is_terminal else None
+        self._closed, self._printed = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def wait_for(self, what: str) -> None:
+        """Show that the run waits for `what` now. Does nothing after `close`."""
+        self._waiting_for = what
+        if self._closed.is_set():
+            return
+        if self._status:
+            self._status.update(f"waiting for {what}")
+            self._status.start()
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._repeat, name="startup", daemon=True)
+            self._thread.start()
 
     def ready(self, what: str) -> None:
         """Report that `what` is ready."""
-        text = f"{what} after {time.monotonic() - self._start:.1f} s"
+        text = f"{what} after {self._seconds()}"
         logger.info(text)
-        self.console.print(text, markup=False, highlight=False)
+        self._print(text)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """End the display when the first step is finished, as a sink of metrics."""
+        if "reward/mean" in metrics:
+            self.close()
+
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        """Do nothing: the first step has been shown."""
+
+    def close(self) -> None:
+        """Show nothing more: the first step is finished, or the run ends. May be called again."""
+        self._closed.set()
+        self._printed.set()  # wakes the thread
+        if self._status:
+            self._status.stop()
+
+    def _repeat(self) -> None:
+        while not self._closed.is_set():
+            if self._printed.wait(self._every_s):
+                self._printed.clear()
+            elif not self._closed.is_set():
+                self._print(f"waiting for {self._waiting_for} ({self._seconds()} since the start)")
+
+    def _print(self, text: str) -> None:
+        self._printed.set()
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _seconds(self) -> str:
+        return f"{time.monotonic() - self._start:.1f} s"
 
 
 class _LiveDisplay:

@@ -1,0 +1,131 @@
+"""What a user sees from Enter to the first step, and at the end of a run."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mrl.commands import train as train_command
+from mrl.commands.train_process import summary
+from mrl.config import hydra_entry
+from mrl.controller.trainer import TrainingResult
+from mrl.tracking.console import ConsoleSink, Startup
+
+
+class Screen(io.StringIO):
+    """A terminal, or a file, whose text the tests read."""
+
+    def wait_for(self, pattern: str, timeout_s: float = 60) -> None:
+        end = time.monotonic() + timeout_s
+        while not re.search(pattern, self.getvalue()):
+            assert time.monotonic() < end, f"{pattern!r} did not appear in {self.getvalue()!r}"
+            time.sleep(0.01)
+
+
+def startup_on(screen, *, terminal, every_s=0.01):
+    return Startup(Console(file=screen, force_terminal=terminal, width=120), every_s)
+
+
+def test_without_a_terminal_a_line_says_again_and_again_what_is_awaited():
+    screen = Screen()
+    startup = startup_on(screen, terminal=False)
+    startup.wait_for("Ray")
+    screen.wait_for(r"(waiting for Ray \(\d+\.\d s since the start\)\n.*){3}")
+    startup.wait_for("the engines")
+    screen.wait_for("waiting for the engines")
+    startup.ready("engines ready (2)")
+    assert re.search(r"engines ready \(2\) after \d+\.\d s\n", screen.getvalue())
+    startup.close()
+    startup._thread.join(60)
+    shown = screen.getvalue()
+    startup.wait_for("nothing")
+    time.sleep(0.05)
+    assert screen.getvalue() == shown
+
+
+def test_on_a_terminal_a_spinner_shows_what_is_awaited_and_ends_with_the_first_step():
+    screen = Screen()
+    startup = startup_on(screen, terminal=True)
+    startup.wait_for("the trainer ranks")
+    screen.wait_for("waiting for the trainer ranks")
+    startup.ready("trainer ready (1 processes)")
+    sink = ConsoleSink(2, console=startup.console)
+    for target in (startup, sink):
+        target.log(0, {"eval/reward_sampled": 0.5})
+    assert not startup._closed.is_set()
+    for target in (startup, sink):
+        target.log(1, {"reward/mean": 0.25})
+    assert startup._closed.is_set() and not startup._status._live.is_started
+    sink.close()
+    assert "trainer ready (1 processes) after" in screen.getvalue() and "reward 0.250" in screen.getvalue()
+
+
+ENTER = """
+import sys
+from mrl.launch import supervisor
+def supervise(module, argv):
+    heavy = {"hydra", "omegaconf", "ray", "torch", "rich", "numpy"} & set(sys.modules)
+    sys.stdout.write(f"supervised {module} {argv} {sorted(heavy)}")
+    return 0
+supervisor.supervise = supervise
+from mrl.commands import train
+train.main(sys.argv[1:])
+"""
+
+
+def test_the_first_line_comes_before_any_large_package_is_imported():
+    done = subprocess.run(
+        [sys.executable, "-c", ENTER, "trainer.max_steps=1"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == "mrl train: reading the config\n"
+    assert done.stdout == "supervised mrl.commands.train_process ['trainer.max_steps=1'] []"
+
+
+@pytest.mark.parametrize("option", ["--cfg", "--help", "--dry-run"])
+def test_commands_that_only_print_have_no_line_before_their_output(option, monkeypatch, capsys):
+    monkeypatch.setattr(train_command.supervisor, "supervise", lambda module, argv: 0)
+    train_command.main([option])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def finished_run(tmp_path):
+    """The files that the last screen reads: the metrics, a model and a checkpoint."""
+    lines = [{"step": step, "reward/mean": reward} for step, reward in ((1, 0.125), (2, 0.5))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "hf").mkdir()
+    return tmp_path
+
+
+def summary_of(run_dir: Path, *overrides: str) -> str:
+    config = hydra_entry.compose_config([*overrides, f"run.dir={run_dir}"])
+    held_out = {"eval/reward_greedy": 0.25}, {"eval/reward_greedy": 0.75}
+    return summary(TrainingResult(150, 0.9, *held_out), config, [*overrides, f"run.dir={run_dir}"])
+
+
+def test_the_last_screen_says_what_was_learned_where_it_is_and_what_to_do_next(finished_run):
+    overrides = ["experiment=quickstart", "optim.lr=1e-4", "trainer.max_steps=150"]
+    lines = summary_of(finished_run, *overrides).splitlines()
+    assert lines[0] == "150 steps, mean reward 0.900 over the last steps (0.125 in the first step)"
+    assert "held-out reward greedy: 0.250 before, 0.750 after" in lines
+    assert f"model (Hugging Face folder): {finished_run}/hf" in lines
+    assert lines[-4:] == [
+        "next:",
+        f"  mrl samples {finished_run} --worst",
+        f"  mrl evaluate experiment=quickstart model.path={finished_run}/hf",
+        f"  mrl train experiment=quickstart optim.lr=1e-4 run.dir={finished_run} trainer.max_steps=300",
+    ]
+    for line in lines[-2:]:
+        assert all(hydra_entry.is_known_override(word) for word in line.split()[2:])
+
+
+def test_the_last_screen_names_only_what_exists(tmp_path):
+    text = summary_of(tmp_path, "experiment=quickstart")
+    assert "Hugging Face" not in text and "mrl evaluate" not in text and "checkpoint:" not in text
+    assert "in the first step" not in text and "mrl samples" in text
