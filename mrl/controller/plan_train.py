@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.algorithms.filters import Filter
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
 from mrl.config.instantiate import instantiate, instantiate_callable
@@ -81,6 +82,7 @@ def plan_training(config: Config) -> TrainPlan:
     reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     _check_advantage_weights(algorithm, reward)
+    check_filter_metric(algorithm.rollout_filter, reward)
     if config.rollout.replay and "greedy_rewards" in algorithm.needs:
         raise ValueError("rollout.replay: recorded rollouts have no greedy responses, which algorithm.advantage needs.")
     check_server_args(config.sglang)
@@ -182,6 +184,21 @@ def _check_advantage_weights(algorithm: AlgorithmParts, reward: Reward) -> None:
     if isinstance(reward, Weighted) and weights and (unknown := set(weights) - set(reward.parts)):
         raise ValueError(
             f"algorithm.advantage.weights: the reward has no part {', '.join(sorted(unknown))}; it has "
+            f"{', '.join(sorted(reward.parts))}."
+        )
+
+
+def check_filter_metric(rollout_filter: Filter | None, reward: Reward) -> None:
+    """Raise ValueError if rollout.filter.metric names a part that a weighted reward cannot have.
+
+    The parts of other rewards are known only after the first responses are scored.
+    """
+    metric = getattr(rollout_filter, "metric", None)
+    if metric in (None, "correctness") or not isinstance(reward, Weighted):
+        return
+    if not any(metric == name or metric.startswith(f"{name}_") for name in reward.parts):
+        raise ValueError(
+            f"rollout.filter.metric={metric}: the reward has no part with this name; its parts are "
             f"{', '.join(sorted(reward.parts))}."
         )
 

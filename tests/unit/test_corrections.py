@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from loss_cases import loss_inputs, make_case
+from sampled_groups import group
 
 from mrl.algorithms.corrections import (
     LEVELS,
@@ -22,6 +24,10 @@ from mrl.algorithms.filters import NonzeroVariance, RewardRange, filter_values
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import PPOClip
 from mrl.algorithms.objective import Objective
+from mrl.controller.plan_train import check_filter_metric
+from mrl.rewards.reward_types import Score, Weighted
+from mrl.rewards.rule_based import ExactMatch, Overlong
+from mrl.rollout.worker import RolloutWorker
 
 
 def reference(case, level, mode, low, high, veto=None):
@@ -281,3 +287,21 @@ def test_an_unknown_part_is_refused_with_the_names_of_the_parts():
     with pytest.raises(ValueError, match=r"it has no parts\. Remove rollout.filter.metric"):
         filter_values("length", np.array([1.0]), [{}])
     assert filter_values("length", np.zeros(2), [{}, {}]).tolist() == [0.0, 0.0]  # every response failed
+
+
+def test_an_unknown_part_of_a_weighted_reward_is_refused_before_the_run():
+    reward = Weighted({"correct": ExactMatch(), "overlong": Overlong(10, 5)})
+    for metric in (None, "correctness", "correct", "overlong", "correct_inner"):
+        check_filter_metric(NonzeroVariance(metric=metric), reward)
+    check_filter_metric(NonzeroVariance(metric="any"), ExactMatch())
+    check_filter_metric(None, reward)
+    with pytest.raises(ValueError, match=r"rollout.filter.metric=right: .* its parts are correct, overlong"):
+        check_filter_metric(NonzeroVariance(metric="right"), reward)
+
+
+@pytest.mark.parametrize(("metric", "kept"), [(None, True), ("correctness", False)])
+def test_the_rollout_worker_filters_by_the_part_of_the_reward(metric, kept):
+    """A group of wrong responses, of which one is too long."""
+    scores = [Score(-0.4 * n, parts={"correct": 0.0, "overlong": -0.4 * n}) for n in range(2)]
+    worker = SimpleNamespace(spec=SimpleNamespace(rollout_filter=NonzeroVariance(metric=metric)))
+    assert RolloutWorker._passes_filter(worker, group(0, *scores)) is kept
