@@ -7,7 +7,7 @@ writes alone, such as run.json, contain the hash of their own text instead.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def read_hashes(folder: Path) -> dict[str, FileHash]:
     path = folder / HASHES_FILE
     if not path.is_file():
         return {}
-    return {name: (size, digest) for name, (size, digest) in read_sealed_json(path)["files"].items()}
+    return {name: (size, digest) for name, (size, digest) in read_sealed_json(path, {"files"})["files"].items()}
 
 
 def find_damage(folder: Path, hashes: Mapping[str, FileHash], *, content: bool = True) -> str | None:
@@ -96,8 +96,11 @@ def sealed_json(content: Mapping[str, Any]) -> str:
     return f'{body},\n "xxh3": "{_hash_text(body)}"\n}}\n'
 
 
-def read_sealed_json(path: Path) -> dict[str, Any]:
-    """Read a file with a text of `sealed_json`. Raises FileNotFoundError, and ValueError if the file is damaged."""
+def read_sealed_json(path: Path, keys: Set[str]) -> dict[str, Any]:
+    """Read a file with a text of `sealed_json`, whose content has these keys.
+
+    Raises FileNotFoundError, and ValueError if the file is damaged or has the content of another file.
+    """
     failed = partial(_damaged_json, path)
     try:
         text = path.read_text("utf-8")
@@ -112,6 +115,8 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
         raise failed(f"its hash is {found} but was {seal[1]} when it was written")
     content = json.loads(text)
     del content["xxh3"]
+    if content.keys() != keys:
+        raise failed(f"it has the keys {sorted(content)} of another file instead of {sorted(keys)}")
     return content
 
 

@@ -27,6 +27,7 @@ from parallel.file_hashes import read_sealed_json, sealed_json
 logger = logging.getLogger(__name__)
 
 RUN_RECORD = "run.json"  # name of the file in the run directory that has the command and the config
+RECORD_KEYS = {"command", "config"}  # of run.json
 RUN_DIR_VARIABLE = "MRL_RUN_DIR"  # environment variable that has the run directory in every process of the run
 # Files and folders: a folder that has one of them has the results of a run
 OUTPUTS = (RUN_RECORD, "metrics.jsonl", "sft.jsonl", "checkpoint", "checkpoints", "hf")
@@ -89,13 +90,13 @@ def read_run_record(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / RUN_RECORD
     try:
-        return read_sealed_json(path)
+        return read_sealed_json(path, RECORD_KEYS)
     except FileNotFoundError:
         return None
     except ValueError as error:
         with suppress(ValueError):
             content = json.loads(path.read_text())
-            if isinstance(content, dict) and content.keys() == {"command", "config"}:
+            if isinstance(content, dict) and content.keys() == RECORD_KEYS:
                 return content
         raise error from None
 

@@ -255,7 +255,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {STATE_FILE} cannot be read ({type(error).__name__}: {error}).") from None
     if found != FORMAT:
         raise ValueError(f"{path}: the checkpoint has format {found}; this version of mrl reads format {FORMAT}.")
-    content = read_sealed_json(file)
+    content = read_sealed_json(file, {"format", "step", "score", "files", "state"})
     return content | {"files": {name: (size, digest) for name, (size, digest) in content["files"].items()}}
 
 

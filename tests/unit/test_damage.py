@@ -184,7 +184,9 @@ def intact_run(tmp_path_factory):
     return root / "intact", found, damaged
 
 
-SEEDS = [seed if seed < CORE else pytest.param(seed, marks=pytest.mark.extended) for seed in range(200)]
+EXCHANGED_JSON = 543  # exchanges run.json with another file that has a hash of its own
+CORE_SEEDS = [*range(CORE), EXCHANGED_JSON]
+SEEDS = [*CORE_SEEDS, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(CORE, 200))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -45,13 +45,18 @@ def test_every_changed_bit_of_a_sealed_file_is_found(tmp_path):
     path, content = tmp_path / "run.json", {"command": "train", "config": {"seed": 1, "lr": float("nan")}}
     text = file_hashes.sealed_json(content)
     path.write_text(text)
-    assert json.dumps(file_hashes.read_sealed_json(path)) == json.dumps(content)
+    assert json.dumps(file_hashes.read_sealed_json(path, content.keys())) == json.dumps(content)
     for position in range(len(text) * 8):
         damaged = bytearray(text.encode())
         damaged[position // 8] ^= 1 << position % 8
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"run\.json is damaged: .*\.$"):
-            file_hashes.read_sealed_json(path)
+            file_hashes.read_sealed_json(path, content.keys())
+    path.write_text(file_hashes.sealed_json({"files": {}}))
+    with pytest.raises(
+        ValueError, match=r"has the keys \['files'\] of another file instead of \['command', 'config'\]"
+    ):
+        file_hashes.read_sealed_json(path, content.keys())
 
 
 def test_the_writer_of_a_rank_hashes_its_files(tmp_path):
