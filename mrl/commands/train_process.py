@@ -115,7 +115,9 @@ def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) ->
 
 def next_commands(config: Config, overrides: Sequence[str], has_model: bool) -> list[str]:
     """Return commands that read the samples, evaluate the model, and continue the run."""
-    own = [word for word in overrides if hydra_entry.override_key(word) not in ("run.dir", "trainer.max_steps")]
+    own = [
+        word.lstrip("+") for word in overrides if hydra_entry.override_key(word) not in ("run.dir", "trainer.max_steps")
+    ]
     data = [word for word in own if hydra_entry.override_key(word).split(".")[0] in ("experiment", "data", "reward")]
     run_dir, steps = f"run.dir={config.run.dir}", f"trainer.max_steps={max(1, 2 * config.trainer.max_steps)}"
     commands = [["samples", str(config.run.dir), "--worst"]]
