@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from mrl.core.run_errors import KILLED_ADVICE, ProcessesLostError
-from mrl.core.user_code import error_chain, own_traceback, source_line, user_location
+from mrl.core.user_code import error_chain, is_from_another_process, own_traceback, source_line, user_location
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ def error_lines(error: BaseException, run_dir: Path) -> list[str]:
 def full_traceback(error: BaseException) -> str:
     """Return the traceback of an exception and of its causes in other processes, as text."""
     text = "".join(traceback.format_exception(error))
-    remote = [own_traceback(each) for each in error_chain(error) if hasattr(each, "traceback_str")]
+    remote = [own_traceback(each) for each in error_chain(error) if is_from_another_process(each)]
     return "\n".join([text, *(part for part in remote if part not in text)])
 
 
 def _unwrap(error: BaseException) -> BaseException:
     """Return the exception that another process raised, in place of Ray's wrapper, whose message is a traceback."""
     for each in error_chain(error):
-        if not hasattr(each, "traceback_str"):
+        if not is_from_another_process(each):
             return each
     return error
 

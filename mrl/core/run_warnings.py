@@ -130,8 +130,11 @@ class _Entry:
 class WarningList:
     """The warnings of a run, in the order of their first occurrence."""
 
-    def __init__(self, path: Path, terminal: TextIO) -> None:
-        """`path`: file to which processes append their warnings. Lines that it has already belong to an earlier start."""
+    def __init__(self, path: Path, terminal: TextIO | None = None) -> None:
+        """`path`: file to which processes append their warnings. Lines that it has already belong to an earlier start.
+
+        `terminal`: None is the current sys.stderr, which a progress display replaces while it is shown.
+        """
         self.path, self.terminal = path, terminal
         self._entries: dict[str, _Entry] = {}
         self._offset = path.stat().st_size if path.exists() else 0
@@ -146,9 +149,14 @@ class WarningList:
                 if len(self._entries) >= MAX_DISTINCT:
                     return
                 self._entries[key] = _Entry(shown)
-                self.terminal.write(f"warning: {shown}\n")
-                self.terminal.flush()
+                self.show(f"warning: {shown}")
             self._entries[key].count += count
+
+    def show(self, text: str) -> None:
+        """Write a line to the terminal."""
+        terminal = self.terminal or sys.stderr
+        terminal.write(f"{text}\n")
+        terminal.flush()
 
     def read_file(self) -> None:
         """Add the warnings that other processes have written since the last call."""
@@ -176,7 +184,6 @@ def collect_warnings(run_dir: Path, terminal: TextIO | None = None) -> Iterator[
     When the context exits, the list with counts is written to the log, and also to the terminal if no exception ended the
     context.
     """
-    terminal = terminal or sys.stderr
     found, handlers, show = (
         WarningList(run_dir / WARNINGS_FILE, terminal),
         logging.getLogger().handlers,
@@ -205,7 +212,7 @@ def collect_warnings(run_dir: Path, terminal: TextIO | None = None) -> Iterator[
         if lines := found.summary():
             logger.info("%s", "\n".join(lines))
             if completed:
-                terminal.write("\n".join([*lines, ""]))
+                found.show("\n".join(lines))
 
 
 def _read_until(found: WarningList, ended: threading.Event) -> None:

@@ -60,11 +60,18 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
         current = inner or (None if current.__suppress_context__ else current.__context__)
 
 
+def is_from_another_process(error: BaseException) -> bool:
+    """Return whether an exception is a RayTaskError, with which Ray wraps an exception of another process.
+
+    Ray also derives classes from RayTaskError and the type of the wrapped exception.
+    """
+    return any(each.__name__ == "RayTaskError" for each in type(error).__mro__)
+
+
 def own_traceback(error: BaseException) -> str:
     """Return the traceback of an exception as text, without its causes. For a RayTaskError, the text from the other process."""
-    remote = getattr(error, "traceback_str", None)
-    if isinstance(remote, str):
-        return remote
+    if is_from_another_process(error):
+        return str(error)
     return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
 
 

@@ -244,7 +244,7 @@ class EnginePool:
     def _count_fault(self, engine: PooledEngine, fault: EngineFaultError) -> None:
         engine.faults += 1
         if not engine.alive():
-            self._take_out_of_service(engine, "its processes have ended")
+            self._take_out_of_service(engine, self._servers.end_reason(engine.client.url))
         elif engine.faults >= self.spec.fault_tolerance.max_response_attempts:
             self._take_out_of_service(engine, f"failed {engine.faults} times in a row; the last failure: {fault}")
 
@@ -257,7 +257,7 @@ class EnginePool:
             assert self._http is not None, "engines are in service"
             heartbeat = await engine.client.heartbeat(self._http, self._heartbeat_interval_s)
             if not engine.alive():
-                self._take_out_of_service(engine, "its processes have ended")
+                self._take_out_of_service(engine, self._servers.end_reason(engine.client.url))
             elif self.paused or not engine.pending or heartbeat not in (None, last):
                 last, last_change = heartbeat, time.monotonic()
             elif time.monotonic() - last_change >= stall_s:

@@ -1,6 +1,7 @@
 """Engine servers: where they run, which GPUs they see, and which servers are replaced when they end early."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from http_engines import spec_of
@@ -9,7 +10,7 @@ from mrl.config.process_schema import FaultToleranceConfig
 from mrl.core.types import DeviceSlot
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines import hosts
-from mrl.rollout.engines.hosts import group_by_node, visible_devices_env
+from mrl.rollout.engines.hosts import EngineServers, group_by_node, visible_devices_env
 from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import check_server_args
 
@@ -165,3 +166,13 @@ def test_a_server_that_was_killed_at_the_first_start_is_replaced_once(start):
     with pytest.raises(RuntimeError, match="ended before it was ready"):
         pool.wait_ready(10)
     pool.close()
+
+
+def test_the_end_of_a_killed_server_names_the_signal_and_the_usual_cause():
+    servers = EngineServers.__new__(EngineServers)
+    servers.servers = [SimpleNamespace(url="killed", was_killed=True), SimpleNamespace(url="ended", was_killed=False)]  # type: ignore[list-item]
+    assert servers.end_reason("ended") == "its processes have ended" == servers.end_reason("replaced already")
+    assert servers.end_reason("killed") == (
+        "its processes have ended: killed by signal 9 (SIGKILL); the kernel's out-of-memory killer is the usual cause; check "
+        "`dmesg`"
+    )

@@ -3,9 +3,14 @@
 import errno
 import logging
 import os
+import pickle
+import re
+import socket
+import traceback
 from pathlib import Path
 
 import pytest
+import ray.exceptions
 
 from mrl.config.hydra_entry import _run_job
 from mrl.config.schema import Config, RunConfig
@@ -67,6 +72,18 @@ def test_a_known_cause_is_named_with_its_cure(error, wrapped, tmp_path):
     assert "ray::update" not in "\n".join(lines)
 
 
+def test_a_write_that_really_fails_names_the_file_system_of_the_run(tmp_path):
+    with pytest.raises(OSError) as full, open("/dev/full", "w") as file:
+        file.write("x")
+    lines = error_lines(full.value, tmp_path)
+    assert f"The disk is full: {tmp_path} cannot be written. The file system /" in lines[1]
+    assert re.search(r"has [\d,]+ bytes free", lines[1])
+    with socket.socket() as first, socket.socket() as second, pytest.raises(OSError) as taken:
+        first.bind(("127.0.0.1", 0))
+        second.bind(first.getsockname())
+    assert "A port is taken by another process" in error_lines(taken.value, tmp_path)[1]
+
+
 def user_code(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text("def reward(text):\n    return table[text]\n")
@@ -78,6 +95,23 @@ def test_the_users_line_is_named_also_if_another_process_raised_the_error(tmp_pa
     trace = f'ray::worker()\n  File "{Path(__file__).parents[2]}/mrl/cli.py", line 2, in f\n  File "{path}", line 2, in reward\n'
     lines = error_lines(RayTaskError(KeyError("x"), trace), tmp_path)
     assert lines == ["KeyError: 'x'", f"  raised in your code: {path}:2, in reward", "    return table[text]"]
+
+
+def test_an_error_that_ray_carries_is_reported_as_the_error_itself(tmp_path):
+    """Ray raises a class that is both RayTaskError and the type of the cause; its message is the whole traceback."""
+    path = user_code(tmp_path)
+    space: dict = {"table": {}}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    with pytest.raises(KeyError) as raised:
+        space["reward"]("x")
+    trace = "".join(traceback.format_exception(raised.value))
+    carried = ray.exceptions.RayTaskError(
+        "collect", trace, pickle.loads(pickle.dumps(raised.value))
+    ).as_instanceof_cause()
+    assert isinstance(carried, KeyError) and "line 2, in reward" in str(carried)
+    report = report_error(carried, tmp_path).splitlines()
+    assert report[:-1] == ["KeyError: 'x'", f"  raised in your code: {path}:2, in reward", "    return table[text]"]
+    assert f'File "{path}", line 2, in reward' in (tmp_path / "logs/traceback.txt").read_text()
 
 
 def test_the_traceback_is_in_a_file_and_the_report_in_the_log(tmp_path, caplog):

@@ -60,6 +60,13 @@ def test_failures_at_one_line_of_the_users_code_are_one_warning(tmp_path):
     ]
 
 
+def test_a_progress_display_that_replaces_stderr_gets_the_warnings(tmp_path, monkeypatch):
+    with collect_warnings(tmp_path):
+        monkeypatch.setattr(sys, "stderr", display := io.StringIO())
+        logging.getLogger("mrl.somewhere").warning("wandb failed")
+    assert display.getvalue().startswith("warning: wandb failed\n")
+
+
 def test_a_run_that_fails_keeps_the_list_for_the_log(tmp_path, caplog):
     terminal = io.StringIO()
     with pytest.raises(KeyError), caplog.at_level(logging.INFO), collect_warnings(tmp_path, terminal):

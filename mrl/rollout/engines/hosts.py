@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from mrl.core.run_errors import describe_exit
 from mrl.core.types import DeviceSlot
 from mrl.hang_report.process_registry import (
     REGISTRY_FOLDER_ENV,
@@ -101,6 +103,12 @@ class EngineServers:
                     log.warning("%s", error)
                     self.replace(server.url)
         self._were_ready = True
+
+    def end_reason(self, url: str) -> str:
+        """Return why the server at this URL, whose processes do not run, has ended."""
+        own = [server for server in self.servers if server.url == url and not isinstance(server, ExternalEngine)]
+        killed = f": {describe_exit(-signal.SIGKILL)}" if any(server.was_killed for server in own) else ""
+        return f"its processes have ended{killed}"
 
     def replace(self, url: str) -> None:
         """End the server at this URL and start another server.
