@@ -19,7 +19,9 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from mrl.core.jsonl import JsonLinesFile
+from mrl.core.processes import with_variable
 from mrl.core.run_errors import StartError
+from mrl.core.shutdown import end_orphans
 from mrl.core.types import Rollouts
 from parallel.durable_files import write_file
 from parallel.file_hashes import read_sealed_json, sealed_json
@@ -38,7 +40,8 @@ KILL_TIMEOUT_S = 20.0  # longest wait for killed processes to end
 def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterator[None]:
     """Lock the folder for this process, and kill processes that an earlier command in this folder left behind.
 
-    The lock is released when the context exits or the process ends. Raises StartError if another process holds the lock.
+    When the context exits, processes of this command that have lost their parents are ended. Then the lock is released. The
+    kernel also releases it when the process ends. Raises StartError if another process holds the lock.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
@@ -55,6 +58,7 @@ def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Itera
         yield
     finally:
         os.environ.pop(RUN_DIR_VARIABLE, None)
+        end_orphans(RUN_DIR_VARIABLE, str(folder))
         lock.release()
 
 
@@ -113,11 +117,7 @@ def _kill_leftovers(folder: Path) -> None:
 
     The processes would end by themselves, but they hold GPUs until then.
     """
-    leftovers = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.environ().get(RUN_DIR_VARIABLE) == str(folder) and process.pid != os.getpid():
-                leftovers.append(process)
+    leftovers = with_variable(RUN_DIR_VARIABLE, str(folder))
     for process in leftovers:
         logger.warning("killing process %d, which an earlier command in this folder left behind", process.pid)
         with suppress(psutil.Error):

@@ -19,6 +19,7 @@ from mrl.controller.plan_train import TrainPlan
 from mrl.controller.trainer import State
 from mrl.controller.worker_groups import ModelGroups, store_warm_start, stored_warm_start, train_supervised
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
+from mrl.core.shutdown import shutdown_deadline
 from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import ray_cluster
@@ -186,7 +187,7 @@ def run_processes(plan: TrainPlan, startup: Startup) -> Iterator[RunProcesses]:
 
     Raises StartupLostError if a process is lost during the start.
     """
-    with ExitStack() as stack:
+    with _closed_in_time() as stack:
         try:
             startup.wait_for("Ray and the GPUs of the run")
             placements = stack.enter_context(_cluster(plan.config, "train", plan.pools))
@@ -204,7 +205,7 @@ def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
     Raises StartupLostError if a process is lost during the start.
     """
     startup = Startup()
-    with ExitStack() as stack:
+    with _closed_in_time() as stack:
         stack.callback(startup.close)
         startup.wait_for("Ray and the trainer ranks")
         try:
@@ -216,6 +217,18 @@ def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
         models.actor.wait_ready(plan.config.cluster.start_timeout_s)
         startup.close()
         yield models.actor
+
+
+@contextmanager
+def _closed_in_time() -> Iterator[ExitStack]:
+    """Yield a stack for the processes of a run. When the context exits, the stack is closed within a deadline."""
+    since = time.time()
+    with ExitStack() as stack:
+        try:
+            yield stack
+        finally:
+            with shutdown_deadline("the processes of the run", since):
+                stack.close()
 
 
 @contextmanager

@@ -15,8 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 
+from mrl.core.processes import become_subreaper, descendants, end_processes
 from mrl.core.run_errors import REQUEUE_STATUS, describe_exit
 
 PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # tells the child the file descriptor to which the child writes messages
@@ -65,6 +67,7 @@ def supervise(module: str, argv: Sequence[str]) -> int:
 
     Returns the exit status of the last child.
     """
+    become_subreaper()
     watcher = _ChildWatcher()
     for signum in FORWARDED_SIGNALS:
         signal.signal(signum, watcher.forward_signal)
@@ -92,13 +95,15 @@ class _ChildWatcher:
 
     def forward_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signals.append(signum)
-        if self.child is not None:
-            self.child.send_signal(signum)
+        if self.child is not None and self.child.returncode is None:
+            with suppress(ProcessLookupError):  # Popen.send_signal would take the exit status from _wait
+                os.kill(self.child.pid, signum)
 
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
         """Run one child. Return (its exit status, the messages that it sent, its duration in seconds).
 
-        If a signal arrived before the child started, the child gets this signal immediately.
+        All descendants of the child are ended too, also those that have left its session and lost their parents. If a signal
+        arrived before the child started, the child gets this signal immediately.
         """
         start = time.monotonic()
         read_end, write_end = os.pipe()
@@ -112,7 +117,8 @@ class _ChildWatcher:
         os.close(write_end)
         for signum in self.signals[:1]:
             self.child.send_signal(signum)
-        status = self.child.wait()
+        status = _wait(self.child)
+        end_processes(descendants())
         with os.fdopen(read_end, "rb") as pipe:
             return status, pipe.read().decode().split("\n")[:-1], time.monotonic() - start
 
@@ -132,6 +138,20 @@ class _ChildWatcher:
         if preempted and (self.child is None or -status in preempted):
             return REQUEUE_STATUS
         return status if status >= 0 else 128 - status
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait until the child ends, and return its exit status. Also reap orphans, of which this process is the subreaper."""
+    while True:
+        try:
+            pid, status = os.wait()
+        except (
+            ChildProcessError
+        ):  # this process inherited that it ignores SIGCHLD; the kernel then discards exit statuses
+            return child.wait()
+        if pid == child.pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+            return child.returncode
 
 
 _prctl = ctypes.CDLL(None).prctl  # loaded before any fork

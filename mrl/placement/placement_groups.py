@@ -4,7 +4,7 @@ import ipaddress
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -173,7 +173,10 @@ def place_pools(pools: Pools, timeout_s: float) -> Iterator[dict[str, RolePlacem
         }
     finally:
         for placed in placed_pools:
-            remove_placement_group(placed.group)
+            with suppress(
+                ray.exceptions.RayError, TimeoutError
+            ):  # the end of the job, or of a local cluster, removes the rest
+                remove_placement_group(placed.group)
 
 
 def current_device_map(pools: Pools, placements: Mapping[str, RolePlacement]) -> DeviceMap:

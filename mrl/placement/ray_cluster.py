@@ -22,6 +22,7 @@ from ray.job_config import JobConfig
 from mrl.config.secrets import ENGINE_KEY, engine_key
 from mrl.core.installation import WORKING_DIRECTORY, python_path
 from mrl.core.run_errors import ProcessesLostError
+from mrl.core.shutdown import shutdown_deadline
 from mrl.placement.ray_folder import private_ray_folder
 
 # OMP_NUM_THREADS: ranks and engines share the cores, and the idle threads of GNU OpenMP busy-wait.
@@ -54,6 +55,7 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # generates the key, so that every process of the run inherits the same key
     quiet: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
+    since = time.time()
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     if address:
         env = PROCESS_ENV | {"PYTHONPATH": python_path(), WORKING_DIRECTORY: os.getcwd()}
@@ -80,7 +82,8 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     try:
         yield dict(num_gpus=1) if ray.cluster_resources().get("GPU", 0) else dict(num_cpus=0)
     finally:
-        ray.shutdown()
+        with shutdown_deadline("Ray", since):
+            ray.shutdown()
 
 
 def _restrict_to_loopback() -> None:

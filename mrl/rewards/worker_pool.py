@@ -2,6 +2,7 @@
 
 import fcntl
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import resource
@@ -12,14 +13,17 @@ from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 
+import psutil
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from mrl.core.processes import descendants, end_processes
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.user_code import describe_error
 from mrl.rewards.reward_types import CallResult, Response, Reward, call_reward
 
 DEADLINE_PASSED = "not scored before the deadline of the whole batch (scoring.timeout_s)."  # reason of a failed score
 
+_FORK_SERVER_SETUP = "mrl.rewards.fork_server"  # only the fork server imports this module
 _rewards: list[Reward] | str = []  # only set in a worker process: the rewards, or the reason why they cannot be loaded
 
 
@@ -74,7 +78,7 @@ class WorkerPool:
             ) from error
         # A reward need not have the attribute `imports`.
         shared = {name for reward in rewards for name in getattr(reward, "imports", ())}
-        self._imports = [__name__, *sorted(shared)]
+        self._imports = [_FORK_SERVER_SETUP, __name__, *sorted(shared)]
         self._workers, self._memory_bytes = workers, int(memory_gb * 2**30)
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
@@ -145,6 +149,22 @@ class WorkerPool:
             self._pool.stop()
             self._pool.join()
             self._pool = None
+            end_processes(_leftovers(), exit_patience_s=0)
+
+
+def _leftovers() -> list[psutil.Process]:
+    """Return the processes that rewards have started and that outlived their worker processes.
+
+    They are descendants of the fork server, because it is a subreaper. Worker processes of other pools are no leftovers.
+    """
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[missing-attribute]  # there is no public name
+    if server is None:
+        return []
+    now, found = time.time(), descendants(server)
+    workers = [process.pid for process in multiprocessing.active_children() if process.pid is not None]
+    spared = {*workers, *(each.pid for worker in workers for each in descendants(worker))}
+    # A process that started just now can be a worker of another pool, which is not registered yet.
+    return [each for each in found if each.pid not in spared and each.create_time() < now - 0.1]
 
 
 def _result(future: ProcessFuture, limit: float, deadline: float) -> CallResult | None:
