@@ -39,7 +39,9 @@ def _check_own_packages() -> None:
 
 
 def _append_working_directory() -> None:
-    """Append the folder of the user's own modules to `sys.path`. See `mrl.core.installation.add_working_directory`."""
+    """Append the folder of the user's own modules to `sys.path`, instead of before all others. See mrl/core/installation.py."""
+    if os.environ.get("PYTHONSAFEPATH") == "mrl":
+        del os.environ["PYTHONSAFEPATH"]
     folder = os.environ.get("MRL_WORKING_DIRECTORY")
     if folder and folder not in sys.path:
         sys.path.append(folder)

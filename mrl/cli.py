@@ -24,6 +24,8 @@ ENGINE_FREE = ("evaluate.input=", "rollout.engine_urls=")
 
 def missing_packages(command: str, arguments: Sequence[str]) -> list[str]:
     """Return the packages that a command needs and that are not installed."""
+    if any(word in ("-h", "--help") for word in arguments):
+        return []
     if command in ("generate", "evaluate") and any(word.startswith(ENGINE_FREE) for word in arguments):
         return []
     return [name for name in TRAIN_PACKAGES.get(command, ()) if find_spec(name) is None]

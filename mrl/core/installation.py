@@ -20,6 +20,12 @@ SLURM = DATA_ROOT / "slurm"
 WORKING_DIRECTORY = "MRL_WORKING_DIRECTORY"
 """Environment variable with the folder of a user's own modules. Each process that imports mrl appends it to `sys.path`."""
 
+SAFE_PATH = "mrl"
+"""Value of the environment variable PYTHONSAFEPATH with which mrl starts Ray's processes.
+
+Python then does not put the working directory first in `sys.path`. Importing mrl deletes a variable with this value, so that
+programs that a user's own code starts do not inherit it."""
+
 
 def python_path() -> str:
     """Return the PYTHONPATH with which processes on other hosts import this mrl. An installed package needs no entry."""

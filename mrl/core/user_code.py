@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from mrl.core.installation import PACKAGE_ROOT
+
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?', re.MULTILINE)
 _PACKAGES = ("mrl", "models", "parallel")
 MAX_MESSAGE = 300  # largest length of an exception's message in `describe_error`
@@ -81,7 +83,6 @@ def is_user_file(file: str) -> bool:
     if file.startswith("<"):
         return False
     path = Path(file).resolve()
-    root = Path(__file__).resolve().parents[2]
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    known = [root / package for package in _PACKAGES] + [Path(place).resolve() for place in places]
+    known = [PACKAGE_ROOT / package for package in _PACKAGES] + [Path(place).resolve() for place in places]
     return not any(path.is_relative_to(folder) for folder in known)

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from ray._private import ray_constants  # private: Ray has no public way to bind
 from ray.job_config import JobConfig
 
 from mrl.config.secrets import ENGINE_KEY, engine_key
-from mrl.core.installation import WORKING_DIRECTORY, python_path
+from mrl.core.installation import SAFE_PATH, WORKING_DIRECTORY, python_path
 from mrl.core.run_errors import ProcessesLostError
 from mrl.core.shutdown import shutdown_deadline
 from mrl.placement.ray_folder import private_ray_folder
@@ -58,7 +58,7 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     since = time.time()
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     if address:
-        env = PROCESS_ENV | {"PYTHONPATH": python_path(), WORKING_DIRECTORY: os.getcwd()}
+        env = PROCESS_ENV | _import_environment() | {"PYTHONPATH": python_path()}
         # A function sets the key in each worker process: a variable in `env_vars` would appear in Ray's logs.
         ray.init(
             address=address,
@@ -72,7 +72,8 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
         plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2, _temp_dir=str(private_ray_folder()))
         try:
-            ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **quiet)
+            with _variables(_import_environment()):
+                ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **quiet)
         except ValueError:
             raise
         except Exception as error:  # Ray raises a bare Exception
@@ -84,6 +85,26 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     finally:
         with shutdown_deadline("Ray", since):
             ray.shutdown()
+
+
+def _import_environment() -> dict[str, str]:
+    """Return variables with which Ray's processes, and the processes that they start, search the working directory last."""
+    return {"PYTHONSAFEPATH": SAFE_PATH, WORKING_DIRECTORY: os.environ.get(WORKING_DIRECTORY) or os.getcwd()}
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that the code inside starts."""
+    former = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _restrict_to_loopback() -> None:

@@ -1,5 +1,6 @@
 """The package mrl as a user installs it: a wheel in an environment of its own, with commands that start in any folder."""
 
+import json
 import re
 import shlex
 import sysconfig
@@ -12,6 +13,19 @@ from installed_package import REPOSITORY, build, copy_sources, install
 INSTALLED = ("conf", "slurm")
 LIGHT = re.compile(r"(?i)(ray|sglang|wandb)([-_.].*)?$|__editable__.*|mrl-.*")
 """Names in site-packages that an environment without the extra `train` does not have."""
+
+
+REWARD = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+@dataclass(frozen=True)
+class Even:
+    whole_groups: ClassVar[bool] = True
+
+    def __call__(self, responses):
+        return [float(n % 2) for n in range(len(responses))]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +67,49 @@ def test_a_slurm_job_of_an_installed_package_uses_its_scripts_and_its_arguments_
     assert script == "$MRL_SCRIPTS/train.sbatch"
     again = package.run("train", *arguments, "--cfg", "job", cwd=tmp_path)
     assert again.returncode == 0 and "lr: 0.125" in again.stdout, again.stderr
+
+
+@pytest.fixture
+def crowded(tmp_path):
+    """A working directory with modules that have the names of mrl's packages, and a reward of the user."""
+    (tmp_path / "models").mkdir()
+    for name in ("models/__init__.py", "parallel.py", "mrl.py"):
+        (tmp_path / name).write_text(f"raise SystemError('{name} of the user is imported')\n")
+    (tmp_path / "my_rewards.py").write_text(REWARD)
+    return tmp_path
+
+
+def test_modules_in_the_working_directory_do_not_hide_those_of_mrl(package, crowded):
+    done = package.run("train", "reward._target_=my_rewards.Even", "--cfg", "job", cwd=crowded)
+    assert done.returncode == 0 and "my_rewards.Even" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["models/__init__.py", "parallel.py"])
+def test_a_module_in_pythonpath_that_hides_one_of_mrl_is_an_error_in_one_line(package, crowded, tmp_path, name):
+    for other in {"models/__init__.py", "parallel.py", "mrl.py"} - {name}:
+        (crowded / other).unlink()
+    done = package.run("train", cwd=tmp_path, PYTHONPATH=str(crowded))
+    package_name = name.partition("/")[0].removesuffix(".py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"mrl: mrl needs its own package '{package_name}' .* Python finds {crowded}/{name}; .*\n", done.stderr
+    )
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("folder", ["empty", "crowded"])
+def test_an_installed_package_trains_in_any_folder(package, folder, tmp_path, request):
+    """In the second folder, worker processes of the rollout worker find the user's reward, but not the other modules."""
+    reward = []
+    if folder == "crowded":
+        request.getfixturevalue("crowded")
+        reward = ["reward._target_=my_rewards.Even"]
+    keys = ["experiment=quickstart", "trainer.max_steps=2", "sft.steps=2", "run.dir=run"]
+    done = package.run("train", *keys, *reward, cwd=tmp_path, timeout_s=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert reward == [] or {step["reward/mean"] for step in steps} == {0.5}
 
 
 @pytest.fixture(scope="module")
