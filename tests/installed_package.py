@@ -5,7 +5,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,13 +48,16 @@ class InstalledPackage:
 
     def run(self, *arguments: str, cwd: Path, timeout_s: float = TIMEOUT_S, **variables: str):
         """Run `mrl` with these arguments in `cwd`, and return the finished process. `variables`: environment variables."""
-        return run_mrl(self.python, arguments, cwd, timeout_s, variables)
+        return run([str(self.python.with_name("mrl")), *arguments], cwd, timeout_s, variables)
+
+    def python_program(self, text: str, cwd: Path, timeout_s: float = TIMEOUT_S, **variables: str):
+        """Run a Python program in `cwd`, and return the finished process. `variables`: environment variables."""
+        return run([str(self.python), "-c", text], cwd, timeout_s, variables)
 
 
-def run_mrl(python: Path, arguments, cwd: Path, timeout_s: float, variables: Mapping[str, str]):
-    """Run the console script `mrl` of an environment."""
+def run(command: Sequence[str], cwd: Path, timeout_s: float, variables: Mapping[str, str]):
+    """Run a command without the variables of Python and mrl that the tests have."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MRL_"))}
-    command = [str(python.with_name("mrl")), *arguments]
     return subprocess.run(
         command, cwd=cwd, env=plain | variables, capture_output=True, text=True, timeout=timeout_s, check=False
     )

@@ -33,6 +33,11 @@ def python_path() -> str:
     return os.pathsep.join([*entries, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def import_environment() -> dict[str, str]:
+    """Return variables with which Ray's processes, and the processes that they start, search the working directory last."""
+    return {"PYTHONSAFEPATH": SAFE_PATH, WORKING_DIRECTORY: os.environ.get(WORKING_DIRECTORY) or os.getcwd()}
+
+
 def add_working_directory() -> None:
     """Make the modules in the working directory importable in this process and in all processes that it starts.
 

@@ -20,7 +20,7 @@ from ray._private import ray_constants  # private: Ray has no public way to bind
 from ray.job_config import JobConfig
 
 from mrl.config.secrets import ENGINE_KEY, engine_key
-from mrl.core.installation import SAFE_PATH, WORKING_DIRECTORY, python_path
+from mrl.core.installation import import_environment, python_path
 from mrl.core.run_errors import ProcessesLostError
 from mrl.core.shutdown import shutdown_deadline
 from mrl.placement.ray_folder import private_ray_folder
@@ -58,7 +58,7 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     since = time.time()
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     if address:
-        env = PROCESS_ENV | _import_environment() | {"PYTHONPATH": python_path()}
+        env = PROCESS_ENV | import_environment() | {"PYTHONPATH": python_path()}
         # A function sets the key in each worker process: a variable in `env_vars` would appear in Ray's logs.
         ray.init(
             address=address,
@@ -72,7 +72,7 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
         plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2, _temp_dir=str(private_ray_folder()))
         try:
-            with _variables(_import_environment()):
+            with _variables(import_environment()):
                 ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **quiet)
         except ValueError:
             raise
@@ -85,11 +85,6 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     finally:
         with shutdown_deadline("Ray", since):
             ray.shutdown()
-
-
-def _import_environment() -> dict[str, str]:
-    """Return variables with which Ray's processes, and the processes that they start, search the working directory last."""
-    return {"PYTHONSAFEPATH": SAFE_PATH, WORKING_DIRECTORY: os.environ.get(WORKING_DIRECTORY) or os.getcwd()}
 
 
 @contextmanager

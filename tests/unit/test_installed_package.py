@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from installed_package import REPOSITORY, build, copy_sources, install
 
+from mrl.core.installation import WORKING_DIRECTORY, import_environment
+
 INSTALLED = ("conf", "slurm")
 LIGHT = re.compile(r"(?i)(ray|sglang|wandb)([-_.].*)?$|__editable__.*|mrl-.*")
 """Names in site-packages that an environment without the extra `train` does not have."""
@@ -82,6 +84,24 @@ def crowded(tmp_path):
 def test_modules_in_the_working_directory_do_not_hide_those_of_mrl(package, crowded):
     done = package.run("train", "reward._target_=my_rewards.Even", "--cfg", "job", cwd=crowded)
     assert done.returncode == 0 and "my_rewards.Even" in done.stdout, done.stderr
+
+
+SCORE = """
+import os, time
+from mrl.rewards.worker_pool import WorkerPool
+from my_rewards import Even
+pool = WorkerPool([Even()], workers=1, memory_gb=4)
+(scores,) = pool.run(0, [["a", "b"]], sample_s=60.0, deadline=time.monotonic() + 60)
+print([score.value for score in scores], "PYTHONSAFEPATH" in os.environ)
+pool.close()
+"""
+
+
+def test_worker_processes_of_rewards_find_only_the_own_modules_of_the_user(package, crowded):
+    """Ray starts the process that owns the pool with these variables."""
+    ray_variables = import_environment() | {WORKING_DIRECTORY: str(crowded)}
+    done = package.python_program(SCORE, cwd=crowded, **ray_variables)
+    assert done.returncode == 0 and done.stdout == "[0.0, 1.0] False\n", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["models/__init__.py", "parallel.py"])
