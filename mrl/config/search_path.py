@@ -86,7 +86,8 @@ def own_group_override(argument: str, group: str, folders: Sequence[Path]) -> st
 def _is_default(group: str, folders: Sequence[Path]) -> bool:
     """Return whether a defaults list in one of the folders names the group."""
     entry = re.compile(rf"^\s*-\s*(override\s+)?/?{re.escape(group)}(@\S*)?\s*:", re.MULTILINE)
-    files = (path for folder in folders for path in folder.rglob("*.yaml"))
+    # Not all levels, because the folder may be a working directory with many runs.
+    files = (path for folder in folders for level in ("*", "*/*", "*/*/*") for path in folder.glob(f"{level}.yaml"))
     return any(entry.search(path.read_text(errors="replace")) for path in files)
 
 
