@@ -97,7 +97,7 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, value in former.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 
