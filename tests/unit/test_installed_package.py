@@ -58,19 +58,6 @@ def test_an_installed_package_has_all_files_that_commands_read(package):
     assert (installed / "slurm/train.sbatch").stat().st_mode & 0o111, "sbatch's script starts it"
 
 
-def test_a_slurm_job_of_an_installed_package_uses_its_scripts_and_its_arguments_compose_again(package, tmp_path):
-    keys = ["cluster.nodes=1", "cluster.gpus_per_node=0", "optim.lr=0.125"]
-    done = package.run("train", "cluster=slurm", "cluster.dry_run=true", *keys, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    exports, _, call = done.stdout.partition("\nexec ")
-    assert f"export MRL_SCRIPTS={package.site_packages}/mrl/slurm" in exports
-    assert "export MRL_CHECKOUT=''" in exports and f"export MRL_PYTHON={package.python}" in exports
-    script, *arguments = shlex.split(call.replace("\\\n", ""))
-    assert script == "$MRL_SCRIPTS/train.sbatch"
-    again = package.run("train", *arguments, "--cfg", "job", cwd=tmp_path)
-    assert again.returncode == 0 and "lr: 0.125" in again.stdout, again.stderr
-
-
 @pytest.fixture
 def crowded(tmp_path):
     """A working directory with modules that have the names of mrl's packages, and a reward of the user."""
@@ -81,9 +68,18 @@ def crowded(tmp_path):
     return tmp_path
 
 
-def test_modules_in_the_working_directory_do_not_hide_those_of_mrl(package, crowded):
-    done = package.run("train", "reward._target_=my_rewards.Even", "--cfg", "job", cwd=crowded)
-    assert done.returncode == 0 and "my_rewards.Even" in done.stdout, done.stderr
+def test_a_slurm_job_of_an_installed_package_uses_its_scripts_and_its_arguments_compose_again(package, crowded):
+    """Modules in the working directory do not hide those of mrl."""
+    keys = ["cluster.nodes=1", "cluster.gpus_per_node=0", "reward._target_=my_rewards.Even"]
+    done = package.run("train", "cluster=slurm", "cluster.dry_run=true", *keys, cwd=crowded)
+    assert done.returncode == 0, done.stderr
+    exports, _, call = done.stdout.partition("\nexec ")
+    assert f"export MRL_SCRIPTS={package.site_packages}/mrl/slurm" in exports
+    assert "export MRL_CHECKOUT=''" in exports and f"export MRL_PYTHON={package.python}" in exports
+    script, *arguments = shlex.split(call.replace("\\\n", ""))
+    assert script == "$MRL_SCRIPTS/train.sbatch"
+    again = package.run("train", *arguments, "--cfg", "job", cwd=crowded)
+    assert again.returncode == 0 and "_target_: my_rewards.Even" in again.stdout, again.stderr
 
 
 SCORE = """
