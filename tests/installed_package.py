@@ -74,6 +74,8 @@ def install(wheel: Path, folder: Path) -> InstalledPackage:
     # A folder in a .pth file is added to sys.path, but .pth files in this folder, such as that of an editable mrl, are not read.
     (made.site_packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     script = folder / "bin/mrl"
-    script.write_text(f"#!{made.python}\nimport sys\nfrom mrl.cli import main\nsys.exit(main())\n")
+    script.write_text(
+        f"#!{made.python}\nimport sys\nfrom mrl.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    )
     script.chmod(0o755)
     return made
