@@ -17,6 +17,7 @@ DEPENDENCIES = [
     "transformers>=5.19,<6",
     "tokenizers>=0.23",
     "safetensors>=0.8",
+    "huggingface-hub>=1.30,<2",  # fetches models and data that are named by their ids
     # The controller.
     "hydra-core>=1.3.8,<1.4",
     "omegaconf>=2.3.1,<2.4",

@@ -19,7 +19,7 @@ COMMANDS = {
 
 SUBCOMMANDS = {
     "plan": ("memory", "placement", "rollout", "search", "sync"),
-    "convert": ("to-megatron", "to-hf", "check"),
+    "convert": ("to-megatron", "to-hf", "from-gguf", "check"),
     "data": ("prepare", "tiny-model", "arithmetic"),
     "import": ("verl", "slime", "trl"),
     "completion": ("bash", "zsh", "fish"),

@@ -285,7 +285,7 @@ def test_a_foreign_pickle_in_a_checkpoint_is_refused_while_the_run_is_planned(tm
 
 def test_a_run_whose_folder_was_moved_ends_with_status_1_and_a_message(tmp_path, monkeypatch, capsys):
     @contextmanager
-    def moved(plan, preemption):
+    def moved(plan, preemption, startup):
         folder = tmp_path / "run"
         with lock_run_dir(folder, "train", {}):
             lines = JsonLinesFile(folder / "metrics.jsonl")
