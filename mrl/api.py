@@ -1,11 +1,11 @@
 """mrl as a library: `mrl.train`, `mrl.generate`, `mrl.evaluate`, `mrl.convert` and `mrl.load_config`.
 
-Each function runs the `mrl` command of the same name in a child process, and waits for its end. So a run behaves in the same way
-as on the command line, and importing mrl stays quick. The functions print what the command prints. If the calling process has
-initialised Ray, `train` runs in that cluster.
+Each function except `load_config` runs the `mrl` command of the same name in a child process, and waits for its end. So a run
+behaves as on the command line, and `import mrl` is fast. The functions print what the command prints. If the calling process
+has initialised Ray, `train` runs in that cluster.
 
-Settings are what the command line takes, in one of three forms: a list of overrides (`["experiment=quickstart"]`), a dict whose
-keys may be nested or dotted (`{"rollout": {"prompts_per_step": 8}, "optim.lr": 1e-6}`), or a `Config` from `load_config`.
+The argument `settings` has the overrides of the command line, in one of three forms: a list (`["experiment=quickstart"]`), a dict
+whose keys may be nested or dotted (`{"rollout": {"prompts_per_step": 8}, "optim.lr": 1e-6}`), or a `Config` from `load_config`.
 """
 
 import json
@@ -33,7 +33,7 @@ type Settings = Config | Mapping[str, Any] | Sequence[str]
 
 END_TIMEOUT_S = 120  # a command that is interrupted has this time to end its processes
 SHOWN_LINES = 15  # lines of a failed command's error output in the message of CommandError
-STOP_WINDOW = 5  # steps whose mean reward is the result of a run
+STOP_WINDOW = 5  # number of last steps whose mean reward is `TrainResult.reward`
 
 
 class CommandError(RuntimeError):
@@ -82,7 +82,7 @@ class EvaluationResult:
 
 
 def load_config(settings: Settings = ()) -> Config:
-    """Compose and check a config. Without an experiment or a model, this is the quickstart. Starts no process.
+    """Compose and check a config. Without an experiment or a model, it is the config of the quickstart. Starts no process.
 
     Raises ValueError for a mistake in the settings. The message names the key.
     """
@@ -94,7 +94,7 @@ def load_config(settings: Settings = ()) -> Config:
 
 
 def train(settings: Settings = ()) -> TrainResult:
-    """Train a model with reinforcement learning, and wait for the end. A run in run.dir that is not finished continues.
+    """Train a model with reinforcement learning, and wait for the end. If run.dir has an unfinished run, continue it.
 
     Raises ValueError for a mistake in the settings before anything starts, and CommandError if the run fails or is preempted.
     """
@@ -144,7 +144,7 @@ def convert(
 ) -> Path | None:
     """Convert weights, and return the folder of the result. `direction` is "to-megatron", "to-hf" or "check".
 
-    "check" converts every tensor in both directions and compares bytes and logits; it returns None.
+    With "check", every tensor is converted in both directions, bytes and logits are compared, and None is returned.
 
     Args:
         direction: Subcommand of `mrl convert`.

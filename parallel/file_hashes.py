@@ -1,7 +1,7 @@
 """Hashes of files (xxh3, 128 bits), with which readers find files that are damaged, exchanged or missing.
 
-A folder that mrl writes has the file HASHES_FILE: name of each other file -> [size in bytes, hash]. JSON files that one process
-writes alone, such as run.json, contain the hash of their own text instead.
+A folder that mrl writes has the file HASHES_FILE: name of each other file -> [size in bytes, hash]. A JSON file such as run.json
+contains the hash of its own text instead.
 """
 
 import json
@@ -97,7 +97,7 @@ def sealed_json(content: Mapping[str, Any]) -> str:
 
 
 def read_sealed_json(path: Path, keys: Set[str]) -> dict[str, Any]:
-    """Read a file with a text of `sealed_json`, whose content has these keys.
+    """Read a file that contains a text of `sealed_json`. Its content must have exactly the keys `keys`.
 
     Raises FileNotFoundError, and ValueError if the file is damaged or has the content of another file.
     """

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of `mrl import`. Returns 1 if mrl refuses the overrides, for example because two of them contradict."""
+    """Entry point of `mrl import`. Returns 1 if mrl refuses the overrides, for example because of a contradiction."""
     args = parser().parse_args(argv)
     with hydra_entry.exit_on_user_error():
         values = read_config(args.config, args.source)
@@ -117,7 +117,7 @@ def _read_script(text: str) -> Iterator[tuple[str, Any]]:
     option: str | None = None
     arguments: list[str] = []
     for word in [*words, "--"]:
-        if _ALL_OF_ARRAY.fullmatch(word):  # the words of the array are read where the script defines it
+        if _ALL_OF_ARRAY.fullmatch(word):  # its words were read where the script defines the array
             word = "--"
         if word.startswith("--") and not _DOTTED_KEY.fullmatch(word):
             if option:
@@ -170,7 +170,7 @@ def _value_of(words: list[str]) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """Return the number, bool or list that a word is; any other word is a string."""
+    """Return a word as a number, bool, list or None if it has this form, otherwise as a string."""
     try:
         parsed = OmegaConf.from_dotlist([f"value={text}"])
         value = OmegaConf.to_container(parsed).get("value")  # type: ignore[missing-attribute]

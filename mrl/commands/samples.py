@@ -27,7 +27,8 @@ def parser() -> argparse.ArgumentParser:
 def choose(samples: Sequence[TextSample], count: int, *, best: bool, worst: bool) -> list[TextSample]:
     """Return `count` of the samples, which are sorted best first.
 
-    With `best` or `worst`, they are taken from this end. With both or neither, half of them are taken from each end.
+    With `best`, these are the first samples, and with `worst` the last ones. With both or neither, half of
+    them are taken from each end.
     """
     count = min(count, len(samples))
     num_best = count if best and not worst else 0 if worst and not best else (count + 1) // 2

@@ -372,7 +372,7 @@ TRL: dict[str, Rule] = {
 
 
 SOURCES: dict[str, dict[str, Rule]] = {"verl": VERL, "slime": SLIME, "trl": TRL}
-_TARGETS = {  # foreign keys with rules that compute -> the mrl key that a hint names
+_TARGETS = {  # key of another trainer whose rule is a function -> the mrl key that the hint names
     "data.train_files": "data.train",
     "data.val_files": "data.test",
     f"{_ACTOR}ppo_mini_batch_size": "algorithm.mini_batches",
@@ -442,7 +442,7 @@ def _apply(rule: Rule | None, key: str, value: Any, values: Values) -> Overrides
     if not isinstance(rule, str):
         try:
             return rule(value, values)
-        except (TypeError, ValueError):  # for example, a variable of a script that is not assigned there
+        except (TypeError, ValueError):  # for example, the value is a variable that the script does not assign
             return Note("the value cannot be read")
     if rule.endswith("*"):
         prefix = next(prefix for prefix in _prefixes() if key.startswith(prefix))

@@ -1,6 +1,6 @@
-"""Names of models and data in the config become local paths: ids on the Hugging Face Hub, URLs that fsspec knows, and paths.
+"""Fetches models and data that the config names by an id on the Hugging Face Hub or by a URL. Local paths replace these names.
 
-This happens before any process starts. A name of something that exists on this machine is never looked up elsewhere.
+This happens before any process starts. A name that is an existing local path is never looked up elsewhere.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
     made = [str(value) for value in (config.data.inputs or {}).values() if isinstance(value, str)]
 
     def exists(name: str) -> bool:
-        """Return whether a name is a path, either of something that exists or of a file that data.inputs makes."""
+        """Return whether a name is a path, either of an existing file or folder, or of a file that data.inputs creates."""
         return Path(name).exists() or any(name == path or name.startswith(f"{path.rstrip('/')}/") for path in made)
 
     def model(section: Any, key: str) -> Any:

@@ -271,8 +271,8 @@ class ScoringConfig:
     )
     rehearse: bool = key(
         True,
-        "Whether to call the reward function on two made-up responses before any process starts. An error in the function is "
-        "then reported at once. Rewards that call a server are not called.",
+        "Whether to call the reward function, and the agent if there is one, with made-up responses before the run starts. "
+        "An error in them is then reported at once. Rewards that call a server are not called.",
     )
 
     @property

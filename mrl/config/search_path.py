@@ -1,6 +1,6 @@
 """A user's own config folders: `--config-dir FOLDER` and `hydra.searchpath=[FOLDER,...]`.
 
-Each command turns both into one override with absolute paths, so that jobs and points of a sweep find the same folders.
+Each command turns both into one override with absolute paths, so that Slurm jobs and the runs of a sweep find the same folders.
 """
 
 import re
@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from mrl.core.installation import CONF
 
 SEARCH_PATH = "hydra.searchpath"
-"""Key with the folders in which Hydra searches files of config groups, after mrl's own folder conf/."""
+"""Key with the folders in which Hydra searches for files of config groups, after mrl's own folder conf/."""
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./:-]+")
 _OPTION = re.compile(r"(--config-dir|-cd)(?:=(.*))?", re.DOTALL)
 
@@ -86,7 +86,7 @@ def own_group_override(argument: str, group: str, folders: Sequence[Path]) -> st
 def _is_default(group: str, folders: Sequence[Path]) -> bool:
     """Return whether a defaults list in one of the folders names the group."""
     entry = re.compile(rf"^\s*-\s*(override\s+)?/?{re.escape(group)}(@\S*)?\s*:", re.MULTILINE)
-    # Not all levels, because the folder may be a working directory with many runs.
+    # Only three levels are searched, because the folder may be a working directory with many runs.
     files = (path for folder in folders for level in ("*", "*/*", "*/*/*") for path in folder.glob(f"{level}.yaml"))
     return any(entry.search(path.read_text(errors="replace")) for path in files)
 

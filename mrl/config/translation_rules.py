@@ -48,7 +48,7 @@ def every(key: str, value: Any, values: Values) -> Overrides:
 
 
 def mini_batches(total: str, value: Any, values: Values) -> Overrides | Note:
-    """Number of mini-batches from a mini-batch size. `total`: the key, or product of keys, of the size of a step."""
+    """Compute the number of mini-batches from their size. `total`: key with the batch size of a step, or factors joined by *."""
     sizes = [values.get(name) for name in total.split("*")]
     if any(size is None for size in sizes):
         return Note(f"algorithm.mini_batches is {total} divided by this size; {total} is not in this config")

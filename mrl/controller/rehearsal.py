@@ -30,7 +30,7 @@ from mrl.rollout.client import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0  # longest wait for a worker process that replaces one which the reward ended
+START_TIMEOUT_S = 30.0  # longest wait for the start of a worker process, after the reward ended the one before
 NUM_ROWS = 2  # rows of the training data for which responses are made up
 PLAIN_TEXT = "This is a made-up response."
 EXPECTED = "expected a finite number, a bool, a dict whose key 'score' is a finite number, or a Score for each response"
@@ -41,7 +41,7 @@ def rehearse(plan: TrainPlan) -> None:
     """Try the reward function and the agent on the first rows of the training data.
 
     The reward runs in worker processes with the time limits of the run, and the processes end before this function returns.
-    Rewards with `needs_server` are not called. The first prompts are logged, as the chat template renders them.
+    Rewards that have `needs_server = True` are not called. The first prompts are logged, as the chat template renders them.
 
     Raises ValueError if the agent fails, if the reward returns something that is not a score, or if it fails for all responses.
     If it fails for some of the responses, a warning is logged.
@@ -119,7 +119,7 @@ def _call(
 
 
 def _call_in_thread(reward: Reward, batch: list[Response], limit_s: float) -> CallResult:
-    """Call a reward with `in_process`, and do not wait longer than `limit_s` seconds for it."""
+    """Call a reward that has `in_process = True` in a thread, and wait for it for at most `limit_s` seconds."""
     results: list[CallResult] = []
     thread = threading.Thread(target=lambda: results.append(call_reward(reward, batch)), daemon=True)
     thread.start()

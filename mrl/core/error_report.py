@@ -1,6 +1,6 @@
 """Report of the error that ends a run: a short text for the terminal and mrl.log, and a file with the whole traceback.
 
-Every command ends through `report_error` if its job raises an exception.
+If an exception ends a command that takes config keys, the command prints the text that `report_error` returns.
 """
 
 import errno
@@ -75,7 +75,7 @@ def _unwrap(error: BaseException) -> BaseException:
 
 
 def _message_lines(error: BaseException) -> list[str]:
-    """Return the message of an exception. The type precedes the message if it is not a type of mrl."""
+    """Return the message of an exception. The type of the exception precedes the message, unless mrl defines this type."""
     of_mrl = type(error).__module__.startswith("mrl.")
     message = str(error).strip()
     prefix = "" if of_mrl and message else f"{type(error).__name__}: "
@@ -184,7 +184,7 @@ def _host_memory(chain: Sequence[BaseException], run_dir: Path) -> list[str]:
 
 
 def _lost_process(chain: Sequence[BaseException], run_dir: Path) -> list[str]:
-    """Explain the death of a process. Ray does not tell the signal that ended it."""
+    """Explain the death of a process. Ray does not report the signal that ended it."""
     found = _find(chain, lambda e: isinstance(e, ProcessesLostError) and " died" in str(e))
     if found is None:
         return []

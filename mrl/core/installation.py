@@ -23,8 +23,8 @@ WORKING_DIRECTORY = "MRL_WORKING_DIRECTORY"
 SAFE_PATH = "mrl"
 """Value of the environment variable PYTHONSAFEPATH with which mrl starts Ray's processes.
 
-Python then does not put the working directory first in `sys.path`. Importing mrl deletes a variable with this value, so that
-programs that a user's own code starts do not inherit it."""
+Python then does not put the working directory first in `sys.path`. Importing mrl deletes the variable if it has this value,
+so that programs that a user's own code starts do not inherit it."""
 
 
 def python_path() -> str:

@@ -38,7 +38,7 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
 def with_variable(name: str, value: str) -> list[psutil.Process]:
     """Return the processes that inherited an environment variable with this value, except this process and its ancestors.
 
-    A process that was only forked has the environment of the program that forked it.
+    After a fork without exec, a process shows the environment of the program that forked it.
     """
     own = psutil.Process()
     excluded = {own.pid, *(each.pid for each in own.parents())}

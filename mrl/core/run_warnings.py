@@ -1,4 +1,4 @@
-"""Warnings of all processes of a run: each is shown on the terminal once, repeats are counted, and the end lists them again.
+"""Warnings of all processes of a run: each is shown on the terminal once, and the end of the run lists them with counts.
 
 Processes of the run append their warnings to `run.dir/logs/warnings.jsonl`, and the driver reads this file once a second.
 A warning is a log record of mrl with the level WARNING or higher, or a call of `warnings.warn` in the user's code.
@@ -27,7 +27,7 @@ USER_LOGGER = "mrl.user_code"  # logger of the warnings of the user's code
 POLL_S = 1.0  # how often the driver reads the file
 MAX_DISTINCT = 100  # largest number of different warnings that are kept
 MAX_LENGTH = 600  # characters of a warning on the terminal
-WRITTEN_ONE_BY_ONE = 100  # after this many repeats, a process writes one line for every so many repeats
+WRITTEN_ONE_BY_ONE = 100  # a process writes a line for each of the first 100 repeats, then one for every 100 repeats
 
 _PACKAGES = ("mrl", "models", "parallel")
 _LOCATION = re.compile(r"\(\S+:\d+(?:, in \S+)?\)")  # as mrl.core.user_code writes it
@@ -79,7 +79,7 @@ def _install(handler: logging.Handler) -> None:
         else:
             show(message, category, filename, lineno, file, line)
 
-    # Python shows a warning of one line only once; those of reward files are all counted. Their modules have these names.
+    # Python shows the warning of a line of code only once. Count every warning of reward files, whose modules have this prefix.
     warnings.filterwarnings("always", category=UserWarning, module="mrl_reward_of_")
     show_or_log.logs_user_code = True  # type: ignore[attr-defined]
     warnings.showwarning = show_or_log
@@ -131,9 +131,9 @@ class WarningList:
     """The warnings of a run, in the order of their first occurrence."""
 
     def __init__(self, path: Path, terminal: TextIO | None = None) -> None:
-        """`path`: file to which processes append their warnings. Lines that it has already belong to an earlier start.
+        """`path`: file to which processes append their warnings. Its present lines are of an earlier start.
 
-        `terminal`: None is the current sys.stderr, which a progress display replaces while it is shown.
+        `terminal`: where warnings are shown. None: the current sys.stderr, which a progress display replaces while it is shown.
         """
         self.path, self.terminal = path, terminal
         self._entries: dict[str, _Entry] = {}
@@ -179,7 +179,7 @@ class WarningList:
 
 @contextmanager
 def collect_warnings(run_dir: Path, terminal: TextIO | None = None) -> Iterator[WarningList]:
-    """Show the warnings of this process and of the run's other processes on the terminal, default stderr.
+    """Show the warnings of this process and of the run's other processes on the terminal (default: stderr).
 
     When the context exits, the list with counts is written to the log, and also to the terminal if no exception ended the
     context.

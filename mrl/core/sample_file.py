@@ -64,7 +64,7 @@ def shortened(text: str) -> str:
 def spread(rewards: Sequence[float], count: int) -> list[int]:
     """Return the indices of `count` responses whose rewards cover the whole range, best first.
 
-    The best and the worst response are always among them. Of responses with equal rewards, the first ones are taken.
+    The best and the worst response are always among them. Responses with equal rewards keep their order.
     """
     order = sorted(range(len(rewards)), key=lambda index: (-rewards[index], index))
     if count >= len(order):
@@ -115,7 +115,7 @@ def last_samples(run_dir: Path, step: int) -> list[TextSample]:
 
 
 def best_and_worst_text(run_dir: Path, step: int) -> str:
-    """Return the best and the worst response of the last step as text. "" if the file does not have the step."""
+    """Return the best and the worst response of `step` as text; "" if `step` is not the last step in the file."""
     samples = last_samples(run_dir, step)
     titles = {"best": samples[:1], "worst": samples[1:][-1:]}
     return "\n".join(f"{title} of step {step}: {one.text()}" for title, found in titles.items() for one in found)

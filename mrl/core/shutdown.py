@@ -33,7 +33,7 @@ def shutdown_deadline(what: str, since: float) -> Iterator[None]:
     """Limit the time in which the body ends processes. `what` is the text that names them in messages.
 
     A process of Ray that is stopped or hangs can block calls of Ray for ever. So a thread says every NOTICE_S seconds which
-    processes still run. After TIMEOUT_S seconds it ends the descendants that this process started after the time `since` of
+    processes still run. After TIMEOUT_S seconds it ends the descendants that this process started after `since`, a value of
     time.time(). Calls that wait for these processes then return. If the body continues for another EXIT_S seconds, this process
     exits.
     """

@@ -22,7 +22,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def location_suffix(error: BaseException) -> str:
-    """Return ` (FILE:LINE, in FUNCTION)` for an exception that was raised in the user's code, otherwise an empty text."""
+    """Return ` (FILE:LINE, in FUNCTION)` for an exception that was raised in the user's code, otherwise an empty string."""
     location = user_location(error)
     return f" ({location})" if location and location not in str(error) else ""
 
@@ -71,7 +71,7 @@ def is_from_another_process(error: BaseException) -> bool:
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback of an exception as text, without its causes. For a RayTaskError, the text from the other process."""
+    """Return the traceback of an exception as text, without its causes. A RayTaskError contains the text of the other process."""
     if is_from_another_process(error):
         return str(error)
     return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))

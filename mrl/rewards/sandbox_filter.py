@@ -1,11 +1,11 @@
 """The seccomp filter of the sandbox: a list of the system calls, and of the arguments, that a program may use.
 
-The filter is an allow-list. A call that is not listed fails with EPERM. A call with a number from FIRST_UNKNOWN on fails with
-ENOSYS, and so does every x32 call. A call through another ABI, such as 32-bit x86, kills the program.
+The filter is an allow-list. A call that is not listed fails with EPERM, or with ENOSYS if its number is FIRST_UNKNOWN or larger,
+as the numbers of all x32 calls are. A call through another ABI, such as 32-bit x86, kills the program.
 
 Landlock restricts only how a process opens files. A program may open the files of the Python installation for reading, so the
 filter refuses every call that affects other processes through a file that is open for reading: locks, leases, notifications,
-attributes of the file system, and the eviction of pages from memory.
+changes of file attributes, and the eviction of pages from the page cache.
 """
 
 import os
@@ -82,7 +82,7 @@ _MADVISE = (
 
 @dataclass(frozen=True)
 class ArgumentCondition:
-    """Condition on one argument of a system call: the argument, combined bit by bit with `mask`, is one of the values."""
+    """Condition on one argument of a system call: the bitwise AND of the argument and `mask` is one of the values."""
 
     argument: int  # index
     values: tuple[int, ...]
@@ -156,7 +156,7 @@ def numbers_of(table: str, column: int) -> dict[str, int]:
 
 
 def _check(condition: ArgumentCondition) -> list[tuple[int, int, int, int]]:
-    """Return instructions that return EPERM if the condition does not hold. They continue behind their end if it holds."""
+    """Return instructions that return EPERM if the condition does not hold. If it holds, the instructions after them run."""
     low, values = 16 + 8 * condition.argument, condition.values  # offset of the argument's lower half in seccomp_data
     upper = [(_LOAD, 0, 0, low + 4), (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM)] if condition.is_64_bit else []
     compare = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]

@@ -18,14 +18,14 @@ from mrl.core.metrics import Metrics
 from mrl.core.run_errors import UnhealthyRunError
 
 BASELINE_STEPS = 3  # number of steps at the start of the run with which later steps are compared
-TRUNCATED = 0.9  # fraction of truncated responses from which on they are a problem
-FAILED = 0.05  # fraction of responses without a score from which on they are a problem
+TRUNCATED = 0.9  # smallest fraction of truncated responses that is a problem
+FAILED = 0.05  # smallest fraction of responses without a score that is a problem
 ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entropy has collapsed
-MISMATCH_NATS = 0.05  # a mean difference of log-probabilities up to this value is not a problem
-MISMATCH_GROWTH = 5.0  # nor is one up to this factor times that of the first steps
+MISMATCH_NATS = 0.05  # a mean difference of log-probabilities is a problem if it is above this value
+MISMATCH_GROWTH = 5.0  # and also above this factor times that of the first steps
 GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times that of the first steps has exploded
-REWARD_LEFT = 0.25  # a mean reward below this fraction of the best step's mean reward has collapsed,
-REWARD_ERRORS = 5.0  # if it is also lower by this many standard errors of the best step's mean
+REWARD_LEFT = 0.25  # a mean reward has collapsed if it is below this fraction of the best step's mean reward
+REWARD_ERRORS = 5.0  # and also lower by this many standard errors of the best step's mean reward
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class LearningHealth:
         return text
 
     def report_totals(self) -> None:
-        """Report how many steps had each problem that was reported."""
+        """For each reported problem, report how many steps had it."""
         for name in self._reported:
             steps = self._steps[name]
             self.report(f"{name}: in {len(steps)} of {self._checked} steps, from step {steps[0]} to step {steps[-1]}")
