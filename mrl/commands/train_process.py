@@ -41,7 +41,8 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
     """
     if config.cluster.scheduler and not config.cluster.address:
         return _submit(config, overrides)
-    supervisor.tell_supervisor(f"run.dir={config.run.dir}")
+    # The supervisor adds this override to the arguments of a restart, so Hydra must be able to parse it.
+    supervisor.tell_supervisor(hydra_entry.format_override("run.dir", config.run.dir))
     with hydra_entry.exit_on_user_error():
         check_not_in_use(Path(config.run.dir))
     if finished := build.finished_result(config):
@@ -62,11 +63,11 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
             with build.trainer(plan, preemption, startup) as trainer:
                 result = trainer.fit()
     except PreemptedError as reason:
-        sys.stdout.write(f"{reason}: the same command with run.dir={config.run.dir} continues the run\n")
+        sys.stdout.write(f"{reason}: the same command with {_run_dir_word(config)} continues the run\n")
         raise SystemExit(REQUEUE_STATUS) from None
     except UnhealthyRunError as reason:
         sys.stdout.write(
-            f"{reason}\nThe run wrote a checkpoint. The same command with run.dir={config.run.dir} and corrected keys continues "
+            f"{reason}\nThe run wrote a checkpoint. The same command with {_run_dir_word(config)} and corrected keys continues "
             "it; trainer.on_unhealthy=warn continues it in spite of the problem.\n"
         )
         raise SystemExit(UNHEALTHY_STATUS) from None
@@ -76,6 +77,11 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
         raise SystemExit(1) from error
     sys.stdout.write(summary(result, config, overrides))
     return metric_value(Path(config.run.dir), config.sweep.metric)
+
+
+def _run_dir_word(config: Config) -> str:
+    """Return the override of the run directory as a word that can be pasted into a shell."""
+    return shlex.quote(hydra_entry.format_override("run.dir", config.run.dir))
 
 
 def _submit(config: Config, overrides: Sequence[str]) -> None:
@@ -119,10 +125,11 @@ def next_commands(config: Config, overrides: Sequence[str], has_model: bool) -> 
         word.lstrip("+") for word in overrides if hydra_entry.override_key(word) not in ("run.dir", "trainer.max_steps")
     ]
     data = [word for word in own if hydra_entry.override_key(word).split(".")[0] in ("experiment", "data", "reward")]
-    run_dir, steps = f"run.dir={config.run.dir}", f"trainer.max_steps={max(1, 2 * config.trainer.max_steps)}"
+    run_dir = hydra_entry.format_override("run.dir", config.run.dir)
+    steps = f"trainer.max_steps={max(1, 2 * config.trainer.max_steps)}"
     commands = [["samples", str(config.run.dir), "--worst"]]
     if has_model and (config.data.test or config.data.test_sets):
-        commands.append(["evaluate", *data, f"model.path={config.run.dir}/hf"])
+        commands.append(["evaluate", *data, hydra_entry.format_override("model.path", f"{config.run.dir}/hf")])
     commands.append(["train", *own, run_dir, steps])
     return [f"  mrl {shlex.join(words)}" for words in commands]
 

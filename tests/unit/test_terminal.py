@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from mrl.commands import train as train_command
+from mrl.commands import train_process
 from mrl.commands.train_process import summary
 from mrl.config import hydra_entry
 from mrl.controller.trainer import TrainingResult
@@ -104,7 +106,7 @@ def finished_run(tmp_path):
 
 
 def summary_of(run_dir: Path, *overrides: str) -> str:
-    config = hydra_entry.compose_config([*overrides, f"run.dir={run_dir}"])
+    config = hydra_entry.compose_config([*overrides, hydra_entry.format_override("run.dir", run_dir)])
     held_out = {"eval/reward_greedy": 0.25}, {"eval/reward_greedy": 0.75}
     return summary(TrainingResult(150, 0.9, *held_out), config, [*overrides, f"run.dir={run_dir}"])
 
@@ -123,6 +125,34 @@ def test_the_last_screen_says_what_was_learned_where_it_is_and_what_to_do_next(f
     ]
     for line in lines[-2:]:
         assert all(hydra_entry.is_known_override(word) for word in line.split()[2:])
+
+
+@pytest.mark.parametrize("name", ["jörg's (1)", "a#b&c=1", "~x y,z"])
+def test_the_next_commands_and_a_restart_can_be_parsed_with_any_folder(tmp_path, monkeypatch, name):
+    """The supervisor adds what it is told to the arguments of a restart."""
+    folder = tmp_path / name
+    (folder / "hf").mkdir(parents=True)
+    overrides = ["experiment=quickstart", hydra_entry.format_override("run.dir", folder)]
+    config = hydra_entry.compose_config(overrides)
+    told: list[str] = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(folder):
+        raise Stop
+
+    monkeypatch.setattr(train_process.supervisor, "tell_supervisor", told.append)
+    monkeypatch.setattr(train_process, "check_not_in_use", stop)
+    with pytest.raises(Stop):
+        train_process.train(config)
+    restarted = hydra_entry.check_overrides([*overrides, *told])
+    assert hydra_entry.compose_config(restarted).run.dir == str(folder)
+    samples, evaluate, train = (shlex.split(line)[1:] for line in train_process.next_commands(config, overrides, True))
+    assert samples[1] == str(folder)
+    assert hydra_entry.compose_config([*evaluate[1:], "run.dir=x"]).model.path == str(folder / "hf")
+    assert hydra_entry.compose_config(train[1:]).run.dir == str(folder)
+    assert shlex.split(train_process._run_dir_word(config)) == told
 
 
 def test_the_last_screen_names_only_what_exists(tmp_path):
