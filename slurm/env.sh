@@ -30,7 +30,7 @@ inside=() # prefix that runs a command in Apptainer
 if [ "$MRL_CONTAINER" ]; then
     python=${MRL_PYTHON:-python3}
     binds=
-    for folder in ${MRL_CHECKOUT} "$MRL_SCRIPTS" "$PWD" "${MRL_SWEEP:-$run_dir}" /tmp ${MRL_MOUNTS//,/ }; do
+    for folder in ${MRL_CHECKOUT:+"$MRL_CHECKOUT"} "$MRL_SCRIPTS" "$PWD" "${MRL_SWEEP:-$run_dir}" /tmp ${MRL_MOUNTS//,/ }; do
         [[ $folder == *:* ]] && binds+=,$folder || binds+=,$folder:$folder
     done
     case $MRL_CONTAINER in

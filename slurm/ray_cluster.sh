@@ -103,9 +103,10 @@ ray_node() {
     local status
     trap on_signal USR1 TERM
     rm -rf "$tmp"
-    mkdir -m 700 "$tmp" || return 1 # other users must not read the logs, or use the sockets
+    # Other users must not read the logs, or use the sockets. Ray gives its own folder the mode 777, so that is a folder in this one.
+    mkdir -m 700 "$tmp" || return 1
     # shellcheck disable=SC2086
-    MRL_RAY_OF=$MRL_JOB "${inside[@]}" "$python" -P -m ray.scripts.scripts start "${role[@]}" --block --temp-dir="$tmp" \
+    MRL_RAY_OF=$MRL_JOB "${inside[@]}" "$python" -P -m ray.scripts.scripts start "${role[@]}" --block --temp-dir="$tmp/ray" \
         --node-name="$SLURMD_NODENAME" --num-gpus="$gpus" --num-cpus=$((gpus ? gpus : SLURM_CPUS_ON_NODE)) \
         --node-manager-port=$((port + 1)) --object-manager-port=$((port + 3)) --runtime-env-agent-port=$((port + 4)) \
         --dashboard-agent-grpc-port=$((port + 5)) --dashboard-agent-listen-port=$((port + 6)) \
@@ -117,7 +118,7 @@ ray_node() {
     trap '' USR1 # srun sends USR1 to all processes of the step, also during the cleanup
     end_leftovers
     mkdir -p "$run_dir/logs/ray_$SLURMD_NODENAME"
-    cp -r "$tmp"/session_latest/logs/. "$run_dir/logs/ray_$SLURMD_NODENAME"
+    cp -r "$tmp"/ray/session_latest/logs/. "$run_dir/logs/ray_$SLURMD_NODENAME"
     rm -rf "$tmp"
     return $status
 }

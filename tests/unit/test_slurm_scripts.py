@@ -58,8 +58,10 @@ with open(f"{{fake}}/started", "a") as file:
     file.write(json.dumps(dict(argv=sys.argv[2:], env={{name: os.environ.get(name) for name in names}})) + "\\n")
 if module == "ray.scripts.scripts":
     options = dict(word.partition("=")[::2] for word in sys.argv[4:])
-    os.makedirs(options["--temp-dir"] + "/session_latest/logs")
-    open(options["--temp-dir"] + "/session_latest/logs/raylet.out", "w").write(f"{{os.stat(options['--temp-dir']).st_mode:o}}")
+    temp_dir = options["--temp-dir"]
+    os.makedirs(temp_dir + "/session_latest/logs")
+    os.chmod(temp_dir, 0o777)  # what Ray does
+    open(temp_dir + "/session_latest/logs/raylet.out", "w").write(f"{{os.stat(os.path.dirname(temp_dir)).st_mode:o}}")
     open(f"{{fake}}/ray_on_{{os.environ['SLURMD_NODENAME']}}", "w").close()
     if "--head" in options:
         listener = socket.create_server((options["--node-ip-address"], int(options["--port"])))
@@ -221,6 +223,7 @@ def test_two_jobs_on_a_node_have_different_ports(batch, tmp_path):
     ours = ports(first.ray_of("n1"))
     assert len(ours) == 198 and min(ours) >= 12000 and max(ours) < 32768, "below the ports that the system gives away"
     (tmp_path / "started").unlink()
+    (tmp_path / "ray_on_n1").unlink()  # otherwise the second job would not wait for its own Ray
     second = batch("run.dir=b", FAKE_NODES="n1", SLURM_JOB_ID=str(4100 + os.getpid() % 97))
     assert second.end() == 0, second.said
     assert not ours & ports(second.ray_of("n1"))
@@ -368,6 +371,16 @@ def test_one_variable_runs_every_process_in_an_apptainer_image(batch, tmp_path):
     folders = [f"{folder}:{folder}" for folder in (SLURM.parent, SLURM, tmp_path, tmp_path / "mine", "/tmp", "/data")]
     binds = ",".join([*folders, "/scratch:/s"])
     assert all(call.startswith(f"apptainer exec --nv --bind {binds} /images/mrl.sif ") for call in inside)
+
+
+def test_a_checkout_whose_path_has_a_space_is_one_mount(batch, tmp_path):
+    checkout = tmp_path / "my checkout"
+    checkout.symlink_to(SLURM.parent)
+    variables = dict(MRL_CHECKOUT=str(checkout), MRL_SCRIPTS=str(SLURM), MRL_CONTAINER="/images/mrl.sif")
+    job = batch("run.dir=mine", **variables)
+    assert job.end() == 0, job.said
+    inside = [call for call in job.calls if call.startswith("apptainer")]
+    assert inside and all(f"--bind {checkout}:{checkout},{SLURM}:{SLURM}," in call for call in inside)
 
 
 def test_any_other_image_runs_with_pyxis(batch, tmp_path):
