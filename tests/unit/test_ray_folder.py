@@ -11,10 +11,11 @@ from mrl.placement.ray_folder import private_ray_folder
 
 @pytest.fixture
 def short_folder(monkeypatch, tmp_path_factory):
-    """A folder with a short path, in which private_ray_folder creates its folder."""
+    """A folder with a short path, in which private_ray_folder creates its folder, because others can enter it."""
     import tempfile
 
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="m") as folder:
+        Path(folder).chmod(0o755)
         monkeypatch.setenv("RAY_TMPDIR", folder)
         yield Path(folder)
 
@@ -25,11 +26,22 @@ def test_the_folder_of_ray_is_private_and_is_used_again(short_folder):
         folder = private_ray_folder()
     finally:
         os.umask(previous)
-    assert folder == short_folder / f"mrl-ray-{os.getuid()}/ray"
+    assert folder == short_folder / f"mrl-ray-{os.getuid()}/r"
     assert stat.filemode(folder.parent.stat().st_mode) == "drwx------"
     try_to_create_directory(str(folder))  # what Ray does: it gives the folder the mode 777
     assert folder.is_dir() and private_ray_folder() == folder
     assert stat.filemode(folder.parent.stat().st_mode) == "drwx------"
+
+
+def test_a_folder_that_only_its_user_can_enter_is_used_itself(short_folder, monkeypatch):
+    """A site gives each job a private folder, whose path may leave no room for one more name."""
+    chosen = short_folder / "job_12345678".ljust(ray_folder.MAX_PATH_BYTES - len(f"{short_folder}//r"), "x")
+    chosen.mkdir(mode=0o700)
+    monkeypatch.setenv("RAY_TMPDIR", str(chosen))
+    assert private_ray_folder() == chosen / "r"
+    chosen.chmod(0o750)
+    with pytest.raises(ValueError, match="run `chmod 700` on it"):
+        private_ray_folder()
 
 
 def test_a_socket_of_ray_fits_below_the_longest_folder():
@@ -57,7 +69,7 @@ def test_a_long_ray_tmpdir_is_refused_and_a_long_tmpdir_is_replaced(monkeypatch,
         private_ray_folder()
     monkeypatch.delenv("RAY_TMPDIR")
     monkeypatch.setattr(ray_folder.tempfile, "gettempdir", lambda: str(long))
-    assert private_ray_folder() == Path(f"/tmp/mrl-ray-{os.getuid()}/ray")
+    assert private_ray_folder() == Path(f"/tmp/mrl-ray-{os.getuid()}/r")
 
 
 def test_a_local_cluster_writes_into_the_private_folder(short_folder, monkeypatch):
@@ -73,4 +85,4 @@ def test_a_local_cluster_writes_into_the_private_folder(short_folder, monkeypatc
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(ValueError, match="no cluster in this test"), ray_cluster.ray_cluster(None):
         pass
-    assert given["_temp_dir"] == str(short_folder / f"mrl-ray-{os.getuid()}/ray")
+    assert given["_temp_dir"] == str(short_folder / f"mrl-ray-{os.getuid()}/r")
