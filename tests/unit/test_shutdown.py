@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def _response(text: str) -> Response:
 
 def test_a_stopped_process_is_named_and_ended_at_the_deadline(started, monkeypatch, caplog):
     monkeypatch.setattr(shutdown, "NOTICE_S", 0.2)
-    monkeypatch.setattr(shutdown, "TIMEOUT_S", 0.7)
+    monkeypatch.setattr(shutdown, "TIMEOUT_S", 5.0)
     earlier = sleeper(started)
     time.sleep(1.2)  # a process counts as earlier if it is more than one second older
     stopped = sleeper(started)
@@ -158,11 +159,10 @@ def test_a_stopped_process_is_named_and_ended_at_the_deadline(started, monkeypat
     with caplog.at_level(logging.WARNING), shutdown_deadline("the test", since):
         assert stopped.wait(60) in (-signal.SIGTERM, -signal.SIGKILL)
     assert earlier.poll() is None
-    assert (
-        f"waiting for the end of the test for 0 s; mrl ends these processes after 1 s: sleep (pid {stopped.pid}, stopped)"
-        in caplog.text
-    )
-    assert f"the test did not end within 1 s; ending sleep (pid {stopped.pid}, stopped)" in caplog.text
+    named = rf"sleep \(pid {stopped.pid}, stopped\)"
+    waiting = rf"waiting for the end of the test for \d+ s; mrl ends these processes after 5 s: {named}"
+    assert re.search(waiting, caplog.text)
+    assert f"the test did not end within 5 s; ending sleep (pid {stopped.pid}, stopped)" in caplog.text
 
 
 def test_nothing_is_said_or_ended_before_the_deadline(started, caplog):
