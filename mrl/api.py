@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,7 @@ from mrl.core.installation import CONF, add_working_directory
 
 type Settings = Config | Mapping[str, Any] | Sequence[str]
 
-END_TIMEOUT_S = 120  # a command that is interrupted has this time to end its processes
+END_TIMEOUT_S = 30  # a command that got Ctrl-C from the terminal has this time until it also gets SIGTERM
 SHOWN_LINES = 15  # lines of a failed command's error output in the message of CommandError
 STOP_WINDOW = 5  # number of last steps whose mean reward is `TrainResult.reward`
 
@@ -221,28 +221,32 @@ def _run(command: str, config: Config) -> None:
 
 def _start(command: str, arguments: Sequence[str]) -> None:
     """Run `mrl COMMAND` in a child process. Ctrl-C ends the child, too. Raises CommandError if its status is not 0."""
-    line = [sys.executable, "-P", "-m", "mrl.cli", command, *arguments]
-    child = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, errors="replace")
+    child = subprocess.Popen(_line(command, arguments), stderr=subprocess.PIPE, text=True, errors="replace")
     assert child.stderr is not None
     last: deque[str] = deque(maxlen=SHOWN_LINES)
     reader = threading.Thread(target=_echo, args=(child.stderr, last), daemon=True)
     reader.start()
     try:
         status = child.wait()
-    except BaseException:
-        child.terminate()  # the command ends its own processes
-        try:
-            child.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
+    except BaseException as error:  # the command then ends its own processes, within deadlines of its own
+        if isinstance(error, KeyboardInterrupt):  # a terminal sends it to the child, too
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(END_TIMEOUT_S)
+        child.terminate()
+        child.wait()
         raise
     reader.join(END_TIMEOUT_S)
     if status:
         raise CommandError(command, status, list(last))
 
 
+def _line(command: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-P", "-m", "mrl.cli", command, *arguments]
+
+
 def _echo(stream: IO[str], last: deque[str]) -> None:
     """Copy a stream to stderr line by line, and keep its last lines."""
     for line in stream:
-        sys.stderr.write(line)
         last.append(line.rstrip("\n"))
+        with suppress(Exception):  # stderr may be closed; the child must not block on a full pipe
+            sys.stderr.write(line)

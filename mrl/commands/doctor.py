@@ -76,7 +76,7 @@ def read_requirements(keys: Sequence[str]) -> Requirements | None:
 
     try:
         overrides = hydra_entry.prepare_arguments(keys)
-        return requirements_of(resolve_inputs(hydra_entry.compose_config(overrides)))
+        return requirements_of(resolve_inputs(hydra_entry.compose_config(overrides), weights=False))
     except ValueError as error:
         return Requirements(mistakes=[str(error)])
 

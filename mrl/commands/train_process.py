@@ -121,6 +121,8 @@ def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) ->
 
 def next_commands(config: Config, overrides: Sequence[str], has_model: bool) -> list[str]:
     """Return commands that read the samples, evaluate the model, and continue the run."""
+    if any(word.startswith("--config-path") for word in sys.argv):  # of mrl.train: its settings are in no override
+        return [f"  mrl samples {shlex.quote(str(config.run.dir))} --worst"]
     own = [
         word.lstrip("+") for word in overrides if hydra_entry.override_key(word) not in ("run.dir", "trainer.max_steps")
     ]

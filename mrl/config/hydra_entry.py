@@ -65,6 +65,7 @@ OPTIONS = (
     ),
 )
 """Options of Hydra, and of mrl train."""
+_runs_hydra = False  # whether this process runs a command, whose Hydra also composes the points of a sweep
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:
@@ -147,11 +148,14 @@ def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> N
     # All options come first, because argparse does not accept an option between two groups of overrides.
     sys.argv = [sys.argv[0], *sorted(arguments, key=_is_override)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    global _runs_hydra
+    _runs_hydra = True
     try:
         hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(task)()
     except _COMPOSITION_ERRORS as error:
         raise ValueError(composition_message(error, config_folders(arguments))) from None
     finally:
+        _runs_hydra = False
         del os.environ["HYDRA_FULL_ERROR"]
 
 
@@ -191,12 +195,23 @@ def compose_sweeper_params(overrides: Sequence[str]) -> DictConfig:
 
 def _compose(overrides: Sequence[str], return_hydra_config: bool = False) -> DictConfig:
     register_schema()
-    in_sweep = GlobalHydra.instance().is_initialized()
-    with nullcontext() if in_sweep else initialize_config_dir(str(CONF), version_base="1.3"):
+    with nullcontext() if _runs_hydra else _own_hydra():
         try:
             return compose("config", list(overrides), return_hydra_config)
         except _COMPOSITION_ERRORS as error:
             raise ValueError(composition_message(error, config_folders(overrides))) from None
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Initialise Hydra with mrl's config groups. A Hydra that the calling program has initialised is restored at the end."""
+    other = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = other
 
 
 @contextmanager

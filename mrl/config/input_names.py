@@ -6,6 +6,7 @@ This happens before any process starts. A name that is an existing local path is
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -185,6 +186,17 @@ def _snapshot(hub: _HubName, kind: str, given: str, files: Sequence[str]) -> Pat
     raise ValueError(f"{given}: {reason}.")
 
 
+def _listing(filesystem: Any, source: str) -> list[tuple[str, str]]:
+    """Return (name, description) of each file at a source. The description changes if the content of the file changes."""
+    if "http" in filesystem.protocol:  # a URL of HTTP names one file; listing it would fetch the file
+        info = filesystem.info(source)
+        version = {name: info[name] for name in ("ETag", "Content-MD5", "Digest") if name in info}
+        # A server that tells no version may have a new content at each time.
+        return [(source, str({"size": info.get("size"), **(version or {"fetched": time.time_ns()})}))]
+    entries = filesystem.find(source, detail=True)
+    return sorted((name, str({**info, "name": name})) for name, info in entries.items())
+
+
 def _fetch_url(url: str, key: str) -> Path:
     """Return a local copy of the file or folder at a URL. Copies are in ~/.cache/mrl, and are made again if the source changes.
 
@@ -197,13 +209,12 @@ def _fetch_url(url: str, key: str) -> Path:
         filesystem, source = fsspec.url_to_fs(url)
         if isinstance(filesystem, LocalFileSystem):
             return Path(source)
-        entries = filesystem.find(source, detail=True)
-        listing = sorted((name, str({**info, "name": name})) for name, info in entries.items())
+        listing = _listing(filesystem, source)
         if not listing:
             raise FileNotFoundError(source)
         digest = hashlib.blake2b(repr([url, listing]).encode(), digest_size=12).hexdigest()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrl" / digest
-        is_folder = filesystem.isdir(source)
+        is_folder = [name for name, _ in listing] != [source]
         with atomic_folder(cache) as partial:
             if partial:
                 for name, _ in listing:

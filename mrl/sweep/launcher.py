@@ -25,6 +25,7 @@ from rich.progress import track
 
 from mrl.config import hydra_entry
 from mrl.config.hydra_entry import is_override_to, override_key
+from mrl.config.input_names import resolve_inputs
 from mrl.config.schema import Config
 from mrl.config.search_path import search_path_override
 from mrl.controller.memory_check import plan_fitting_run
@@ -164,7 +165,7 @@ def check_point(folder: Path, overrides: Sequence[str]) -> int:
 
     Raises ValueError if the point cannot run.
     """
-    config = hydra_entry.compose_config(overrides)
+    config = resolve_inputs(hydra_entry.compose_config(overrides), weights=False)
     plan = plan_fitting_run(replace(config, run=replace(config.run, dir=str(folder / "check"))))
     return with_node_count(config.cluster, plan.pools).nodes or 1
 

@@ -6,6 +6,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 import mrl
 from mrl import api
@@ -92,3 +94,21 @@ def test_importing_mrl_imports_nothing_large():
 def test_an_unknown_attribute_names_the_functions():
     with pytest.raises(AttributeError, match="its functions are CommandError"):
         _ = mrl.nothing
+
+
+def test_a_program_with_a_hydra_of_its_own_keeps_it(tmp_path):
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert mrl.load_config(["run.dir=x"]).model.path.endswith("inputs/model")
+        assert compose("config").mine == 1
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_a_closed_stderr_does_not_block_a_command(monkeypatch):
+    """The child writes more than a pipe holds, while nothing can be written to stderr."""
+    monkeypatch.setattr(sys, "stderr", None)
+    code = "import sys; sys.stderr.write('x' * 300_000 + '\\n'); sys.exit(3)"
+    monkeypatch.setattr(api, "_line", lambda command, arguments: [sys.executable, "-c", code])
+    with pytest.raises(mrl.CommandError) as failed:
+        mrl.convert("check", model_path="x")
+    assert failed.value.status == 3

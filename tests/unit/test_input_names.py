@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -182,3 +184,37 @@ def test_all_keys_of_a_config_are_resolved_except_files_that_data_inputs_makes(t
     assert [Path(path).name for path in files] == [f"{name}.jsonl" for name in "abcd"] and all(
         map(os.path.isfile, files)
     )
+
+
+@pytest.mark.parametrize("etag", [True, False], ids=["with ETag", "without ETag"])
+def test_a_file_of_a_web_server_is_fetched_again_after_a_change(etag, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    content, fetched = [b'{"a": 1}\n'], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content[0])))
+            if etag:
+                self.send_header("ETag", hashlib.md5(content[0]).hexdigest())
+            self.end_headers()
+
+        def do_GET(self):
+            fetched.append(self.path)
+            self.do_HEAD()
+            self.wfile.write(content[0])
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/rows.jsonl"
+        (first,) = resolve_data(url, "data.train", "train")
+        assert Path(first).read_bytes() == content[0] and len(fetched) == 1
+        (again,) = resolve_data(url, "data.train", "train")
+        assert Path(again).read_bytes() == content[0] and len(fetched) == (1 if etag else 2)
+        content[0] = b'{"a": 2}\n'
+        (changed,) = resolve_data(url, "data.train", "train")
+        assert Path(changed).read_bytes() == content[0]
+        server.shutdown()

@@ -61,10 +61,11 @@ def test_a_mistake_in_a_reward_function_is_found_before_the_start(function, mist
     )
 
 
-def test_a_reward_that_hangs_is_ended_at_its_time_limit(function):
+def test_a_reward_that_hangs_is_ended_at_its_time_limit_with_a_warning(function, caplog):
+    """Its first call may be slow, for example because it loads a model, so the run still starts."""
     start = time.monotonic()
-    with pytest.raises(ValueError, match=r"no score within 0\.3 s; the worker process was ended"):
-        rehearse_reward(function("import time; time.sleep(600)"), RESPONSES, ScoringConfig(sample_timeout_s=0.3))
+    rehearse_reward(function("import time; time.sleep(600)"), RESPONSES, ScoringConfig(sample_timeout_s=0.3))
+    assert "no score within 0.3 s; the worker process was ended" in caplog.text
     assert time.monotonic() - start < 100
 
 
