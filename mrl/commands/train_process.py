@@ -100,9 +100,7 @@ def _submit(config: Config, overrides: Sequence[str]) -> None:
 def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) -> str:
     """Return the last screen of a run: what was learned, where the model and the checkpoint are, and the next commands."""
     folder, goal = Path(config.run.dir), config.trainer.stop_reward
-    rewards = [
-        metrics["reward/mean"] for metrics in read_first_steps(folder / "metrics.jsonl") if "reward/mean" in metrics
-    ]
+    rewards = [step["reward/mean"] for step in read_first_steps(folder / "metrics.jsonl", "reward/mean")]
     first = f" ({rewards[0]:.3f} in the first step)" if rewards else ""
     lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last steps{first}"]
     if goal is not None and not result.reward >= goal:

@@ -8,6 +8,7 @@ the run, the number of steps with each problem is reported. docs/how_to/learning
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,16 @@ from mrl.core.jsonl import check_lines
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import UnhealthyRunError
 
-BASELINE_STEPS = 3  # number of steps at the start of the run with which later steps are compared
+BASELINE_STEPS = 3  # later steps are compared with this number of steps, which are the first that trained the actor
+TRAINED = "optim/grad_norm"  # a step has this metric if it trained the actor; steps that warm up the critic lack it
 TRUNCATED = 0.9  # smallest fraction of truncated responses that is a problem
 FAILED = 0.05  # smallest fraction of responses without a score that is a problem
 ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entropy has collapsed
 MISMATCH_NATS = 0.05  # a mean difference of log-probabilities is a problem if it is above this value
 MISMATCH_GROWTH = 5.0  # and also above this factor times that of the first steps
 GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times that of the first steps has exploded
-REWARD_LEFT = 0.25  # a mean reward has collapsed if it is below this fraction of the best step's mean reward
-REWARD_ERRORS = 5.0  # and also lower by this many standard errors of the best step's mean reward
+REWARD_LOST = 0.75  # a mean reward has collapsed if it lost this fraction of its rise from the first to the best step
+REWARD_ERRORS = 5.0  # and is also lower by this many standard errors of the best step's mean reward
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class LearningSettings:
 
 @dataclass(frozen=True)
 class StepView:
-    """What a rule sees: the metrics of one step, the metrics of the first steps of the run, and the settings."""
+    """What a rule sees: the metrics of one step, the metrics of the first steps that trained the actor, and the settings."""
 
     now: Metrics
-    first: Sequence[Metrics]  # at most BASELINE_STEPS steps
+    first: Sequence[Metrics]  # at most BASELINE_STEPS steps; each trained the actor
     settings: LearningSettings
     best: Metrics = field(default_factory=dict)  # the earlier step with the largest mean reward
 
@@ -68,6 +70,8 @@ def _no_signal(step: StepView) -> str:
     settings, mean = step.settings, step.value("reward/mean")
     if settings.group_relative and settings.responses_per_prompt == 1:
         reason = one_response_text(settings.advantage)
+    elif _is_solved(step):
+        return ""
     elif step.value("reward/std") == 0:
         reason = (
             f"every reward of the step is {mean:.4g}. Compare the responses with their rewards (`mrl samples`): either the "
@@ -90,9 +94,17 @@ def one_response_text(advantage: str) -> str:
     )
 
 
+def _is_solved(step: StepView) -> bool:
+    """Return whether every response has the best mean reward so far, and this reward is above that of the first steps."""
+    mean, first = step.value("reward/mean"), step.baseline("reward/mean")
+    best = step.best.get("reward/mean", -math.inf)
+    is_best = mean > best or math.isclose(mean, best, abs_tol=1e-9)
+    return step.value("reward/std") == 0 and is_best and mean > first and not math.isclose(mean, first, abs_tol=1e-9)
+
+
 def _constant_reward(step: StepView) -> str:
     is_seen = step.value("reward/std") == 0 and step.value("batch/zero_advantage_fraction") < 1
-    if not (is_seen and step.settings.reads_rewards):
+    if not (is_seen and step.settings.reads_rewards) or _is_solved(step):
         return ""
     return (
         f"every reward of the step is {step.value('reward/mean'):.4g}, so the rewards do not tell good responses from bad ones. "
@@ -172,9 +184,15 @@ def _nothing_trained(step: StepView) -> str:
 
 
 def _reward_collapsed(step: StepView) -> bool:
-    now, best = step.value("reward/mean"), step.best.get("reward/mean", math.nan)
-    error = step.best.get("reward/std", math.nan) / math.sqrt(max(1.0, step.best.get("rollout/samples", math.nan)))
-    return now < REWARD_LEFT * best and best - now > REWARD_ERRORS * error and not _failed_rewards(step)
+    """Return whether the mean reward lost most of its rise. Rewards may be negative, so it is not compared with 0.
+
+    The responses to one prompt often get the same reward. So the standard error is that of one reward for each prompt.
+    """
+    best = step.best.get("reward/mean", math.nan)
+    fall, rise = best - step.value("reward/mean"), best - step.baseline("reward/mean")
+    prompts = step.best.get("rollout/samples", math.nan) / step.settings.responses_per_prompt
+    error = step.best.get("reward/std", math.nan) / math.sqrt(max(1.0, prompts))
+    return rise > 0 and fall > REWARD_LOST * rise and fall > REWARD_ERRORS * error and not _failed_rewards(step)
 
 
 def _diverged(step: StepView) -> str:
@@ -220,7 +238,7 @@ class LearningHealth:
     settings: LearningSettings
     report: Callable[[str], None]  # shows a line to the user
     stop: bool = False  # whether a problem ends the run
-    first: list[Metrics] = field(default_factory=list)  # metrics of the first steps of the run
+    first: list[Metrics] = field(default_factory=list)  # metrics of the first steps that trained the actor
     _best: Metrics = field(default_factory=dict)  # metrics of the step with the largest mean reward
     _streaks: dict[str, int] = field(default_factory=dict)  # problem -> consecutive steps up to the last one
     _steps: dict[str, list[int]] = field(default_factory=dict)  # problem -> all steps that had it
@@ -232,7 +250,7 @@ class LearningHealth:
         view = StepView(metrics, tuple(self.first), self.settings, self._best)
         if metrics.get("reward/mean", -math.inf) > self._best.get("reward/mean", -math.inf):
             self._best = metrics
-        if len(self.first) < BASELINE_STEPS:
+        if len(self.first) < BASELINE_STEPS and TRAINED in metrics:
             self.first.append(metrics)
         self._checked += 1
         new = [text for name, rule in RULES.items() if (text := self._apply(name, rule, view, step))]
@@ -259,10 +277,14 @@ class LearningHealth:
             self.report(f"{name}: in {len(steps)} of {self._checked} steps, from step {steps[0]} to step {steps[-1]}")
 
 
-def read_first_steps(path: Path) -> list[Metrics]:
-    """Return the metrics of the first steps in a metrics.jsonl; [] if there is no file. Damaged lines are left out."""
-    lines = [line for _, line in check_lines(path).lines[:BASELINE_STEPS]]
-    return [{k: v for k, v in orjson.loads(line).items() if v is not None} for line in lines]
+def read_first_steps(path: Path, name: str = TRAINED) -> list[Metrics]:
+    """Return the metrics of the first steps in a metrics.jsonl that have the metric `name`. Damaged lines are left out.
+
+    Returns [] if there is no file.
+    """
+    steps = (orjson.loads(line) for _, line in check_lines(path).lines)
+    found = islice((step for step in steps if step.get(name) is not None), BASELINE_STEPS)
+    return [{key: value for key, value in step.items() if value is not None} for step in found]
 
 
 def find_static_problems(
