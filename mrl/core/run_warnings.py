@@ -53,15 +53,20 @@ class _WarningHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         # An error that ends the command is shown by the code that reports it.
-        if record.name.partition(".")[0] in _PACKAGES and not getattr(record, "is_shown", False):
+        if not getattr(record, "is_shown", False):
             error = record.exc_info[1] if record.exc_info else None
             suffix = f": {type(error).__name__}: {error}" if error else ""
             self._receive(" ".join(f"{record.getMessage()}{suffix}".split())[:MAX_LENGTH])
 
 
 def _install(handler: logging.Handler) -> None:
-    """Attach a handler to the root logger, and log the warnings of the user's code."""
-    logging.getLogger().addHandler(handler)
+    """Attach a handler to the loggers of mrl, and log the warnings of the user's code.
+
+    The root logger gets no handler, because with one, `logging.basicConfig` in the user's code would do nothing, and Python
+    would not show the records of the user's loggers.
+    """
+    for package in _PACKAGES:
+        logging.getLogger(package).addHandler(handler)
     show = warnings.showwarning
     if getattr(show, "logs_user_code", False):
         return
@@ -138,7 +143,7 @@ class WarningList:
         self.path, self.terminal = path, terminal
         self._entries: dict[str, _Entry] = {}
         self._offset = path.stat().st_size if path.exists() else 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler that warns may interrupt `add` in the same thread
 
     def add(self, text: str, process: str = "", count: int = 1) -> None:
         """Count a warning. It is shown on the terminal if it is new. `process`: empty for the driver."""
@@ -155,8 +160,9 @@ class WarningList:
     def show(self, text: str) -> None:
         """Write a line to the terminal."""
         terminal = self.terminal or sys.stderr
-        terminal.write(f"{text}\n")
-        terminal.flush()
+        with suppress(RuntimeError):  # Python's answer if a signal handler writes while it interrupts a write
+            terminal.write(f"{text}\n")
+            terminal.flush()
 
     def read_file(self) -> None:
         """Add the warnings that other processes have written since the last call."""
@@ -184,11 +190,7 @@ def collect_warnings(run_dir: Path, terminal: TextIO | None = None) -> Iterator[
     When the context exits, the list with counts is written to the log, and also to the terminal if no exception ended the
     context.
     """
-    found, handlers, show = (
-        WarningList(run_dir / WARNINGS_FILE, terminal),
-        logging.getLogger().handlers,
-        warnings.showwarning,
-    )
+    found, show = WarningList(run_dir / WARNINGS_FILE, terminal), warnings.showwarning
     handler, ended = _WarningHandler(found.add), threading.Event()
     _install(handler)
     before = os.environ.get(WARNINGS_VARIABLE, "")
@@ -205,8 +207,8 @@ def collect_warnings(run_dir: Path, terminal: TextIO | None = None) -> Iterator[
         ended.set()
         reader.join()
         found.read_file()
-        if handler in handlers:
-            logging.getLogger().removeHandler(handler)
+        for package in _PACKAGES:
+            logging.getLogger(package).removeHandler(handler)
         warnings.showwarning = show
         os.environ[WARNINGS_VARIABLE] = before
         if lines := found.summary():

@@ -75,6 +75,52 @@ def test_a_run_that_fails_keeps_the_list_for_the_log(tmp_path, caplog):
     assert terminal.getvalue() == "warning: wandb failed\n" and "1x wandb failed" in caplog.text
 
 
+SIGNAL = """
+import logging, os, pathlib, signal, sys
+from mrl.core.run_warnings import collect_warnings
+log = logging.getLogger("mrl.somewhere")
+signal.signal(signal.SIGUSR1, lambda *_: log.warning("the job is preempted"))
+class Terminal:
+    def write(self, text):
+        sys.stderr.write(text)
+        if "first" in text:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            for _ in range(1000):
+                pass  # Python calls the handler here
+    def flush(self):
+        sys.stderr.flush()
+with collect_warnings(pathlib.Path(sys.argv[1]), Terminal()):
+    log.warning("first")
+"""
+
+
+def test_a_signal_handler_may_warn_while_a_warning_is_shown(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNAL, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.splitlines()[:2] == ["warning: first", "warning: the job is preempted"]
+
+
+USER = """
+import logging, pathlib, sys
+from mrl.core.run_warnings import collect_warnings, forward_warnings
+run_dir = pathlib.Path(sys.argv[1])
+forward_warnings("reward", run_dir)
+with collect_warnings(run_dir):
+    logging.getLogger("mine").warning("before basicConfig")
+    logging.basicConfig(level=logging.INFO, filename=run_dir / "mine.log", format="%(message)s")
+    logging.getLogger("mine").info("after basicConfig")
+"""
+
+
+def test_the_users_code_may_configure_logging(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", USER, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == "before basicConfig\n"
+    assert (tmp_path / "mine.log").read_text() == "after basicConfig\n"
+
+
 CHILD = """
 import logging, sys, warnings
 from mrl.core.run_warnings import forward_warnings
