@@ -34,10 +34,11 @@ _GPU_MEMORY = re.compile(r"CUDA(?: error:)? out of memory|HIP out of memory")
 def report_error(error: BaseException, run_dir: Path) -> str:
     """Return the report of an error, write its traceback to a file, and log the report.
 
-    The report has at most MAX_LINES lines. With MRL_DEBUG=1, the whole traceback follows.
+    The report has at most MAX_LINES lines. With MRL_DEBUG=1, the whole traceback follows. Characters that cannot be encoded
+    are escaped, so that every terminal and file accepts the text.
     """
-    full = full_traceback(error)
-    report = "\n".join([*error_lines(error, run_dir), _write_traceback(full, run_dir)][:MAX_LINES])
+    full = _encodable(full_traceback(error))
+    report = _encodable("\n".join([*error_lines(error, run_dir), _write_traceback(full, run_dir)][:MAX_LINES]))
     logger.error("%s", report, extra=dict(is_shown=True))
     return f"{report}\n{full}" if os.environ.get(DEBUG_VARIABLE) == "1" else report
 
@@ -89,6 +90,11 @@ def _message_lines(error: BaseException) -> list[str]:
     return lines
 
 
+def _encodable(text: str) -> str:
+    """Return the text with escapes for lone surrogates, which UTF-8 cannot encode. A file name or JSON text may have them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _write_traceback(text: str, run_dir: Path) -> str:
     """Write the traceback to a file, and return a line that names the file."""
     path = (
@@ -98,7 +104,7 @@ def _write_traceback(text: str, run_dir: Path) -> str:
     )
     try:
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         return f"  The traceback could not be written to {path} ({error.strerror}); {DEBUG_VARIABLE}=1 prints it."
     return f"  full traceback: {path} ({DEBUG_VARIABLE}=1 prints it)"

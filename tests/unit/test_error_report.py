@@ -1,11 +1,13 @@
 """The report of an error has at most 15 lines, names the cause and the cure, and the line of the user's code."""
 
 import errno
+import io
 import logging
 import os
 import pickle
 import re
 import socket
+import sys
 import traceback
 from pathlib import Path
 
@@ -140,6 +142,22 @@ def test_debug_output_has_the_whole_traceback(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             _run_job(_refuse, config)
         assert ("Traceback (most recent call last)" in capsys.readouterr().err) == shown
+
+
+def test_a_text_that_cannot_be_encoded_is_escaped(tmp_path, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("MRL_DEBUG", "1")
+    with pytest.raises(SystemExit):
+        _run_job(_fail_with_surrogate, Config(run=RunConfig(dir=str(tmp_path))))
+    terminal.flush()
+    shown = terminal.buffer.getvalue().decode()
+    assert shown.startswith("mrl: RuntimeError: row \\udcff\n") and "Traceback (most recent call last)" in shown
+    assert "RuntimeError: row \\udcff" in (tmp_path / "logs/traceback.txt").read_text(encoding="utf-8")
+
+
+def _fail_with_surrogate(config: Config) -> None:
+    raise RuntimeError("row \udcff")
 
 
 def test_a_long_message_is_cut_and_its_end_is_kept(tmp_path):
