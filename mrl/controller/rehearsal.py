@@ -14,6 +14,7 @@ from mrl.controller.plan_train import TrainPlan
 from mrl.core.user_code import describe_error
 from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import load_tokenizer
+from mrl.placement.ray_cluster import copy_for_actor
 from mrl.rewards.reward_types import (
     INVALID_RESULT,
     CallResult,
@@ -79,15 +80,31 @@ def rehearse_reward(reward: Reward, responses: list[Response], settings: Scoring
     """Call every reward of a weighted sum on the responses. Raises ValueError as `rehearse` does."""
     rewards = [(name, each) for name, each in _named_rewards(reward) if not getattr(each, "needs_server", False)]
     in_workers = [each for _, each in rewards if not getattr(each, "in_process", False)]
+    # The call may change a reward: it may open a connection, for example. The reward of the run must stay as it is.
+    copies = {name: _copy(name, each) for name, each in rewards if getattr(each, "in_process", False)}
     pool = WorkerPool(in_workers, 1, settings.memory_gb) if in_workers else None
     try:
         for name, each in rewards:
             index = next((i for i, other in enumerate(in_workers) if other is each), None)
-            _check_scores(name, _call(each, index, pool, responses, settings), responses)
+            _check_scores(name, _call(copies.get(name, each), index, pool, responses, settings), responses)
     finally:
         if pool:
             pool.wait_started(START_TIMEOUT_S)
             pool.close()
+
+
+def _copy(name: str, reward: Reward) -> Reward:
+    """Return a copy of a reward with `in_process`, made as Ray makes the copy for the rollout worker.
+
+    Raises ValueError if the reward cannot be copied. `name` is the config key of the reward.
+    """
+    try:
+        return copy_for_actor(reward)
+    except Exception as error:  # pickle and the user's code may raise anything
+        raise ValueError(
+            f"{name}: the reward cannot be sent to the rollout worker: {describe_error(error)}\n"
+            "  The run pickles the reward. Create locks, connections and open files in the first call, not in __init__."
+        ) from error
 
 
 def _named_rewards(reward: Reward, name: str = "reward") -> Iterator[tuple[str, Reward]]:

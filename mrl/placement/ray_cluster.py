@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray._private import ray_constants  # private: Ray has no public way to bind a local cluster to loopback
 from ray.job_config import JobConfig
 
@@ -31,6 +32,11 @@ from mrl.placement.ray_folder import private_ray_folder
 PROCESS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 PROCESS_ENV |= {"SPT_NOENV": "1"}
 POLL_INTERVAL_S = 0.5  # missing_nodes waits this long between two reads of the list of nodes
+
+
+def copy_for_actor[T](value: T) -> T:
+    """Return the copy of a value that an actor would get. Raises what pickling raises."""
+    return cloudpickle.loads(cloudpickle.dumps(value))
 
 
 class _RunJobConfig(JobConfig):

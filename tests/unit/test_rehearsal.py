@@ -1,5 +1,7 @@
 """The rehearsal calls the reward and the agent before a run starts; a mistake in the user's code names its file and line."""
 
+import pickle
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -115,6 +117,33 @@ class FirstOnly:
 
     def __call__(self, responses: list[Response]) -> list[float]:
         return [1.0 for _ in responses[:1]]
+
+
+class Connected:
+    """A user's reward that opens a connection in its first call. A connection cannot be pickled."""
+
+    in_process: ClassVar[bool] = True
+
+    def __init__(self, connection: object = None) -> None:
+        self.connection = connection
+
+    def __call__(self, responses: list[Response]) -> list[float]:
+        self.connection = threading.Lock()
+        return [0.0] * len(responses)
+
+
+def test_the_rehearsal_leaves_a_reward_in_this_process_as_it_was():
+    reward = Connected()
+    rehearse_reward(reward, RESPONSES, SETTINGS)
+    assert reward.connection is None and pickle.dumps(reward)
+
+
+def test_a_reward_that_cannot_be_sent_to_the_rollout_worker_is_an_error_before_the_start():
+    reward = Weighted({"mine": Connected(threading.Lock())})
+    with pytest.raises(
+        ValueError, match=r"^reward\.parts\.mine: the reward cannot be sent.*cannot pickle '_thread\.lock'"
+    ):
+        rehearse_reward(reward, RESPONSES, SETTINGS)
 
 
 class Parser:
