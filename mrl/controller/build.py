@@ -131,7 +131,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
         with ExitStack() as stack:
             health = _learning_health(plan, last_step)
             stack.callback(health.report_totals)  # after the tracker has closed its progress display
-            tracker = stack.enter_context(Tracker([startup, *_sinks(config, last_step)]))
+            tracker = stack.enter_context(Tracker([startup, *_sinks(config, last_step, startup)]))
             ledger = SampleLedger(Path(config.run.dir) / "ledger.jsonl", last_step)
             stack.callback(ledger.close)
             models = _build_models(plan, processes, saver.store)
@@ -207,7 +207,7 @@ def _learning_health(plan: TrainPlan, last_step: int) -> LearningHealth:
     return LearningHealth(learning_settings(plan.config, plan.algorithm), show_warning, stop, first)
 
 
-def _sinks(config: Config, last_step: int) -> list[Sink]:
+def _sinks(config: Config, last_step: int, startup: Startup) -> list[Sink]:
     """Build the sinks that receive the metrics. Files that exist already keep their lines up to step `last_step`."""
     folder, run = Path(config.run.dir), config.run
     metrics = JsonlSink(folder / "metrics.jsonl", last_step=last_step)
@@ -220,6 +220,7 @@ def _sinks(config: Config, last_step: int) -> list[Sink]:
         title=run.name,
         samples_every=config.tracking.samples_every,
         read_samples=partial(best_and_worst_text, folder),
+        startup=startup,
     )
     sinks: list[Sink] = [metrics, evaluations, console, curve]
     if config.tracking.wandb:

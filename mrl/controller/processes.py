@@ -112,7 +112,7 @@ class RunProcesses:
         self.startup.wait_for("the supervised warm start")
         plan, sft = self.plan, self.plan.warm_start
         assert sft is not None and plan.optimizer is not None, "a run with a warm start trains the actor"
-        loss = train_supervised(actor, plan, sft)
+        loss = train_supervised(actor, plan, sft, self.startup)
         if sft.output:
             store_warm_start(actor, plan.config, sft.output)
         actor.call(TrainWorker.reset_optimizer, **vars(plan.optimizer))

@@ -133,8 +133,11 @@ def stored_warm_start(plan: TrainPlan) -> str | None:
     return folder if folder and Path(folder).is_dir() else None
 
 
-def train_supervised(actor: WorkerGroup, plan: ModelPlan, sft: SftConfig) -> float:
-    """Train the actor on the rows of `sft.train`. Returns the loss of the last optimizer step, in nats per response token."""
+def train_supervised(actor: WorkerGroup, plan: ModelPlan, sft: SftConfig, startup: Startup | None = None) -> float:
+    """Train the actor on the rows of `sft.train`. Returns the loss of the last optimizer step, in nats per response token.
+
+    `startup`: the startup display, if it is shown. The progress of the training replaces it.
+    """
     assert sft.train, "only called for a config with a supervised stage"
     optim = replace(sft.optim, lr_decay_steps=sft.optim.lr_decay_steps or sft.steps)
     actor.call(TrainWorker.reset_optimizer, **vars(optim))
@@ -155,7 +158,7 @@ def train_supervised(actor: WorkerGroup, plan: ModelPlan, sft: SftConfig) -> flo
         seed=plan.config.run.seed,
     )
     metrics = JsonlSink(Path(plan.config.run.dir).resolve() / "sft.jsonl")
-    with Tracker([metrics, ConsoleSink(sft.steps, title="supervised")]) as tracker:
+    with Tracker([metrics, ConsoleSink(sft.steps, title="supervised", startup=startup)]) as tracker:
         return stage.run(tracker)
 
 

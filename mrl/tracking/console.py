@@ -40,8 +40,9 @@ class ConsoleSink:
         samples_every: int = 0,
         read_samples: Callable[[int], str] | None = None,
         console: Any = None,
+        startup: "Startup | None" = None,
     ) -> None:
-        """Start the display.
+        """Prepare the display. The live display starts with the first metrics of a step that are not eval/*.
 
         Args:
             total: number of steps of the run.
@@ -49,12 +50,14 @@ class ConsoleSink:
             every_s: seconds between two lines without a terminal.
             samples_every: number of steps after which sampled responses are shown; 0 shows none.
             read_samples: returns the text of the sampled responses of a step, or "".
-            console: rich console. Default: standard output.
+            console: rich console. Default: that of `startup`, or standard output.
+            startup: display that must end when the live display starts. Both would print over each other.
         """
         from rich.console import Console  # slow, and most processes that import this module print nothing
 
         self.total, self.title, self.every_s = total, title, every_s
-        self.console = console or Console(file=sys.stdout)
+        self.console = console or (startup.console if startup else Console(file=sys.stdout))
+        self._startup = startup
         self._samples_every, self._read_samples = samples_every, read_samples
         self._evaluations: list[Metrics] = []
         self._has_legend = False  # whether the meaning of the names was shown
@@ -72,7 +75,7 @@ class ConsoleSink:
             self._has_legend = True
             self._print_line(legend)
         if self._display:
-            self._display.update(step, self._latest)
+            self._update_display(step, is_trained=len(evaluation) < len(metrics))
         elif len(evaluation) < len(metrics) and (self._is_due() or step == self.total):
             self._print_line(
                 f"step {step:>4}/{self.total}  {_format_headline(metrics)}  {_format_phases(metrics)}".rstrip()
@@ -96,6 +99,16 @@ class ConsoleSink:
                 if name in after
             ]
             self._print_line("held-out reward, before -> after: " + ", ".join(changes))
+
+    def _update_display(self, step: int, is_trained: bool) -> None:
+        """Update the live display, and start it after the first training step. The startup display ends before."""
+        assert self._display, "the output is a terminal"
+        if is_trained and not self._display.is_started:
+            if self._startup:
+                self._startup.pause()
+            self._display.start()
+        if self._display.is_started:
+            self._display.update(step, self._latest)
 
     def _is_due(self) -> bool:
         now = time.monotonic()
@@ -155,6 +168,11 @@ class Startup:
     def rewind(self, last_step: int, evaluated: bool) -> None:
         """Do nothing: the first step has been shown."""
 
+    def pause(self) -> None:
+        """Remove the spinner, because another display starts on the terminal. The next `wait_for` shows it again."""
+        if self._status:
+            self._status.stop()
+
     def close(self) -> None:
         """Show nothing more: the first step is finished, or the run ends. May be called again."""
         self._closed.set()
@@ -196,6 +214,12 @@ class _LiveDisplay:
         )
         self.task = self.progress.add_task(title, total=total)
         self.live = Live(self.progress, console=console, refresh_per_second=2)
+
+    @property
+    def is_started(self) -> bool:
+        return self.live.is_started
+
+    def start(self) -> None:
         self.live.start()
 
     def update(self, step: int, latest: Metrics) -> None:

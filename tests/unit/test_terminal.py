@@ -68,6 +68,29 @@ def test_on_a_terminal_a_spinner_shows_what_is_awaited_and_ends_with_the_first_s
     assert "trainer ready (1 processes) after" in screen.getvalue() and "reward 0.250" in screen.getvalue()
 
 
+def test_the_spinner_ends_before_the_progress_bar_begins_and_warnings_stay_above_the_bar(monkeypatch):
+    """The warm start has its own progress bar, and the spinner continues after it."""
+    screen, stderr = Screen(), Screen()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    startup = startup_on(screen, terminal=True)
+    startup.wait_for("the supervised warm start")
+    sink = ConsoleSink(2, title="supervised", startup=startup)
+    spinner = startup._status._live
+    assert spinner.is_started and not sink._display.is_started
+    sink.log(0, {"eval/reward_sampled": 0.5})
+    assert spinner.is_started and not sink._display.is_started
+    sink.log(1, {"loss/sft": 0.5})
+    assert sink._display.is_started and not spinner.is_started
+    sys.stderr.write("warning: slow disk\n")
+    startup.ready("restart 1 of at most 3 begun")
+    sink.close()
+    assert "warning: slow disk" in screen.getvalue() and stderr.getvalue() == ""
+    assert sys.stderr is stderr
+    startup.wait_for("the engines")
+    screen.wait_for("waiting for the engines")
+    startup.close()
+
+
 ENTER = """
 import sys
 from mrl.launch import supervisor
