@@ -111,11 +111,9 @@ class JsonLinesFile:
 
     def rewind(self, last_step: int) -> None:
         """Remove the lines of steps after `last_step`."""
+        waiting = self._lines.unwritten.splitlines(keepends=True)
+        self._lines.unwritten = b"".join(line for line in waiting if _step_of(line) <= last_step)
         self._keep_until(last_step)
-        for file in (self._lines, self._hashes):
-            file.unwritten = b"".join(
-                line for line in file.unwritten.splitlines(keepends=True) if _step_of(line) <= last_step
-            )
 
     def close(self) -> None:
         """Close the file."""
@@ -123,21 +121,29 @@ class JsonLinesFile:
         self._hashes.close()
 
     def _keep_until(self, last_step: int) -> None:
-        """Remove the lines of steps after `last_step`, and set damaged lines aside."""
+        """Remove the lines of steps after `last_step`, and set damaged lines aside. Lines in memory stay there."""
         checked = check_lines(self.path)
         kept = {line: step for step, line in checked.lines if step <= last_step}
+        waiting = {line: _step_of(line) for line in self._lines.unwritten.splitlines(keepends=True)}
+        if checked.damaged:  # they are written to the other file first, so that a kill or a full disk loses none
+            self._set_aside(checked.damaged)
+        self._lines.replace(kept)
+        self._hashes.unwritten = b""  # `kept` and `waiting` have all lines
+        self._hashes.replace(_hash_entry(step, line) for line, step in (kept | waiting).items())
+        if unchecked := sorted(step for step in checked.unchecked_steps if step <= last_step):
+            logger.warning("%s: the lines of these steps have no hash and are used unchecked: %s", self.path, unchecked)
         lost = {step for step in checked.lost_steps if step <= last_step}
         if self._every_step and kept:
             lost |= set(range(min(kept.values()), last_step + 1)) - set(kept.values())
-        self._lines.replace(kept)
-        self._hashes.replace(_hash_entry(step, line) for line, step in kept.items())
-        if checked.damaged:
-            aside = self.path.with_name(f"{self.path.name}.damaged")
-            with aside.open("ab") as file:
-                file.writelines(checked.damaged)
-            logger.warning("%s: %d damaged lines were moved to %s", self.path, len(checked.damaged), aside.name)
-        if lost:
+        if lost := lost - set(waiting.values()):
             logger.warning("%s: the lines of these steps are damaged or missing: %s", self.path, sorted(lost))
+
+    def _set_aside(self, damaged: list[bytes]) -> None:
+        """Append damaged lines to the file NAME.damaged."""
+        aside = self.path.with_name(f"{self.path.name}.damaged")
+        with aside.open("ab") as file:
+            file.writelines(damaged)
+        logger.warning("%s: %d damaged lines were moved to %s", self.path, len(damaged), aside.name)
 
 
 class CheckedLines(NamedTuple):
@@ -146,29 +152,38 @@ class CheckedLines(NamedTuple):
     lines: list[tuple[int, bytes]]  # (step, line) of the intact lines
     damaged: list[bytes]
     lost_steps: list[int]  # steps whose lines are damaged or missing
+    unchecked_steps: list[int]  # steps of those `lines` that follow the last hash, so that they were not compared
 
 
 def check_lines(path: Path) -> CheckedLines:
     """Read a file that JsonLinesFile wrote, and compare each line with its hash. An incomplete last line is left out.
 
+    Lines after the last hash are used unchecked: the writer was killed before it wrote their hashes, or is about to write them.
     A file without hashes is used unchecked, and a warning is logged: an older version of mrl wrote it, or the hashes were lost.
     """
+    expected = _read_hashes(
+        _hashes_path(path)
+    )  # before the lines, because a running writer writes each line before its hash
     content = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    expected = _read_hashes(_hashes_path(path))
     if content and not content[-1].endswith(b"\n"):
         logger.warning("%s: the last line is incomplete and is removed", path)
         content.pop()
     if content and not expected:
         logger.warning("%s: there are no hashes of its %d lines, so they are used unchecked", path, len(content))
-    lines, damaged = [], []
-    for line in content:
-        step, entry = _step_of(line), _hash_entry(_step_of(line), line)
-        if step == _UNREADABLE or (expected and entry not in expected):
+    last_step = max(expected.values(), default=0)
+    lines, damaged, unchecked = [], [], []
+    for index, line in enumerate(content):
+        step = _step_of(line)
+        # With a damaged step, the last line that has a hash seems to follow it, too. Its index shows that it does not.
+        has_no_hash = index >= len(expected) and step > last_step
+        if step == _UNREADABLE or (expected and not has_no_hash and _hash_entry(step, line) not in expected):
             damaged.append(line)
         else:
             lines.append((step, line))
+            unchecked += [step] if expected and has_no_hash else []
     found = {_hash_entry(step, line) for step, line in lines}
-    return CheckedLines(lines, damaged, sorted(step for entry, step in expected.items() if entry not in found))
+    lost = sorted(step for entry, step in expected.items() if entry not in found)
+    return CheckedLines(lines, damaged, lost, unchecked)
 
 
 _UNREADABLE = 1 << 62  # result of `_step_of` for a line that is damaged; larger than every step
@@ -191,6 +206,10 @@ def _hash_entry(step: int, line: bytes) -> bytes:
 
 
 def _read_hashes(path: Path) -> dict[bytes, int]:
-    """Return entry -> step for each complete entry in a file of hashes."""
+    """Return entry -> step for each complete entry in a file of hashes. Entries that cannot be read are left out."""
     entries = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return {entry: _step_of(entry) for entry in entries if entry.endswith(b"\n") and _step_of(entry) != _UNREADABLE}
+    found = {entry: _step_of(entry) for entry in entries if entry.endswith(b"\n")}
+    readable = {entry: step for entry, step in found.items() if step != _UNREADABLE}
+    if damaged := sum(entry not in readable for entry in entries):
+        logger.warning("%s: %d hashes are damaged and are not used", path, damaged)
+    return readable

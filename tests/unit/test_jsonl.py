@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mrl.checkpoint.run_dir import SampleLedger
-from mrl.core.jsonl import CHUNK_BYTES, JsonLinesFile, last_lines
+from mrl.core.jsonl import CHUNK_BYTES, JsonLinesFile, check_lines, last_lines
 from mrl.core.run_errors import RunDirMovedError
 from mrl.core.types import Rollouts
 
@@ -61,7 +62,16 @@ DAMAGES = {
     "an empty file": (lambda path, hashes: path.write_bytes(b""), [], "damaged or missing: [1, 2, 3, 4]"),
     "no file": (lambda path, hashes: path.unlink(), [], "damaged or missing: [1, 2, 3, 4]"),
     "no hashes": (lambda path, hashes: hashes.unlink(), [1, 2, 3, 4], "no hashes of its 5 lines"),
-    "two lost hashes": (lambda path, hashes: hashes.write_bytes(hashes.read_bytes()[:45]), [1, 2], "3 damaged lines"),
+    "the last hashes are lost": (
+        lambda path, hashes: hashes.write_bytes(hashes.read_bytes()[:38]),
+        [1, 2, 3, 4],
+        "have no hash and are used unchecked: [3, 4]\n",
+    ),
+    "a hash between others is lost": (
+        lambda path, hashes: hashes.write_bytes(hashes.read_bytes()[:38] + hashes.read_bytes()[57:]),
+        [1, 2, 4],
+        "damaged or missing: [3]",
+    ),
     "hashes and lines are cut": (
         lambda path, hashes: [file.write_bytes(file.read_bytes()[:60]) for file in (path, hashes)],
         [1, 2],
@@ -87,6 +97,42 @@ def test_damaged_lines_are_kept_in_another_file(tmp_path, caplog):
     assert "1 damaged lines were moved to lines.jsonl.damaged" in caplog.text
     assert json.loads((tmp_path / "lines.jsonl.damaged").read_text()) == {"step": 3, "reward/mean": 3.7}
     lines.close()
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"5.5", b"5.7"), (b'"step":5', b'"step":7')])
+def test_a_damaged_last_line_is_found_by_its_hash(tmp_path, caplog, old, new):
+    lines = damaged_file(tmp_path, change(old, new), last_step=9)
+    assert steps(lines.path) == [1, 2, 3, 4] and "1 damaged lines were moved" in caplog.text
+
+
+def test_a_line_after_the_resumed_step_is_removed_in_silence_if_a_kill_has_prevented_its_hash(tmp_path, caplog):
+    lines = damaged_file(tmp_path, lambda path, hashes: hashes.write_bytes(hashes.read_bytes()[:76]))
+    assert steps(lines.path) == [1, 2, 3, 4] and not caplog.text
+
+
+def test_a_line_that_is_written_while_another_process_reads_is_not_lost(tmp_path, monkeypatch, caplog):
+    lines, read, written = damaged_file(tmp_path, lambda path, hashes: None), Path.read_bytes, []
+
+    def read_and_write(path):
+        content = read(path)
+        if not written:
+            lines.write(written.append(5) or 5, {})
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_write)
+    checked = check_lines(lines.path)
+    assert not (checked.damaged or checked.lost_steps or caplog.text)
+    assert [step for step, _ in checked.lines] == [1, 2, 3, 4, 5] and checked.unchecked_steps == [5]
+
+
+def test_damaged_lines_stay_in_the_file_until_they_are_in_the_other_one(tmp_path):
+    def damage(path, hashes):
+        change(b"3.5", b"3.7")(path, hashes)
+        path.with_name("lines.jsonl.damaged").mkdir()  # so that nothing can be written there
+
+    with pytest.raises(IsADirectoryError):
+        damaged_file(tmp_path, damage)
+    assert steps(tmp_path / "lines.jsonl") == [1, 2, 3, 4, 5]
 
 
 def test_an_intact_file_is_opened_without_a_warning(tmp_path, caplog):
@@ -155,6 +201,21 @@ def test_a_full_disk_loses_no_line_and_leaves_no_incomplete_line(tmp_path, caplo
     disk.room = 10_000
     lines.write(5, {"reward/mean": 0.5})
     assert steps(lines.path) == [1, 2, 3, 4, 5]
+
+
+def test_a_rewind_keeps_the_lines_that_a_full_disk_left_in_memory(tmp_path, caplog):
+    lines = JsonLinesFile(tmp_path / "lines.jsonl", every_step=True)
+    lines.write(1, {})
+    disk = lines._lines._file = FullDisk(lines._lines._file, room=0)
+    for step in (2, 3, 4):
+        lines.write(step, {})
+    caplog.clear()
+    disk.room = 10_000
+    lines.rewind(3)
+    lines.write(4, {})
+    lines.close()
+    JsonLinesFile(lines.path, 4, every_step=True).close()
+    assert steps(lines.path) == [1, 2, 3, 4] and not caplog.text
 
 
 def rollouts(rows: list[int], digests: list[int]) -> Rollouts:
