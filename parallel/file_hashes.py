@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, BinaryIO
 
 import xxhash
@@ -25,26 +26,37 @@ _CHUNK_BYTES = 1 << 18  # fits into the cache of a core
 _SEAL = re.compile(r',\n "xxh3": "([0-9a-f]{32})"\n}\n\Z')  # end of a sealed JSON text
 
 
-def hash_stream(file: BinaryIO) -> FileHash:
-    """Return the number of bytes from the position of `file` to its end, and their hash."""
+def hash_stream(file: BinaryIO, stop: Event | None = None) -> FileHash:
+    """Return the number of bytes from the position of `file` to its end, and their hash.
+
+    Raises InterruptedError soon after another thread has set `stop`.
+    """
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK_BYTES))
     while count := file.readinto(buffer):  # type: ignore[missing-attribute]
+        if stop and stop.is_set():
+            raise InterruptedError("the hashes are not needed any more")
         digest.update(buffer[:count])
         size += count
     return size, digest.hexdigest()
 
 
-def hash_file(path: Path) -> FileHash:
-    """Return size and hash of a file."""
+def hash_file(path: Path, stop: Event | None = None) -> FileHash:
+    """Return size and hash of a file. For `stop` see `hash_stream`."""
     with path.open("rb", buffering=0) as file:
-        return hash_stream(file)  # type: ignore[bad-argument-type]
+        return hash_stream(file, stop)  # type: ignore[bad-argument-type]
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileHash]:
-    """Return name -> (size, hash) of files in `folder`. Several files are read at the same time."""
-    names = list(names)
+    """Return name -> (size, hash) of files in `folder`. Several files are read at the same time.
+
+    After an error or a signal, the function does not read the files to their ends.
+    """
+    names, stop = list(names), Event()
     with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(names), os.cpu_count() or 1))) as pool:
-        return dict(zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True))
+        try:
+            return dict(zip(names, pool.map(lambda name: hash_file(folder / name, stop), names), strict=True))
+        finally:
+            stop.set()
 
 
 def write_hashes(folder: Path, known: Mapping[str, FileHash], *, leave_out: str = "") -> None:

@@ -1,6 +1,7 @@
 """Hashes of files: every damage to a folder or to a sealed JSON file is found, and the message names the file and the cause."""
 
 import json
+import time
 
 import pytest
 
@@ -39,6 +40,15 @@ def test_files_that_were_added_later_and_folders_without_hashes_are_not_checked(
     (folder / file_hashes.HASHES_FILE).unlink()
     (folder / "a").write_text("changed")
     file_hashes.check_folder(folder)
+
+
+def test_an_error_does_not_wait_until_large_files_are_read(tmp_path):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(60 << 30)  # a sparse file, which takes no space
+    start = time.monotonic()
+    with pytest.raises(FileNotFoundError):
+        file_hashes.hash_files(tmp_path, ["missing", "large"])
+    assert time.monotonic() - start < 1
 
 
 def test_every_changed_bit_of_a_sealed_file_is_found(tmp_path):
