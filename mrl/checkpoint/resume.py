@@ -69,9 +69,10 @@ def model_sizes(arch: Architecture) -> dict[str, int]:
     return arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
 
 
-def find_resume_point(config: Config) -> ResumePoint:
+def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
     """Find the checkpoint that the key `resume` selects for this run directory.
 
+    Without `check_hashes`, only the sizes of the checkpoint's files are compared, which takes less than a second.
     Raises ValueError if the run would overwrite results in the directory, or if all checkpoints there are incomplete or damaged.
     """
     folder = Path(config.run.dir).resolve()
@@ -82,13 +83,15 @@ def find_resume_point(config: Config) -> ResumePoint:
     if record is None or record["command"] != "train":
         check_unused(folder)
     changes = list(_changes(record["config"], config_as_json(config))) if record else []
-    own = store.latest_intact() if record else None
+    own = store.latest_intact(check_hashes=check_hashes) if record else None
     if record and own is None and not store.is_empty():
         raise ValueError(
             f"run.dir={folder}: none of its checkpoints is complete and undamaged ({folder / 'mrl.log'} says why); name another "
             "run.dir, or remove checkpoints/ to start again there."
         )
-    other = find_checkpoint(config.resume) if own is None and config.resume not in ("auto", "never") else None
+    other = None
+    if own is None and config.resume not in ("auto", "never"):
+        other = find_checkpoint(config.resume, check_hashes=check_hashes)
     for change in changes:
         logger.warning("the run is resumed with a changed key: %s", change)
     return ResumePoint(own or other, other is not None, tuple(changes), frozenset(store.damaged))

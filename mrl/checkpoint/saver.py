@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -12,9 +13,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
+from mrl.core.jsonl import write_json
 from mrl.core.run_errors import ProcessesLostError, check_in_place
 
 logger = logging.getLogger(__name__)
+
+
+_STEP_FILE = "mrl_step.json"  # is written last to the folder hf/; has the step of its weights
+
+
+def exported_step(run_dir: Path) -> int | None:
+    """Return the step whose weights the folder hf/ has. None: there is no complete folder of this version of mrl."""
+    try:
+        return int(json.loads((run_dir / "hf" / _STEP_FILE).read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class SavableModel(Protocol):
@@ -121,6 +134,7 @@ class CheckpointSaver:
         if self.schedule.at_end:
             self.save_now(state)
             self._export(self.run_dir / "hf")
+            write_json(self.run_dir / "hf" / _STEP_FILE, {"step": state["progress"]["step"]})
             if not self.store.wait_for_copy(self.schedule.timeout_s):
                 logger.error(
                     "the last checkpoint is still being copied to checkpoint.copy_to; the run ends without the copy"

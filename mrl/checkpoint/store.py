@@ -139,11 +139,14 @@ class CheckpointStore:
         """Return the newest complete checkpoint, except `damaged` ones. Incomplete ones are skipped with a warning."""
         return next(self._complete(), None)
 
-    def latest_intact(self) -> Checkpoint | None:
+    def latest_intact(self, *, check_hashes: bool = True) -> Checkpoint | None:
         """Return the newest checkpoint whose files all have their hashes. Others are skipped with a warning.
 
         The function reads all files of the checkpoint, so it takes time. It adds the steps that it skips to `damaged`.
+        Without `check_hashes`, only the sizes of the files are compared.
         """
+        if not check_hashes:
+            return self.latest()
         for checkpoint in self._complete():
             try:
                 checkpoint.check_hashes()
@@ -215,10 +218,11 @@ class CheckpointStore:
             logger.warning("%s was not copied to %s: %s: %s", path, self.copy_to, type(error).__name__, error)
 
 
-def find_checkpoint(path_or_run: str) -> Checkpoint:
+def find_checkpoint(path_or_run: str, *, check_hashes: bool = True) -> Checkpoint:
     """Return the checkpoint in a folder. The folder may also be a run directory or its checkpoints/; then return the newest.
 
-    Raises ValueError if there is no complete checkpoint, or if the named checkpoint is damaged.
+    Without `check_hashes`, only the sizes of the files are compared. Raises ValueError if there is no complete checkpoint, or
+    if the named checkpoint is damaged.
     """
     path = Path(path_or_run)
     if not path.is_dir():
@@ -227,10 +231,11 @@ def find_checkpoint(path_or_run: str) -> Checkpoint:
         )
     if (path / STATE_FILE).is_file() or _NAME.fullmatch(path.name):
         checkpoint = Checkpoint.read(path)
-        checkpoint.check_hashes()
+        if check_hashes:
+            checkpoint.check_hashes()
         return checkpoint
     for folder in (path, path / "checkpoints"):
-        if found := CheckpointStore(folder).latest_intact():
+        if found := CheckpointStore(folder).latest_intact(check_hashes=check_hashes):
             return found
     raise ValueError(
         f"resume={path_or_run}: the folder has no complete and undamaged checkpoint; name a folder such as "

@@ -87,7 +87,7 @@ def _run_dir_word(config: Config) -> str:
 def _submit(config: Config, overrides: Sequence[str]) -> None:
     """Check everything that needs no GPU, then submit the Slurm job. With cluster.dry_run, print the script instead."""
     with hydra_entry.exit_on_user_error():
-        plan = plan_fitting_run(config)
+        plan = plan_fitting_run(config, check_hashes=False)  # the job reads the checkpoint, not the login node
         rehearse(plan)
         cluster = with_node_count(config.cluster, plan.pools)
         for warning in idle_gpus_of_job(plan.pools, gpus_of_nodes(cluster)):

@@ -14,7 +14,7 @@ from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.checkpoint.resume import ResumePoint, model_sizes
 from mrl.checkpoint.run_dir import SampleLedger, lock_run_dir, read_run_record
-from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule
+from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_step
 from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
@@ -189,12 +189,14 @@ def finished_result(config: Config) -> TrainingResult | None:
         record = read_run_record(folder)
     except ValueError:  # a damaged file; find_resume_point says so and decides what to do
         return None
-    if config.resume == "never" or record is None or record["command"] != "train" or not (folder / "hf").is_dir():
+    if config.resume == "never" or record is None or record["command"] != "train":
         return None
     if not (checkpoint := CheckpointStore(folder / "checkpoints").latest()):
         return None
     progress = checkpoint.state["progress"]
     evaluated = bool(progress["after"]) or not (config.data.test or config.data.test_sets)
+    if exported_step(folder) != progress["step"]:  # hf/ is missing, or from before the run was continued
+        return None
     if not (evaluated and _schedule(config, critic=False).is_complete(progress["step"], progress["window"])):
         return None
     reward = float(np.mean(progress["window"])) if progress["window"] else float("nan")

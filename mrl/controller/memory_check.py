@@ -95,12 +95,13 @@ def check_memory(plan: TrainPlan) -> None:
     )
 
 
-def plan_fitting_run(config: Config) -> TrainPlan:
+def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     """Plan a training run. If the hardware is known, also check that the run's memory and GPUs suffice.
 
-    Raises ValueError if the config has a mistake or the run does not fit.
+    Without `check_hashes`, only the sizes of the files of a checkpoint are compared. Raises ValueError if the config has a
+    mistake or the run does not fit.
     """
-    plan, cluster = plan_training(config), config.cluster
+    plan, cluster = plan_training(config, check_hashes=check_hashes), config.cluster
     check_memory(plan)
     if cluster.scheduler and not cluster.address and cluster.gpus_per_node:
         check_capacity(plan.pools, gpus_of_nodes(with_node_count(cluster, plan.pools)), "GPU")

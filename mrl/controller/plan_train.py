@@ -75,9 +75,12 @@ class TrainPlan(ModelPlan):
         return self.pools.colocated_roles
 
 
-def plan_training(config: Config) -> TrainPlan:
-    """Build or check every part of an RL run. Raises ValueError for a mistake of the user; starts no process."""
-    resume = find_resume_point(config)
+def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
+    """Build or check every part of an RL run. Raises ValueError for a mistake of the user; starts no process.
+
+    Without `check_hashes`, only the sizes of the files of a checkpoint are compared.
+    """
+    resume = find_resume_point(config, check_hashes=check_hashes)
     algorithm = build_algorithm(config)
     reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)

@@ -16,11 +16,12 @@ import pytest
 from models.architecture import Architecture
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point, model_sizes
 from mrl.checkpoint.run_dir import check_not_in_use, lock_run_dir, read_run_record
-from mrl.checkpoint.store import CheckpointStore
+from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.commands import train_process
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
+from mrl.controller import memory_check
 from mrl.controller.build import finished_result
 from mrl.core.jsonl import JsonLinesFile
 from parallel.rope import Rope
@@ -215,6 +216,27 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_differing_sizes_are_na
         check_checkpoint_fits(resume, arch, {"actor", "critic"})
 
 
+def test_the_submission_of_a_job_does_not_read_the_checkpoint(tmp_path, monkeypatch):
+    config = config_of(tmp_path, **{"cluster.scheduler": "slurm", "cluster.dry_run": True})
+    begin(config, step=4)
+    begin(config, step=8)
+    found = []
+
+    def plan(config, *, check_hashes: bool = True):
+        found.append(find_resume_point(config, check_hashes=check_hashes))
+        raise ValueError("planned")
+
+    monkeypatch.setattr(Checkpoint, "check_hashes", None)  # calling it would raise
+    monkeypatch.setattr(memory_check, "plan_training", plan)
+    with pytest.raises(SystemExit):
+        train_process.train(config)
+    assert found[0].checkpoint.step == 8
+    (tmp_path / "run/checkpoints/step_000008/actor/shard").write_bytes(b"cut")
+    assert find_resume_point(config, check_hashes=False).checkpoint.step == 4
+    other = config_of(tmp_path, resume=str(tmp_path / "run/checkpoints/step_000004"), **{"run.dir": f"{tmp_path}/b"})
+    assert find_resume_point(other, check_hashes=False).checkpoint.step == 4
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -340,11 +362,19 @@ def test_the_config_is_stored_as_json(tmp_path):
 FINISHED = dict(step=3, window=[0.5, 1.0, 0.75], before={"eval/reward_greedy": 0.0}, after={"eval/reward_greedy": 1.0})
 
 
+def export_weights(run_dir: Path, step: int) -> None:
+    """Leave the folder hf/ of a run that was finished after `step` steps."""
+    (run_dir / "hf").mkdir(exist_ok=True)
+    (run_dir / "hf/mrl_step.json").write_text(json.dumps({"step": step}))
+
+
 def test_a_finished_run_is_recognised_without_starting_a_process(tmp_path, monkeypatch, capsys):
     config = config_of(tmp_path, **{"trainer.max_steps": 3, "data.inputs.folder": str(tmp_path / "inputs")})
     begin(config, step=3, progress=FINISHED)
     assert finished_result(config) is None, "the weights were not exported yet"
-    (tmp_path / "run/hf").mkdir()
+    export_weights(tmp_path / "run", 2)
+    assert finished_result(config) is None, "the run was continued after the export"
+    export_weights(tmp_path / "run", 3)
     monkeypatch.setattr(train_process, "plan_fitting_run", None)  # calling it would raise
     train_process.train(config)
     printed = capsys.readouterr().out
@@ -363,13 +393,13 @@ def test_a_finished_run_is_recognised_without_starting_a_process(tmp_path, monke
 def test_a_run_with_something_left_to_do_is_not_finished(tmp_path, progress, keys):
     config = config_of(tmp_path, **({"trainer.max_steps": 3, "data.test": ["held_out.jsonl"]} | keys))
     begin(config, step=3, progress=progress)
-    (tmp_path / "run/hf").mkdir()
+    export_weights(tmp_path / "run", 3)
     assert finished_result(config) is None
 
 
 def test_a_run_that_reached_its_reward_is_finished(tmp_path):
     config = config_of(tmp_path, **{"trainer.max_steps": 9, "trainer.stop_reward": 0.75})
     begin(config, step=5, progress=FINISHED | dict(step=5, window=[0.75] * 5))
-    (tmp_path / "run/hf").mkdir()
+    export_weights(tmp_path / "run", 5)
     result = finished_result(config)
     assert result and (result.steps, result.reward) == (5, 0.75)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule
+from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_step
 from mrl.checkpoint.store import CheckpointStore
 from mrl.core.run_errors import ProcessesLostError, RunDirMovedError
 
@@ -121,7 +121,21 @@ def test_the_last_checkpoint_of_a_run_must_succeed(saver, model):
     model.error = None
     made.finish(state(5))
     latest = made.store.latest()
-    assert latest and latest.step == 5 and (made.run_dir / "hf").is_dir()
+    assert latest and latest.step == 5 and exported_step(made.run_dir) == 5
+
+
+def test_an_export_that_a_kill_has_prevented_leaves_no_step_of_older_weights(saver, model):
+    made = saver(every=0)
+    assert exported_step(made.run_dir) is None
+    made.finish(state(5))
+
+    def fail(folder: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made.export = fail
+    with pytest.raises(OSError, match="No space"):
+        made.finish(state(7))
+    assert exported_step(made.run_dir) in (5, None) and made.store.latest().step == 7
 
 
 def test_a_preempted_run_is_saved_once(saver, model):
