@@ -5,27 +5,50 @@ The processes of a run end in this order:
 1. The driver closes trainer ranks, the rollout worker with its engines and reward workers, and placement groups. Then it ends
    Ray. It does this within `shutdown_deadline`. After the deadline, a thread ends all processes that the driver has started.
 2. The driver ends processes of the run that no longer have a parent in the run (`end_orphans`).
-3. The supervisor of `mrl train` ends all descendants of the driver that are still alive (mrl.launch.supervisor).
+3. The supervisor of `mrl train` ends the descendants of the driver that are still alive (mrl.launch.supervisor).
 """
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import psutil
 
 from mrl.core.processes import descendants, describe, end_processes, with_variable
+from mrl.core.run_errors import (
+    REQUEUE_STATUS,
+    UNHEALTHY_STATUS,
+    PreemptedError,
+    StartError,
+    StartupLostError,
+    UnhealthyRunError,
+)
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0  # how long the processes of a run may take to end
 NOTICE_S = 10.0  # interval between two messages that say what the end of the run waits for
 EXIT_S = 60.0  # how long this process may continue to wait after its processes were ended
-STATUS_OF_EXIT = 1  # exit status if this process still waits then
+STATUS_OF_EXIT = 1  # exit status if this process still waits then, unless the reason of its end has another status
+_STATUS_OF_ERROR: dict[type[BaseException], int] = {
+    PreemptedError: REQUEUE_STATUS,
+    UnhealthyRunError: UNHEALTHY_STATUS,
+    StartError: 2,
+    KeyboardInterrupt: 128 + signal.SIGINT,
+}
+
+_before_exit: list[Callable[[], None]] = []
+
+
+def call_before_exit(function: Callable[[], None]) -> None:
+    """Let `function` be called before this process exits at the deadline, if the command should not be started again."""
+    _before_exit[:] = [function]
 
 
 @contextmanager
@@ -35,10 +58,10 @@ def shutdown_deadline(what: str, since: float) -> Iterator[None]:
     A process of Ray that is stopped or hangs can block calls of Ray for ever. So a thread says every NOTICE_S seconds which
     processes still run. After TIMEOUT_S seconds it ends the descendants that this process started after `since`, a value of
     time.time(). Calls that wait for these processes then return. If the body continues for another EXIT_S seconds, this process
-    exits.
+    exits with the status that belongs to the exception which is being handled.
     """
-    finished = threading.Event()
-    watchdog = threading.Thread(target=_watch, args=(finished, what, since), name="shutdown", daemon=True)
+    finished, reason = threading.Event(), sys.exception()
+    watchdog = threading.Thread(target=_watch, args=(finished, what, since, reason), name="shutdown", daemon=True)
     watchdog.start()
     try:
         yield
@@ -46,7 +69,7 @@ def shutdown_deadline(what: str, since: float) -> Iterator[None]:
         finished.set()
 
 
-def _watch(finished: threading.Event, what: str, since: float) -> None:
+def _watch(finished: threading.Event, what: str, since: float, reason: BaseException | None) -> None:
     start = time.monotonic()
     while not finished.wait(min(NOTICE_S, max(0.0, start + TIMEOUT_S - time.monotonic()))):
         running, waited_s = _started_since(since), time.monotonic() - start
@@ -62,8 +85,23 @@ def _watch(finished: threading.Event, what: str, since: float) -> None:
     end_processes(running, exit_patience_s=0)
     if not finished.wait(EXIT_S):
         logger.error("%s still blocks this process %.0f s after its processes were ended; exiting", what, EXIT_S)
-        sys.stdout.flush()
-        os._exit(STATUS_OF_EXIT)
+        _exit(reason)
+
+
+def _exit(reason: BaseException | None) -> NoReturn:
+    """End this process at once. `reason` is the exception that ends the run, None for a run that is finished.
+
+    After a success or a failed start, nothing is called before the exit. The supervisor then starts the command again. The second
+    process prints the result of a finished run.
+    """
+    sys.stdout.flush()
+    if reason is not None and not isinstance(reason, StartupLostError):
+        for function in _before_exit:
+            function()
+    if isinstance(reason, SystemExit) and isinstance(reason.code, int):
+        os._exit(reason.code)
+    statuses = (status for kind, status in _STATUS_OF_ERROR.items() if isinstance(reason, kind))
+    os._exit(next(statuses, STATUS_OF_EXIT))
 
 
 def _started_since(since: float) -> list[psutil.Process]:

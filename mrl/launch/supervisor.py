@@ -16,12 +16,19 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
+
+import psutil
 
 from mrl.core.processes import become_subreaper, descendants, end_processes
 from mrl.core.run_errors import REQUEUE_STATUS, describe_exit
+from mrl.core.shutdown import call_before_exit
 
 PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # tells the child the file descriptor to which the child writes messages
+RUN_VARIABLE = (
+    "MRL_SUPERVISED"  # processes of the child inherit this variable; its value is the supervisor's process id
+)
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 BACKOFF_S = 1.0  # pause before the first restart; it doubles with each restart
 MAX_RESTARTS = 5  # consecutive restarts, see STABLE_S
@@ -43,6 +50,7 @@ def run_child() -> None:
         _pipe = int(os.environ.pop(PIPE_VARIABLE))
         os.set_inheritable(_pipe, False)
         atexit.register(tell_supervisor, "ended")
+        call_before_exit(partial(tell_supervisor, "ended"))  # os._exit skips the functions of atexit
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
@@ -92,6 +100,7 @@ class _ChildWatcher:
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self.signals: list[int] = []
+        self.earlier = set(descendants())  # compared by process id and start time
 
     def forward_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signals.append(signum)
@@ -102,14 +111,14 @@ class _ChildWatcher:
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
         """Run one child. Return (its exit status, the messages that it sent, its duration in seconds).
 
-        All descendants of the child are ended too, also those that have left its session and lost their parents. If a signal
+        The descendants of the child are ended too, also those that have left its session and lost their parents. If a signal
         arrived before the child started, the child gets this signal immediately.
         """
         start = time.monotonic()
         read_end, write_end = os.pipe()
         self.child = subprocess.Popen(
             [sys.executable, "-P", "-c", _RUN_CHILD, module, *argv],
-            env=os.environ | {PIPE_VARIABLE: str(write_end)},
+            env=os.environ | {PIPE_VARIABLE: str(write_end), RUN_VARIABLE: str(os.getpid())},
             pass_fds=[write_end],
             preexec_fn=end_with_parent,
             process_group=0,  # Ctrl-C in a terminal then reaches only the supervisor, which forwards it once
@@ -118,9 +127,22 @@ class _ChildWatcher:
         for signum in self.signals[:1]:
             self.child.send_signal(signum)
         status = _wait(self.child)
-        end_processes(descendants())
+        end_processes(self._left_by_child())
         with os.fdopen(read_end, "rb") as pipe:
             return status, pipe.read().decode().split("\n")[:-1], time.monotonic() - start
+
+    def _left_by_child(self) -> list[psutil.Process]:
+        """Return the processes that the child has left behind, when the child has ended.
+
+        They are below the children of this process, because it is the subreaper. Processes that are older than the run are
+        spared (`server & exec mrl train`), and so are their children. An orphan can come from another program only if there were
+        such processes, or if this process is process 1 of a container (`docker exec`). Then an orphan is spared if it has an
+        environment without RUN_VARIABLE. An empty or unreadable environment says nothing, so such an orphan is ended.
+        """
+        new = [each for each in _children() if each not in self.earlier]
+        if self.earlier or os.getpid() == 1:
+            new = [each for each in new if not _is_of_another_program(each)]
+        return [process for each in new for process in (each, *descendants(each.pid))]
 
     def pause(self, seconds: float) -> bool:
         """Wait for `seconds`, or until a signal arrives. Return whether a signal has arrived."""
@@ -138,6 +160,18 @@ class _ChildWatcher:
         if preempted and (self.child is None or -status in preempted):
             return REQUEUE_STATUS
         return status if status >= 0 else 128 - status
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def _is_of_another_program(process: psutil.Process) -> bool:
+    try:
+        environment = process.environ()
+    except (psutil.Error, OSError):
+        return False
+    return bool(environment) and RUN_VARIABLE not in environment
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import psutil
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
@@ -23,6 +24,7 @@ from mrl.rewards.reward_types import CallResult, Response, Reward, call_reward
 
 DEADLINE_PASSED = "not scored before the deadline of the whole batch (scoring.timeout_s)."  # reason of a failed score
 
+REGISTRATION_S = 0.5  # largest time from the fork of a worker process until multiprocessing knows the worker
 _FORK_SERVER_SETUP = "mrl.rewards.fork_server"  # only the fork server imports this module
 _rewards: list[Reward] | str = []  # only set in a worker process: the rewards, or the reason why they cannot be loaded
 
@@ -160,11 +162,32 @@ def _leftovers() -> list[psutil.Process]:
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[missing-attribute]  # there is no public name
     if server is None:
         return []
-    now, found = time.time(), descendants(server)
+    left = _not_of_pools(descendants(server))
+    # A young process can be a worker of another pool that is not registered yet.
+    if left and (wait_s := REGISTRATION_S - min(map(_age_s, left))) > 0:
+        time.sleep(wait_s)
+        left = _not_of_pools(left)
+    return left
+
+
+def _not_of_pools(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that are neither worker processes nor descendants of worker processes."""
     workers = [process.pid for process in multiprocessing.active_children() if process.pid is not None]
     spared = {*workers, *(each.pid for worker in workers for each in descendants(worker))}
-    # A process that started just now can be a worker of another pool, which is not registered yet.
-    return [each for each in found if each.pid not in spared and each.create_time() < now - 0.1]
+    return [each for each in processes if each.pid not in spared]
+
+
+def _age_s(process: psutil.Process) -> float:
+    """Return the seconds since a process started; infinity if it has ended.
+
+    Both times count from the start of the machine. psutil's create_time can be wrong by a second, because the kernel rounds the
+    date of that start.
+    """
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return float("inf")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _result(future: ProcessFuture, limit: float, deadline: float) -> CallResult | None:

@@ -18,6 +18,7 @@ import pytest
 from mrl.core import processes, shutdown
 from mrl.core.processes import end_processes, with_variable
 from mrl.core.shutdown import end_orphans, shutdown_deadline
+from mrl.rewards import worker_pool
 from mrl.rewards.reward_types import Response, Score
 from mrl.rewards.scorer import Scorer
 
@@ -179,3 +180,70 @@ def test_a_process_that_still_waits_after_the_deadline_exits():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1 and "the test still blocks this process" in result.stderr
+
+
+HANGING = """
+import threading
+from mrl.core import run_errors, shutdown
+shutdown.TIMEOUT_S = shutdown.EXIT_S = 0.1
+shutdown.call_before_exit(lambda: print("ended", flush=True))
+try:
+    {reason}
+finally:
+    with shutdown.shutdown_deadline("the test", 0.0): threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "said"),
+    [
+        ("raise run_errors.PreemptedError", 75, "ended\n"),
+        ("raise run_errors.UnhealthyRunError", 3, "ended\n"),
+        ("raise run_errors.StartError", 2, "ended\n"),
+        ("raise SystemExit(143)", 143, "ended\n"),
+        ("raise RuntimeError", 1, "ended\n"),
+        ("raise run_errors.StartupLostError", 1, ""),
+        ("pass", 1, ""),
+    ],
+)
+def test_an_exit_at_the_deadline_has_the_status_of_the_runs_end(reason, status, said):
+    """Without the message "ended", the supervisor starts the command again: after a success, to print the result."""
+    code = HANGING.format(reason=reason)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (status, said)
+
+
+BESIDE = """
+import os, subprocess, sys
+from mrl.launch import supervisor
+earlier = subprocess.Popen(["/bin/sleep", "600"])
+watcher = supervisor._ChildWatcher()
+processes = [earlier, subprocess.Popen(["/bin/sleep", "600"])]  # the second is like an orphan of another program
+processes.append(subprocess.Popen(["/bin/sleep", "600"], env=os.environ | {supervisor.RUN_VARIABLE: "1"}))
+processes.append(subprocess.Popen(["/bin/sleep", "600"], env={}))
+left = [each.pid for each in watcher._left_by_child()]
+print([each.pid in left for each in processes])
+watcher.earlier = set()
+print(len(watcher._left_by_child()))
+for each in processes: each.kill()
+"""
+
+
+def test_the_supervisor_spares_processes_that_are_not_of_its_run():
+    """Without processes that are older than the run, all descendants are those of the run."""
+    result = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, timeout=120)
+    assert result.stdout == "[False, False, True, True]\n4\n", result.stderr
+
+
+def test_a_worker_that_is_not_registered_yet_is_no_leftover(started, monkeypatch):
+    young = sleeper(started)
+    registered: list[list[subprocess.Popen]] = [[], [young]]
+    monkeypatch.setattr(worker_pool.multiprocessing.forkserver._forkserver, "_forkserver_pid", 1)
+    monkeypatch.setattr(worker_pool, "descendants", lambda pid: [started[0]] if pid == 1 else [])
+    monkeypatch.setattr(worker_pool, "REGISTRATION_S", 600.0)
+    slept: list[float] = []
+    monkeypatch.setattr(worker_pool.time, "sleep", slept.append)
+    monkeypatch.setattr(worker_pool.multiprocessing, "active_children", lambda: registered.pop(0))
+    assert worker_pool._leftovers() == [] and 500 < slept[0] <= 600
+    registered[:] = [[], []]
+    assert worker_pool._leftovers() == [started[0]], "a process that no pool registers"
