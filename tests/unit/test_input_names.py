@@ -15,6 +15,7 @@ from planned_runs import ANY, MODELS
 
 from mrl.config import hydra_entry
 from mrl.config.input_names import resolve_data, resolve_inputs, resolve_model
+from mrl.sweep import launcher
 
 FIRST, SECOND = "1" * 40, "2" * 40  # commits
 
@@ -218,3 +219,17 @@ def test_a_file_of_a_web_server_is_fetched_again_after_a_change(etag, tmp_path, 
         (changed,) = resolve_data(url, "data.train", "train")
         assert Path(changed).read_bytes() == content[0]
         server.shutdown()
+
+
+def test_the_points_of_a_sweep_take_the_same_names(tmp_path, monkeypatch):
+    planned = []
+
+    def plan(config):
+        planned.append(config.model.path)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(launcher, "plan_fitting_run", plan)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match="enough"):
+        launcher.check_point(tmp_path, [f"model.path=file://{tmp_path}/model", "run.dir=x"])
+    assert planned == [str(tmp_path / "model")]
