@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import get_args
 
 from mrl.config.schema import Config
+from mrl.config.search_path import group_files, group_names
 from mrl.config.validate import key_fields
 from mrl.core.command_names import COMMANDS, SUBCOMMANDS
 from mrl.core.installation import CONF
@@ -72,8 +73,7 @@ compdef _mrl mrl
 
 def groups() -> dict[str, list[str]]:
     """Return the config groups with the names of their files: experiment -> [gsm8k, quickstart, ...]."""
-    folders = (folder for folder in sorted(CONF.iterdir()) if folder.is_dir() and folder.name != "hydra")
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+    return {name: group_files(name, [CONF]) for name in group_names([CONF])}
 
 
 def values_of_keys() -> dict[str, list[str]]:

@@ -416,7 +416,7 @@ def translate(source: str, values: Values) -> Translation:
     rules, found = SOURCES[source], Translation()
     for key, value in values.items():
         shown = f"{key}={value}"
-        result = _apply(_rule_of(rules, key), key, value, values)
+        result = _apply(rules, key, value, values)
         if result is None:
             found.unknown.append(shown)
         elif isinstance(result, Note):
@@ -427,15 +427,19 @@ def translate(source: str, values: Values) -> Translation:
     return found
 
 
-def _rule_of(rules: Mapping[str, Rule], key: str) -> Rule | None:
+def _name_in(rules: Mapping[str, Rule], key: str) -> str | None:
+    """Return the name that covers `key` in a table: the key itself, or else the longest name with `*`."""
     if key in rules:
-        return rules[key]
-    prefixes = [prefix for prefix in rules if prefix.endswith("*") and key.startswith(prefix[:-1])]
-    return rules[max(prefixes, key=len)] if prefixes else None
+        return key
+    return max((name for name in rules if name.endswith("*") and key.startswith(name[:-1])), key=len, default=None)
 
 
-def _apply(rule: Rule | None, key: str, value: Any, values: Values) -> Overrides | Note | None:
-    if rule is None or isinstance(rule, Note):
+def _apply(rules: Mapping[str, Rule], key: str, value: Any, values: Values) -> Overrides | Note | None:
+    name = _name_in(rules, key)
+    if name is None:
+        return None
+    rule = rules[name]
+    if isinstance(rule, Note):
         return rule
     if value is None or value == "":
         return Note("empty: the default applies", needed=False)
@@ -445,14 +449,8 @@ def _apply(rule: Rule | None, key: str, value: Any, values: Values) -> Overrides
         except (TypeError, ValueError):  # for example, the value is a variable that the script does not assign
             return Note("the value cannot be read")
     if rule.endswith("*"):
-        prefix = next(prefix for prefix in _prefixes() if key.startswith(prefix))
-        return {rule[:-1] + key.removeprefix(prefix).replace("-", "_"): value}
+        return {rule[:-1] + key.removeprefix(name[:-1]).replace("-", "_"): value}
     return {rule: value}
-
-
-def _prefixes() -> list[str]:
-    names = {key[:-1] for rules in SOURCES.values() for key in rules if key.endswith("*")}
-    return sorted(names, key=len, reverse=True)
 
 
 def counterpart_of(key: str) -> tuple[str, str] | None:

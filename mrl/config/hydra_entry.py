@@ -53,16 +53,21 @@ NO_OUTPUT_FILES = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_log
 """Overrides for commands that only print, so that Hydra writes no files."""
 _COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 OPTIONS = (
-    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun"),
-    *(
-        "--shell-completion",
-        "--config-path",
-        "--config-name",
-        "--config-dir",
-        "--experimental-rerun",
-        "--info",
-        "--dry-run",
-    ),
+    "--help",
+    "--hydra-help",
+    "--version",
+    "--cfg",
+    "--resolve",
+    "--package",
+    "--run",
+    "--multirun",
+    "--shell-completion",
+    "--config-path",
+    "--config-name",
+    "--config-dir",
+    "--experimental-rerun",
+    "--info",
+    "--dry-run",
 )
 """Options of Hydra, and of mrl train."""
 _runs_hydra = False  # whether this process runs a command, whose Hydra also composes the points of a sweep

@@ -155,19 +155,19 @@ def _conditions(name: str) -> tuple[sandbox_filter.ArgumentCondition, ...]:
     return next(rule.conditions for rule in RULES if rule.name == name)
 
 
-def attributes(path: Path) -> tuple[int, ...]:
+def state_of(path: Path) -> tuple[int, ...]:
     """Return the attributes of a file that reading does not change; the time of the last access is not among them."""
     found = path.stat()
     return found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def test_arguments_that_no_ordinary_program_uses_are_refused(outside):
-    before = attributes(outside)
+    before = state_of(outside)
     calls = calls_by_argument()
     found = attempt(calls, outside)
     assert len(calls) > 300
     assert [call for call, error in zip(calls, found, strict=True) if error != (-1, errno.EPERM)] == []
-    assert attributes(outside) == before and outside.read_bytes() == b"outside" * 1000
+    assert state_of(outside) == before and outside.read_bytes() == b"outside" * 1000
 
 
 # -- What a program tries to do to processes beside it --------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_no_attack_changes_reads_stalls_or_outlives_anything(outside, monkeypatc
         source = Path(sandbox.sandbox_child.__file__).read_text()
         older.write_text(source.replace("return max(0, ", f"return min({abi}, "))
         monkeypatch.setattr(sandbox.sandbox_child, "__file__", str(older))
-    before, content = outside.stat(), outside.read_bytes()
+    before, content = state_of(outside), outside.read_bytes()
     attributes = _file_attributes(outside)
     pause = 1.5
     sync = {"x86_64": 162, "aarch64": 81}[MACHINE]
@@ -283,10 +283,7 @@ def test_no_attack_changes_reads_stalls_or_outlives_anything(outside, monkeypatc
     assert lines[-1:] == ["all tried"] and len(lines) > 60, results[0]
     refused = REFUSED | {errno.EACCES}
     assert [line for line in lines[:-1] if not (line.split()[1].isdigit() and int(line.split()[1]) in refused)] == []
-    after = outside.stat()
-    assert (after.st_mode, after.st_uid, after.st_mtime_ns, after.st_ctime_ns) == (
-        before.st_mode, before.st_uid, before.st_mtime_ns, before.st_ctime_ns
-    )  # fmt: skip
+    assert state_of(outside) == before
     assert outside.read_bytes() == content and os.listdir(outside.parent) == ["outside"]
     assert _file_attributes(outside) == attributes
 
