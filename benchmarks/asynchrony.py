@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulated_engine import LogNormalScript
-from mrl.config.process_schema import PauseMode
+from mrl.config.process_schema import ClusterConfig, PauseMode
 from mrl.data.prompts import PromptConstraints, PromptDataset, PromptStream
 from mrl.data.sources import PromptSource
 from mrl.data.synthetic_tasks import make_tiny_model, write_prompts
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the measurements into this JSON file")
     args = parser.parse_args()
     speeds = slow_down(SPEEDS, args.scale)
-    with tempfile.TemporaryDirectory() as folder, ray_cluster(None) as options:
+    with tempfile.TemporaryDirectory() as folder, ray_cluster(ClusterConfig()) as options:
         data = make_data(Path(folder))
         groups = drawn_groups(data, (max(STEPS.values()) + 6) * N)
         predicted = {mode: simulate(groups, speeds, SETUPS[mode], STEPS[mode]) for mode in args.modes}

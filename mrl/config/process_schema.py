@@ -189,6 +189,13 @@ class ClusterConfig:
         "s",
         above=0,
     )
+    cpu_threads: int = key(
+        1,
+        "CPU threads of each trainer rank and engine. Without GPUs, more threads speed up models that are larger than the"
+        " quickstart's.",
+        "threads",
+        least=1,
+    )
     scheduler: Scheduler | None = key(
         None, "With slurm, the run is submitted as a Slurm job. Default: it runs on this machine."
     )

@@ -48,7 +48,7 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
     """
     config = plan.config
     run_dir = Path(config.run.dir).resolve()
-    with lock_run_dir(run_dir, "certify", config_as_json(config)), ray_cluster(config.cluster.address) as options:
+    with lock_run_dir(run_dir, "certify", config_as_json(config)), ray_cluster(config.cluster) as options:
         job = ParityCheck(
             settings=config.certify,
             arch=plan.arch,
@@ -70,7 +70,7 @@ def replay(
     """Repeat a dumped step under the plan's layout and under the layout `reference_dims`, and compare the results."""
     config = plan.config
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
-    with ray_cluster(config.cluster.address) as options:
+    with ray_cluster(config.cluster) as options:
         job = StepReplay(
             dump=dump,
             checkpoint=str(dump.weights_folder(weights)) if weights.checkpoint else None,

@@ -239,7 +239,7 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
     """
     with ExitStack() as stack:
         stack.enter_context(lock_run_dir(Path(config.run.dir).resolve(), command, config_as_json(config)))
-        stack.enter_context(ray_cluster(config.cluster.address, pools.size))
+        stack.enter_context(ray_cluster(config.cluster, pools.size))
         try:
             placements = stack.enter_context(place_pools(pools, config.cluster.start_timeout_s))
         except (ValueError, PlacementError) as error:

@@ -20,17 +20,19 @@ from ray import cloudpickle
 from ray._private import ray_constants  # private: Ray has no public way to bind a local cluster to loopback
 from ray.job_config import JobConfig
 
+from mrl.config.process_schema import ClusterConfig
 from mrl.config.secrets import ENGINE_KEY, engine_key
 from mrl.core.installation import import_environment, python_path
 from mrl.core.run_errors import ProcessesLostError
 from mrl.core.shutdown import shutdown_deadline
 from mrl.placement.ray_folder import private_ray_folder
 
-# OMP_NUM_THREADS: ranks and engines share the cores, and the idle threads of GNU OpenMP busy-wait.
+# OMP_WAIT_POLICY: ranks and engines share the cores, and by default the idle threads of GNU OpenMP busy-wait.
+# THP_MEM_ALLOC_ENABLE: torch allocates large tensors in huge pages, so that the kernel spends less time on page faults.
 # SPT_NOENV: setproctitle, with which Ray renames its processes, must not overwrite their environment. mrl finds the processes
 # of a run by their environment.
-PROCESS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-PROCESS_ENV |= {"SPT_NOENV": "1"}
+PROCESS_ENV = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+PROCESS_ENV |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "SPT_NOENV": "1"}
 POLL_INTERVAL_S = 0.5  # missing_nodes waits this long between two reads of the list of nodes
 
 
@@ -50,8 +52,8 @@ class _RunJobConfig(JobConfig):
 
 
 @contextmanager
-def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[dict[str, Any]]:
-    """Connect to the cluster at `address`, or start a cluster on this machine if `address` is None.
+def ray_cluster(cluster: ClusterConfig, num_slots: int | None = None) -> Iterator[dict[str, Any]]:
+    """Connect to the cluster at `cluster.address`, or start a cluster on this machine if the address is None.
 
     Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
     number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
@@ -63,17 +65,18 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     quiet: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
     since = time.time()
     sigterm_handler = signal.getsignal(signal.SIGTERM)
-    if address:
-        env = PROCESS_ENV | import_environment() | {"PYTHONPATH": python_path()}
+    process_env = PROCESS_ENV | {"OMP_NUM_THREADS": str(cluster.cpu_threads)}
+    if cluster.address:
+        env = process_env | import_environment() | {"PYTHONPATH": python_path()}
         # A function sets the key in each worker process: a variable in `env_vars` would appear in Ray's logs.
         ray.init(
-            address=address,
+            address=cluster.address,
             runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()},
             job_config=_RunJobConfig(),
             **quiet,
         )
     else:
-        os.environ.update(PROCESS_ENV)  # every process of a local cluster inherits these variables
+        os.environ.update(process_env)  # every process of a local cluster inherits these variables
         _restrict_to_loopback()
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
         plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2, _temp_dir=str(private_ray_folder()))

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from benchmarks.controller import SimulatedGroup, SimulatedRanks, layout
 from benchmarks.driver_traffic import Traffic
 from mrl.config import hydra_entry
+from mrl.config.process_schema import ClusterConfig
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
@@ -82,7 +83,7 @@ def test_no_token_passes_through_the_driver(trainer):
 
 @pytest.fixture
 def cluster():
-    with ray_cluster(None):
+    with ray_cluster(ClusterConfig()):
         yield
 
 

@@ -22,6 +22,7 @@ LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 STALL_TIMEOUT_S = 8.0  # long enough for a healthy engine on a busy machine
 
 
+@pytest.mark.extended
 def test_the_heartbeat_of_a_scheduler_advances_only_while_it_computes(engine):
     """The engine pool uses the heartbeat to tell a slow engine from a hung one."""
     (scheduler,) = [p for p in engine.server.processes() if "scheduler" in p.name()]

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from mrl_runs import wait_until
 
 from mrl.config import hydra_entry
+from mrl.config.process_schema import ClusterConfig
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
@@ -64,7 +65,7 @@ def nodes(monkeypatch):
     made = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, num_gpus=0, include_dashboard=False))
     found = [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
     try:
-        with ray_cluster(made.address):
+        with ray_cluster(ClusterConfig(address=made.address)):
             yield made, {node.node_id: node for node in found}
     finally:
         made.shutdown()

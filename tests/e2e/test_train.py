@@ -62,6 +62,7 @@ def test_the_run_directory_of_another_run_is_refused(start_mrl, quickstart, reco
     assert again.process.returncode == 2 and "name another folder" in again.output()
 
 
+@pytest.mark.extended
 def test_another_layout_trains_recorded_rollouts_with_the_same_loss(start_mrl, quickstart, recorded):
     expected = recorded.metrics()[0]
     replay = [f"rollout.replay={recorded.folder / 'rollouts'}", "trainer.max_steps=1", "trainer.save=false"]

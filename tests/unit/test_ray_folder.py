@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from ray._common.utils import try_to_create_directory
 
+from mrl.config.process_schema import ClusterConfig
 from mrl.placement import ray_cluster, ray_folder
 from mrl.placement.ray_folder import private_ray_folder
 
@@ -83,6 +84,6 @@ def test_a_local_cluster_writes_into_the_private_folder(short_folder, monkeypatc
     monkeypatch.setattr(ray_cluster.ray, "init", init)
     monkeypatch.setattr(ray_cluster, "_restrict_to_loopback", lambda: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    with pytest.raises(ValueError, match="no cluster in this test"), ray_cluster.ray_cluster(None):
+    with pytest.raises(ValueError, match="no cluster in this test"), ray_cluster.ray_cluster(ClusterConfig()):
         pass
     assert given["_temp_dir"] == str(short_folder / f"mrl-ray-{os.getuid()}/r")

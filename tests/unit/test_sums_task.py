@@ -11,7 +11,7 @@ from mrl.config import hydra_entry
 from mrl.data.sources import train_sources
 from mrl.data.synthetic_tasks import make_sums_task
 from mrl.rewards.reward_types import Response
-from mrl.rewards.rule_based import ExactMatch
+from mrl.rewards.rule_based import GSM8K
 
 
 def test_every_sum_is_in_one_of_the_two_files_and_has_its_answer(tmp_path):
@@ -24,13 +24,14 @@ def test_every_sum_is_in_one_of_the_two_files_and_has_its_answer(tmp_path):
         (a, b), truth = row["extra_info"]["numbers"], row["reward_model"]["ground_truth"]
         assert f"{a} + {b}?" in row["prompt"][0]["content"]
         answers = [f" {a + b}\n", f"The answer is {a + b}.", str(a + b + 1)]
-        assert ExactMatch()([Response("sums", text, truth) for text in answers]) == [1.0, 0.0, 0.0]
+        assert GSM8K(strict=False)([Response("sums", text, truth) for text in answers]) == [1.0, 1.0, 0.0]
 
 
 def test_the_experiment_trains_the_published_model_on_sums(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ANY | SMOLLM2_135M))
     keys = ["experiment=smollm2", "run.dir=x", f"data.inputs.folder={tmp_path}/made"]
     config = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
+    assert config.reward == {"_target_": "mrl.rewards.rule_based.GSM8K", "strict": False}
     assert config.model.path == "HuggingFaceTB/SmolLM2-135M-Instruct"
     local = hydra_entry.compose_config(hydra_entry.check_overrides([*keys, f"model.path={tmp_path}"]))
     assert not memory_of(local).problems
