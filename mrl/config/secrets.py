@@ -11,13 +11,13 @@ from typing import Any
 ENGINE_KEY = "MRL_ENGINE_KEY"
 """Environment variable with the engine key: HTTP clients must send this key to the engines.
 
-Set the variable to use servers that are already running (rollout.engine_urls).
+If rollout.engine_urls names servers that are already running, set the variable to the key of these servers.
 """
 
 HIDDEN = "(secret)"  # written in place of a secret
 MIN_SECRET_LENGTH = 8  # characters; a shorter secret is not searched for in texts, because it may occur there by chance
 
-_SECRET = re.compile(  # names with "-" replaced by "_"; `tokens` alone means tokens of the model
+_SECRET = re.compile(  # Searched in names after "-" was replaced by "_". `tokens` does not match: it means tokens of the model.
     r"(^|_)(api_?keys?|(access|secret|private|watermark|engine)_keys?(_[a-z])?|(auth|access|api|hf|bearer|refresh)_?tokens?"
     r"|token|secrets?|authorization|credentials?)$|(password|passwd|passphrase)s?$",
     re.IGNORECASE,

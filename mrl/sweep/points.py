@@ -283,7 +283,7 @@ def summary_text(sweep: Sweep, results: Sequence[PointResult]) -> str:
     ]
     best = best_point(results, sweep.maximize)
     if best is None:
-        return "\n".join([*failed, f"no point has ended with {sweep.metric}"])
+        return "\n".join([*failed, f"no point that ended has a value of {sweep.metric}"])
     found = f"best: point {best.index}, {sweep.metric} {_format_number(best.value)}, {' '.join(best.point)}"
     return "\n".join([*failed, found, f"  {sweep.command(best.index)}"])
 

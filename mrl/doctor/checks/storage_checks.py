@@ -7,7 +7,7 @@ from mrl.doctor.host_facts import GB, ClusterFacts, FolderFacts, HostFacts, outl
 
 MIN_FREE_BYTES = 5 * GB  # less free space is a warning
 MAX_USED_FRACTION = 0.95  # Ray creates no objects on a file system that is fuller than this
-MIN_INODES = 10_000  # if the file system can hold fewer further files, there is a warning
+MIN_INODES = 10_000  # fewer free inodes (each new file takes one) are a warning
 MIN_BYTES_PER_S = 20e6  # a lower write speed is a warning
 OBJECT_STORE_BYTES = 512 * 2**20  # size of Ray's object store in a run on one machine
 SHM_BYTES_PER_GPU = 2**30  # buffers through which NCCL and SGLang exchange data between processes of a host
@@ -52,7 +52,7 @@ def _check_free_space(host: HostFacts, folder: FolderFacts, checkpoint_bytes: in
     where, name = [host.host], f"{folder.path} ({folder.purpose})"
     free, used = folder.free_bytes, 1 - folder.free_bytes / max(1, folder.total_bytes)
     if folder.purpose == "run" and checkpoint_bytes > free:
-        needed = f"the checkpoints of the run need about {checkpoint_bytes / GB:.1f} GB more"
+        needed = f"the checkpoints that the run will write need about {checkpoint_bytes / GB:.1f} GB"
         what = f"{name} has {free / GB:.1f} GB free; {needed}"
         fix = f"{_choose_folder(folder)}, or keep fewer checkpoints: checkpoint.keep_last=1"
         yield error(where, what, "the run would fail when it writes a checkpoint", fix)
@@ -102,7 +102,7 @@ def check_model(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         return
     folder = cluster.requirements.model
     for mistake in cluster.requirements.mistakes:
-        fix = "change the key that the message names; mrl plan placement explains the other keys"
+        fix = "change the key that the message names; `mrl plan placement` then shows the resulting layout"
         yield error([], mistake, "`mrl train` rejects this config", fix)
     checksums = {host.host: host.model_checksum for host in cluster.hosts if host.model_checksum is not None}
     for host, checksum in checksums.items():
