@@ -28,6 +28,7 @@ MISMATCH_GROWTH = 5.0  # and also above this factor times that of the first step
 GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times that of the first steps has exploded
 REWARD_LOST = 0.75  # a mean reward has collapsed if it lost this fraction of its rise from the first to the best step
 REWARD_ERRORS = 5.0  # and is also lower by this many standard errors of the best step's mean reward
+EQUAL_REWARDS_ERRORS = 2.0  # if all rewards of the step are equal, this many standard errors suffice
 
 
 @dataclass(frozen=True)
@@ -184,14 +185,17 @@ def _nothing_trained(step: StepView) -> str:
 
 
 def _reward_collapsed(step: StepView) -> bool:
-    """Return whether the mean reward lost most of its rise. Rewards may be negative, so it is not compared with 0.
+    """Return whether the mean reward lost most of its rise, or fell to a value that all responses get.
 
-    The responses to one prompt often get the same reward. So the standard error is that of one reward for each prompt.
+    Rewards may be negative, so the mean is not compared with 0. The responses to one prompt often get the same reward. So the
+    standard error is that of one reward for each prompt.
     """
     best = step.best.get("reward/mean", math.nan)
     fall, rise = best - step.value("reward/mean"), best - step.baseline("reward/mean")
     prompts = step.best.get("rollout/samples", math.nan) / step.settings.responses_per_prompt
     error = step.best.get("reward/std", math.nan) / math.sqrt(max(1.0, prompts))
+    if step.value("reward/std") == 0:
+        return fall > EQUAL_REWARDS_ERRORS * error and fall > 0 and not _failed_rewards(step)
     return rise > 0 and fall > REWARD_LOST * rise and fall > REWARD_ERRORS * error and not _failed_rewards(step)
 
 

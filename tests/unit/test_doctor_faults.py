@@ -118,7 +118,7 @@ FAULTS = [
           {0: "mkdir $LAB/ro; mount -t tmpfs -o ro lab $LAB/ro; export RAY_TMPDIR=$LAB/ro"}),
     Fault("no more inodes", "disk", r"can hold 4\d more files", "df -i",
           {0: "mkdir $LAB/few; mount -t tmpfs -o size=8g,nr_inodes=50 lab $LAB/few; export RAY_TMPDIR=$LAB/few"}, status=1),
-    Fault("no space for checkpoints", "disk", r"\(run\) has .* the checkpoints of the run need about 900\.0 GB", "checkpoint.keep_last=1",
+    Fault("no space for checkpoints", "disk", r"\(run\) has .* the checkpoints that the run will write need about 900\.0 GB", "checkpoint.keep_last=1",
           {}, requirements=dict(run_dir="run/here", checkpoint_bytes=9 * 10**11)),
     # names
     Fault("localhost is IPv6 only", "names", "localhost resolves to ::1", "127.0.0.1 localhost",

@@ -177,6 +177,17 @@ def reports_of_rewards(means, settings=SETTINGS, **metrics):
     return lines
 
 
+def test_a_reward_that_falls_to_one_value_right_after_the_first_step_is_a_divergence():
+    """All responses are wrong before the first steps are complete: the cause is named, not the equal rewards."""
+    lines = []
+    health = LearningHealth(SETTINGS, lines.append)
+    health.check(1, HEALTHY | {"reward/mean": 0.098, "reward/std": 0.297})
+    for step in (2, 3, 4):
+        health.check(step, HEALTHY | NO_ADVANTAGE | {"reward/mean": 0.0, "reward/std": 0.0})
+    (line,) = lines
+    assert line.startswith("step 3: the mean reward fell to 0, from 0.098 in the best step") and "diverges" in line
+
+
 def test_negative_rewards_have_collapsed_only_if_they_lost_most_of_their_rise():
     quiet = {"reward/std": 0.1}
     assert reports_of_rewards([-2.0, -2.0, -2.0, -1.0, -1.1, -1.2, -1.3], **quiet) == []
