@@ -214,6 +214,7 @@ def test_a_diagnosed_error_can_be_pickled(tmp_path):
 CHILD = """
 import ctypes, sys, time
 from mrl.hang_report.process_registry import register_process, track_activity
+sleep_in_c = ctypes.PyDLL(None).sleep  # keeps the GIL
 def stand_still():
     print("here", flush=True)
     {body}
@@ -248,7 +249,7 @@ def snapshot_child(folder) -> ProcessSnapshot:
 
 
 def test_a_process_that_holds_the_gil_in_c_code_still_dumps_its_stacks(child, tmp_path):
-    child("ctypes.PyDLL(None).sleep(60)")
+    child("sleep_in_c(60)")
     snapshot = snapshot_child(tmp_path)
     assert snapshot.stacks[0][0].function == "stand_still"
     assert [activity.text for activity in snapshot.activities] == ["step 3"]
