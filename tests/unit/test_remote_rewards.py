@@ -38,6 +38,9 @@ def service(answer):
     class Server(ThreadingHTTPServer):
         request_queue_size = 128
 
+        def handle_error(self, request, client_address):
+            """A client that gives up closes its connection. Its error must not reach the standard error of other tests."""
+
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01))
         thread.start()
