@@ -194,9 +194,11 @@ def _reward_collapsed(step: StepView) -> bool:
     fall, rise = best - step.value("reward/mean"), best - step.baseline("reward/mean")
     prompts = step.best.get("rollout/samples", math.nan) / step.settings.responses_per_prompt
     error = step.best.get("reward/std", math.nan) / math.sqrt(max(1.0, prompts))
+    if _failed_rewards(step):
+        return False
     if step.value("reward/std") == 0:
-        return fall > EQUAL_REWARDS_ERRORS * error and fall > 0 and not _failed_rewards(step)
-    return rise > 0 and fall > REWARD_LOST * rise and fall > REWARD_ERRORS * error and not _failed_rewards(step)
+        return fall > 0 and fall > EQUAL_REWARDS_ERRORS * error
+    return rise > 0 and fall > REWARD_LOST * rise and fall > REWARD_ERRORS * error
 
 
 def _diverged(step: StepView) -> str:
