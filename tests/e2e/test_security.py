@@ -116,6 +116,7 @@ def inspected(start_mrl, quickstart):
         assert run.process.poll() is None and time.monotonic() < end, (listeners, run.output())
         for where, names in listening(tagged(run.tag)).items():
             listeners.setdefault(where, set()).update(names)
+        time.sleep(0.2)
     address, logs = ray_head(tagged(run.tag))
     without_token, with_token = (
         query_ray(address, {"RAY_AUTH_MODE": "disabled"}),

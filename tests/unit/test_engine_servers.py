@@ -1,5 +1,7 @@
 """Engine servers: where they run, which GPUs they see, and which servers are replaced when they end early."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -35,17 +37,33 @@ def test_an_engine_has_equally_many_ranks_on_each_of_its_nodes():
         group_by_node(slots("a0", "a1", "a2", "b0"))
 
 
-def test_ranks_on_several_nodes_do_not_use_a_rendezvous_file(tmp_path):
-    def environment(**more) -> dict[str, str]:
-        server = EngineServer(dict(model_path="m", **more), tmp_path / "log")
-        try:
-            return server._environment(tmp_path)
-        finally:
-            server.stop()
+def environment(folder, **more) -> dict[str, str]:
+    server = EngineServer(dict(model_path="m", **more), folder / "log")
+    try:
+        return server._environment(folder)
+    finally:
+        server.stop()
 
+
+def test_ranks_on_several_nodes_do_not_use_a_rendezvous_file(tmp_path):
     variable = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-    assert environment()[variable] == f"file://{tmp_path}/rendezvous"
-    assert variable not in environment(nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:20000")
+    assert environment(tmp_path)[variable] == f"file://{tmp_path}/rendezvous"
+    assert variable not in environment(tmp_path, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:20000")
+
+
+SET_TITLE = """
+import os, pathlib, setproctitle
+os.environ.update((name, value + "_changed") for name, value in os.environ.items() if name != "SPT_NOENV")
+setproctitle.setproctitle("sglang::scheduler")
+process = pathlib.Path("/proc/self")
+print((process / "cmdline").read_text().strip("\\0 "), "SPT_NOENV=1" in (process / "environ").read_text())
+"""
+
+
+def test_the_processes_of_an_engine_get_their_titles_when_they_change_variables(tmp_path):
+    command = [sys.executable, "-c", SET_TITLE]
+    found = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.split() == ["sglang::scheduler", "True"], "the hang report finds the scheduler by its title"
 
 
 @pytest.mark.parametrize("name", ["nnodes", "node_rank", "dist_init_addr"])

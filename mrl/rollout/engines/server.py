@@ -128,7 +128,8 @@ class EngineServer:
             if ranks > 1:  # SGLang requires one binding to CPU cores per rank
                 bindings = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
                 env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bindings)
-        return env | self._extra_env
+        # setproctitle finds the command line in memory only while the first variable keeps its value, and SGLang sets others.
+        return {"SPT_NOENV": env.pop("SPT_NOENV")} | env | self._extra_env
 
     def alive(self) -> bool:
         """Return whether the server's processes run. The server may not be ready for requests yet."""
