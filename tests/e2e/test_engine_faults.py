@@ -110,6 +110,7 @@ def strike_when_busy(victim, other_url: str, sign: signal.Signals, num_requests:
     return thread.join
 
 
+@pytest.mark.extended
 def test_a_run_continues_after_it_loses_all_engines_and_then_one(start_mrl, quickstart, user_module):
     """In step 2 all engines are killed before rejected groups are sampled again; in step 3 one engine is stopped."""
     user_module("striking_filter", STRIKING_FILTER)

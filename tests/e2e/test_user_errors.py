@@ -209,7 +209,7 @@ def check_report(output, message, folder):
     assert message in output and "Traceback" not in output, output
     report = [line for line in output.splitlines() if not line.startswith(PROGRESS)]
     assert report[0].startswith("mrl: ") and len(report) <= MAX_LINES, output
-    left = {path.name for path in folder.iterdir()} - {"my_parts.py", "terminal.log"}
+    left = {path.name for path in folder.iterdir()} - {"my_parts.py", "__pycache__", "terminal.log"}
     assert left <= {"mrl.log", "hydra", "bad_rows_train.jsonl"}, "the folder has files of a run"
 
 
