@@ -17,12 +17,12 @@ from mrl.core.types import Column
 
 @dataclass(frozen=True)
 class AdvantagePipeline:
-    """Computes the columns that the losses need: advantages, returns, and the extra columns of the policy loss.
+    """Computes the columns that the losses need: advantages, returns, and the policy loss's own columns (Loss.extra_columns).
 
     A column [R] has one number for each of the R sampled tokens.
 
-    The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens them, and computes the extra columns.
-    A response without sampled tokens is ignored, also in the mean reward of its group.
+    The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens the advantages, and computes the extra
+    columns. A response without sampled tokens is ignored, also in the mean reward of its group.
 
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
     extra columns. A rejected response counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).

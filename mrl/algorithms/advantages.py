@@ -23,9 +23,9 @@ class Advantage(Protocol):
 
     A class may declare three attributes:
 
-    - `needs`: names of the inputs that the estimator reads. The names are those of columns (values, old_logprobs,
-      ref_logprobs, teacher_logprobs) and greedy_rewards. By default the set is empty.
-    - `uses_token_rewards`: whether the estimator reads `rewards` or `token_rewards`, which contain the KL penalty of
+    - `needs`: the inputs that the estimator reads, out of the columns values, old_logprobs, ref_logprobs and
+      teacher_logprobs, and greedy_rewards. By default the set is empty.
+    - `uses_token_rewards`: whether the estimator reads `rewards` or `token_rewards`. Both contain the KL penalty of
       algorithm.kl_in_reward. By default this is true.
     - `group_relative`: whether the advantage of a response is always 0 if it is the only response to its prompt. By
       default this is false.
@@ -36,10 +36,7 @@ class Advantage(Protocol):
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of groups. Every method returns one value for each row [B], computed from the group of the row.
-
-    A row is a response.
-    """
+    """Statistics of groups. A row is a response. Every method returns one value for each row [B], computed from its group."""
 
     groups: NDArray[np.int64]  # [B] id of the group of each row
 
@@ -104,7 +101,7 @@ class GRPO:
 class RLOO:
     """Reward minus the mean reward of the other responses to the same prompt (Ahmadian et al. 2024, 2.2).
 
-    In a group of one response the advantage is 0. In verl the advantage is then the reward.
+    In a group of one response, the advantage is 0. In verl it is the reward of this response.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -137,8 +134,8 @@ class ReMax:
     """Reward minus the reward of the greedy response to the same prompt (Li et al. 2023, algorithm 1).
 
     With `to_go`, the advantage of a token is the sum of the rewards from this token to the end, minus the greedy reward,
-    as in verl. The result differs only if a response has rewards at several tokens: with a KL penalty in the reward, or
-    with one reward per turn.
+    as in verl. This differs from the default only if a response has rewards at several tokens: with a KL penalty in the
+    reward, or with one reward per turn.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"greedy_rewards"})
@@ -174,7 +171,7 @@ class GPG:
     """(Reward minus the mean of the group) times B / (B - M) (Chu et al. 2025, AGE).
 
     M is the number of responses whose group has equal rewards. Such groups give no gradient; the factor compensates for
-    them. In verl, M is the number of responses with reward 0. The paper also divides by F_norm. By default F_norm is 1;
+    this. In verl, M is the number of responses with reward 0. The paper also divides by F_norm. By default F_norm is 1;
     with `normalize_std`, F_norm is the standard deviation of the group.
     """
 
@@ -356,7 +353,7 @@ class OnPolicyDistillation:
 
 
 def discounted_sums(values: Floats, lengths: NDArray[np.int64], factor: float) -> Floats:
-    """Return x [R] where x[t] = values[t] + factor * x[t + 1] within each response, and x = 0 after its last token.
+    """Return x [R] where x[t] = values[t] + factor * x[t + 1] within each response, and x is 0 after the last token.
 
     `values` [R] are values of tokens. `lengths` [B] are the lengths of the responses.
     """

@@ -146,7 +146,7 @@ class Product:
     corrections: Sequence[Correction]
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights [R], and metrics. A token counts as truncated or rejected if any of the corrections does this to it."""
+        """Return weights [R], and metrics. A token counts as truncated or rejected if any correction truncates or rejects it."""
         weights = inputs.old_logprobs.new_ones(inputs.old_logprobs.shape)
         metrics: dict[str, Tensor] = {}
         for correction in self.corrections:

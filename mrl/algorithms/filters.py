@@ -27,7 +27,7 @@ CORRECTNESS_PARTS = ("correct", "correctness", "accuracy", "acc")
 def filter_values(
     metric: str | None, rewards: NDArray[np.float64], parts: Sequence[Mapping[str, float]]
 ) -> NDArray[np.float64]:
-    """Return the values [G] of a group from which a filter decides.
+    """Return the values [G] of a group that a filter gets.
 
     `metric` selects the values:
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A batch of B responses with their rewards: the input of the advantage pipeline."""
+    """The B responses of a step with their rewards: the input of the advantage pipeline."""
 
     rewards: NDArray[np.float64]  # [B]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
@@ -33,13 +33,15 @@ class ScoredBatch:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Input of an advantage estimator: the B responses of a batch that have sampled tokens."""
+    """Input of an advantage estimator. Responses without sampled tokens are left out, so here B does not count them."""
 
     # [R] reward of each response or turn at its last token, else 0; the KL penalty of each token is already subtracted
     token_rewards: NDArray[np.float64]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
-    columns: Mapping[str, Column] = field(default_factory=dict)  # name in `needs` of the estimator -> column [R]
+    columns: Mapping[str, Column] = field(
+        default_factory=dict
+    )  # a column [R] for each name in the estimator's attribute `needs`
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
     # name of a part of the reward -> values of this part [B]
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class Advantages(NamedTuple):
 class AdvantageColumns:
     """Result of the advantage pipeline for B responses: the columns that the losses need."""
 
-    columns: Mapping[str, Column]  # name -> column [R]: advantages, returns for the critic, extra columns of the loss
+    columns: Mapping[str, Column]  # name -> column [R]: advantages, returns, and the result of Loss.extra_columns
     zero_advantage: NDArray[np.bool_]  # [B] whether the advantage of every token is 0
     rejected: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from the loss's denominators
     metrics: Mapping[str, float]
@@ -89,7 +91,7 @@ def broadcast_to_tokens(advantages: NDArray[np.floating], inputs: AdvantageInput
 
 
 MAX_LOG_RATIO = 20.0
-"""Largest absolute value of a log-ratio in nats that is exponentiated. It is the bound of verl."""
+"""Largest absolute value of a log-ratio in nats that is exponentiated. verl has the same bound."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -140,5 +142,5 @@ class LossInputs:
     entropy: Tensor
     rollout_logprobs: Tensor  # [R] log-probabilities from the engine that sampled the tokens
     responses: Responses  # computes sums and means over each response
-    # name -> column [R]: the columns that the loss names in `needs`, and the extra columns of the loss
+    # name -> column [R]: a column for each name in the loss's attribute `needs`, and the columns of Loss.extra_columns
     columns: Mapping[str, Tensor] = field(default_factory=dict)

@@ -46,9 +46,9 @@ class Loss(Protocol):
         ...
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return further columns [R] that the loss finds in `inputs.columns`.
+        """Return the loss's own columns [R], which `__call__` then finds in `inputs.columns`.
 
-        They are computed from all tokens of the step, before the step is divided into mini-batches.
+        This method gets all tokens of the step, before the step is divided into mini-batches.
         """
         ...
 
@@ -78,7 +78,7 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> 
 class PPOClip(PolicyLoss):
     """Clipped policy-gradient loss, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, Schulman et al. 2017, eq. 7).
 
-    With `clip_high` above `clip_low`, it is DAPO's clip-higher (Yu et al. 2025, eq. 10). With `dual_clip`, a token
+    With `clip_high` above `clip_low`, the loss has DAPO's clip-higher (Yu et al. 2025, eq. 10). With `dual_clip`, a token
     with A < 0 has the loss min(loss, -dual_clip * A) (Ye et al. 2020, eq. 5). verl always uses dual_clip = 3.
 
     Raises ValueError for a `dual_clip` of 1 or less.

@@ -12,7 +12,7 @@ from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
 
 SCORED_COLUMNS = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprobs"})
-"""Columns (one number per sampled token) that models compute. Each part of an algorithm declares which it needs."""
+"""Columns (one number per sampled token) that models compute. Each part of an algorithm declares the columns that it needs."""
 
 
 @dataclass(frozen=True)

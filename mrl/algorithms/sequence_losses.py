@@ -84,8 +84,8 @@ class OPMD(PolicyLoss):
     constant. The other two terms have the gradient of the paper, -(A - tau D) grad log pi(y) (eq. 3).
 
     The loss of a token is -A log r + tau D^2 / (2 |y|). Its sum over a response is the loss of the response. With
-    `algorithm.aggregation=fixed_length`, all responses multiply this sum by the same constant. With sequence_mean, the
-    sum is also divided by |y|.
+    `algorithm.aggregation=fixed_length`, this sum is multiplied by the same constant for all responses. With
+    sequence_mean, the sum is also divided by |y|.
 
     A should be the reward minus the mean reward of the group (GRPO with `normalize_std=False`), as the authors do in practice,
     or the reward minus tau log Z (LogMeanExp). A response with advantage 0 also has a gradient, towards the old policy.

@@ -1,8 +1,8 @@
 """Counterparts of the keys of verl, slime and trl: which mrl keys mean the same, and why some keys have none.
 
-`mrl import` and the hints for unknown keys read these tables. A rule is the name of the mrl key that takes the value as it is, a
-function that returns overrides, or a `Note`, if no override is needed or possible. A name that ends with `*` stands
-for all keys with this beginning.
+`mrl import` and the hints for unknown keys read these tables. A rule is the name of the mrl key that takes the same value, or a
+function that returns overrides. If no override is needed or possible, the rule is a `Note`. A key that ends with `*` stands
+for all keys that begin with the text before the `*`.
 """
 
 import difflib
@@ -125,7 +125,7 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}policy_loss.loss_mode": partial(choice, "loss", LOSSES),
     **layout_rules(f"{_ACTOR}megatron."),
     f"{_ACTOR}megatron.override_transformer_config.*": "megatron.*",
-    f"{_ACTOR}megatron.*": Note("placement=colocated frees the memory of sleeping models", needed=False),
+    f"{_ACTOR}megatron.*": Note("placement=colocated offloads the models that are not in use", needed=False),
     f"{_ACTOR}fsdp_config.*": Note(NOT_ALIKE),
     f"{_ACTOR}ulysses_sequence_parallel_size": "parallel.cp",
     "critic.model.path": "critic.path",
@@ -213,7 +213,7 @@ SLIME: dict[str, Rule] = {
     "rollout-top-p": TOP_P,
     "rollout-top-k": TOP_K,
     "rollout-stop": Note("mrl stops at the end-of-sequence tokens of the model"),
-    "over-sampling-batch-size": Note("rollout.over_sample_rate: groups that are sampled beyond a step, as a fraction"),
+    "over-sampling-batch-size": Note("set rollout.over_sample_rate: additional groups / rollout.prompts_per_step"),
     "dynamic-sampling-filter-path": lambda value, values: {
         "rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"
     },
@@ -337,10 +337,10 @@ TRL: dict[str, Rule] = {
         {"algorithm.loss.clip_low": value} | ({} if values.get("epsilon_high") else {"algorithm.loss.clip_high": value})
     ),
     "epsilon_high": "algorithm.loss.clip_high",
-    "delta": Note("an upper bound of the ratio of tokens with negative advantage: algorithm.loss.dual_clip"),
+    "delta": Note("set algorithm.loss.dual_clip, the upper bound of the ratio for tokens with negative advantage"),
     "loss_type": partial(choice, "loss", LOSSES),
     "scale_rewards": lambda value, values: (
-        Note("mrl has no scale of a batch")
+        Note("mrl does not divide advantages by the standard deviation of a batch")
         if str(value) == "batch"
         else {"algorithm.advantage.normalize_std": str(value).lower() in ("true", "group")}
     ),

@@ -70,7 +70,7 @@ OPTIONS = (
     "--dry-run",
 )
 """Options of Hydra, and of mrl train."""
-_runs_hydra = False  # whether this process runs a command, whose Hydra also composes the points of a sweep
+_runs_hydra = False  # whether a command runs Hydra in this process; that Hydra also composes the points of a sweep
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:

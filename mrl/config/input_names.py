@@ -91,7 +91,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
 
 
 def _map_files(sources: Node, resolve: Callable[[list[str], str], list[str]]) -> Node:
-    """Return named sources with `resolve` applied to their files. Anything else is left for the later checks."""
+    """Return named sources with `resolve` applied to their files. Later checks report values that are not names of files."""
 
     def of(value: Any, key: str) -> Any:
         if isinstance(value, dict):
@@ -191,7 +191,7 @@ def _listing(filesystem: Any, source: str) -> list[tuple[str, str]]:
     if "http" in filesystem.protocol:  # a URL of HTTP names one file; listing it would fetch the file
         info = filesystem.info(source)
         version = {name: info[name] for name in ("ETag", "Content-MD5", "Digest") if name in info}
-        # A server that tells no version may have a new content at each time.
+        # If the server sends no version, the content may differ at each call, so the description differs, too.
         return [(source, str({"size": info.get("size"), **(version or {"fetched": time.time_ns()})}))]
     entries = filesystem.find(source, detail=True)
     return sorted((name, str({**info, "name": name})) for name, info in entries.items())

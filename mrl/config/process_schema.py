@@ -7,7 +7,7 @@ from typing import Any
 from parallel.trainer_config import config_field as key
 
 Node = dict[str, Any]
-"""Value of a key with free content, such as a plug-in or the options of another program."""
+"""Mapping with keys of any name: a plug-in, or options of another program. Hydra calls it a node; it is not a machine."""
 
 
 class Transport(StrEnum):
@@ -47,7 +47,7 @@ class CheckpointConfig:
     keep_last: int = key(2, "Number of latest checkpoints to keep.", "checkpoints", least=1)
     keep_best: int = key(
         0,
-        "Number of further checkpoints to keep: the checkpoints with the highest checkpoint.best_metric.",
+        "Number of checkpoints to keep in addition to keep_last: those with the highest checkpoint.best_metric.",
         "checkpoints",
         least=0,
     )
@@ -100,7 +100,7 @@ class StepDumpConfig:
         least=0,
     )
     spike_window: int = key(20, "Number of recent steps in the median of spike_factor.", "steps", least=1)
-    max_spikes: int = key(3, "Largest number of dumps because of spikes.", "dumps", least=0)
+    max_spikes: int = key(3, "Largest number of steps that are dumped because of a spike.", "dumps", least=0)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class WeightSyncConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Trackers that receive the metrics, besides the files in the run directory."""
+    """Metrics in Weights & Biases (wandb), and responses as text in the terminal and in the run directory."""
 
     wandb: bool = key(True, "Whether to log to Weights & Biases. Without an API key it logs offline.")
     project: str = key("mrl", "Project in wandb.")
@@ -167,7 +167,7 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """Hardware of the cluster. cluster=h100 and similar groups set it. 0 means unknown; an unknown limit is not checked."""
+    """Hardware of the cluster. cluster=a100, h100, h200 and b200 set it. 0 means unknown: mrl does not check an unknown limit."""
 
     name: str | None = key(None, "Name of the GPU.")
     gpu_memory_gb: float = key(0.0, "Usable memory of one GPU.", "GiB", least=0)
@@ -206,7 +206,9 @@ class ClusterConfig:
         8, "Number of GPUs of one node. With 0, the job uses CPUs: one process for each CPU.", "GPUs", least=0
     )
     slurm: Node = key(
-        dict, "Options of sbatch with _ in place of -, such as {partition: gpu}. true gives an option without a value."
+        dict,
+        "Options of sbatch with _ in place of -, such as {partition: gpu}. The value true is for options without a value, "
+        "as in {exclusive: true}.",
     )
     components: list[Node] = key(
         list,
@@ -222,5 +224,7 @@ class PlacementConfig:
 
     pools: Node = key(
         dict,
-        "Pools of GPUs: {NAME: list of roles} or {NAME: {roles, gpus, strategy}}. Default: one pool for each role.",
+        "Pools of GPUs: {NAME: list of roles} or {NAME: {roles, gpus, strategy}}. The roles are actor, critic, teacher and "
+        "engines. strategy is how Ray places the pool: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD. Default: one pool for each "
+        "role.",
     )

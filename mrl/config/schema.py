@@ -1,8 +1,8 @@
 """The config schema: every key of a run with its type, default, unit, bounds and description.
 
 The dataclasses are Hydra structured configs, so OmegaConf checks the types. `mrl config` and docs/reference/config.md show the
-metadata of the fields. A value of type `Node` is a dict. A `Node` with the key `_target_` names a class or function, which is
-called a plug-in. mrl/config/instantiate.py instantiates all plug-ins before any process starts.
+metadata of the fields. A value of type `Node` is a dict with keys of any name. The value of its key `_target_`, if it has one,
+names a class or function: a plug-in. mrl/config/instantiate.py instantiates all plug-ins before any process starts.
 """
 
 from dataclasses import dataclass, field
@@ -272,7 +272,7 @@ class ScoringConfig:
     rehearse: bool = key(
         True,
         "Whether to call the reward function, and the agent if there is one, with made-up responses before the run starts. "
-        "An error in them is then reported at once. Rewards that call a server are not called.",
+        "An error in the function or in the agent is then reported at once. Rewards that call a server are not called.",
     )
 
     @property
@@ -283,7 +283,7 @@ class ScoringConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Advantages and loss (docs/concepts/algorithms.md). Each file in conf/algorithm is a published algorithm."""
+    """Advantages and loss (docs/concepts/algorithms.md). Each file in conf/algorithm configures a published algorithm."""
 
     advantage: Node = key(
         MISSING, "Advantage estimator. It computes advantages of responses or tokens from the rewards."

@@ -119,11 +119,11 @@ COMMON_NAMES = {
     "group_size": "rollout.responses_per_prompt",
     "max_new_tokens": "rollout.max_response_tokens",
 }
-"""Last name of a key in further trainers -> key. Only the hint for an unknown key uses this table."""
+"""Last part of a key of a trainer without a table of counterparts -> mrl key. Only the hint for an unknown key uses it."""
 
 
 def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
-    """Return the keys whose last name is that of `key`, or is nearly so: seed -> run.seed. At most 3 keys."""
+    """Return at most 3 keys whose last part equals the last part of `key`, exactly or nearly: seed -> run.seed."""
     if key in RENAMED_KEYS:
         return []
     section, _, leaf = key.rpartition(".")

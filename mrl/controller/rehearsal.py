@@ -31,22 +31,24 @@ from mrl.rollout.client import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0  # longest wait for the start of a worker process, after the reward ended the one before
+START_TIMEOUT_S = 30.0  # longest wait, at the end of the rehearsal, for a new worker process that is still starting
 NUM_ROWS = 2  # rows of the training data for which responses are made up
 PLAIN_TEXT = "This is a made-up response."
 EXPECTED = "expected a finite number, a bool, a dict whose key 'score' is a finite number, or a Score for each response"
-# A server may start later than the run, and a first call may load a model.
-_MAY_PASS = re.compile(r"\w*(Connect|Timeout|Network|HTTP)\w*: |no score within ")
+# Failures that may be temporary: the server of a reward may start later than the run, and a first call may load a model.
+_TEMPORARY_FAILURE = re.compile(r"\w*(Connect|Timeout|Network|HTTP)\w*: |no score within ")
 
 
 def rehearse(plan: TrainPlan) -> None:
     """Try the reward function and the agent on the first rows of the training data.
 
-    The reward runs in worker processes with the time limits of the run, and the processes end before this function returns.
-    Rewards that have `needs_server = True` are not called. The first prompts are logged, as the chat template renders them.
+    A reward runs in a worker process, or in a thread if it has `in_process = True`, with the time limits of the run. The worker
+    process ends before this function returns. Rewards that have `needs_server = True` are not called. The first prompts are
+    logged, as the chat template renders them.
 
-    Raises ValueError if the agent fails, if the reward returns something that is not a score, or if it fails for all responses.
-    If it fails for some of the responses, a warning is logged.
+    Raises ValueError if the agent fails, if a reward cannot be pickled or returns an invalid score, or if a reward fails for all
+    responses. Failures for only some responses, and failures that may be temporary (a network error or a timeout), are logged
+    as a warning.
     """
     tokenizer = load_tokenizer(plan.model_path, chat_template(plan.config))
     rows = range(min(NUM_ROWS, len(plan.train)))
@@ -77,10 +79,11 @@ def _make_up_response(data: PromptDataset, row: int, multi_turn: bool) -> Respon
 
 
 def rehearse_reward(reward: Reward, responses: list[Response], settings: ScoringConfig) -> None:
-    """Call every reward of a weighted sum on the responses. Raises ValueError as `rehearse` does."""
+    """Call a reward, or each reward of a weighted sum, with the responses. Raises ValueError as `rehearse` does."""
     rewards = [(name, each) for name, each in _named_rewards(reward) if not getattr(each, "needs_server", False)]
     in_workers = [each for _, each in rewards if not getattr(each, "in_process", False)]
-    # The call may change a reward: it may open a connection, for example. The reward of the run must stay as it is.
+    # The call may change a reward that runs in this process: it may open a connection, for example. So a copy is called, and the
+    # reward of the run stays unchanged.
     copies = {name: _copy(name, each) for name, each in rewards if getattr(each, "in_process", False)}
     pool = WorkerPool(in_workers, 1, settings.memory_gb) if in_workers else None
     try:
@@ -94,7 +97,7 @@ def rehearse_reward(reward: Reward, responses: list[Response], settings: Scoring
 
 
 def _copy(name: str, reward: Reward) -> Reward:
-    """Return a copy of a reward with `in_process`, made as Ray makes the copy for the rollout worker.
+    """Return a copy of a reward that has `in_process = True`. Ray copies the reward for the rollout worker in the same way.
 
     Raises ValueError if the reward cannot be copied. `name` is the config key of the reward.
     """
@@ -119,21 +122,27 @@ def _named_rewards(reward: Reward, name: str = "reward") -> Iterator[tuple[str, 
 def _call(
     reward: Reward, index: int | None, pool: WorkerPool | None, responses: list[Response], settings: ScoringConfig
 ) -> list[Score]:
-    """Return the score of each response. If the call with all responses fails, the reward is called once for each response."""
+    """Return one score for each response. `index`: index of the reward in `pool`; None: the reward has `in_process = True`.
+
+    A reward that has `per_sample = True` is called once for each response. Any other reward is first called with all responses.
+    If this call fails, the reward is called for each response alone, except if it has `whole_groups = True` or if the call
+    returned invalid scores.
+    """
 
     def run(batches: Sequence[list[Response]]) -> list[CallResult]:
+        """Call the reward once for each batch. A result is the scores of the batch, or the reason why the call failed."""
         if pool is None or index is None:
             return [_call_in_thread(reward, batch, settings.sample_timeout_s * len(batch)) for batch in batches]
         return pool.run(index, list(batches), settings.sample_timeout_s, time.monotonic() + settings.timeout_s)
 
     if not getattr(reward, "per_sample", False):
-        [together] = run([responses])
-        if isinstance(together, list):
-            return together
-        if getattr(reward, "whole_groups", False) or together.startswith(INVALID_RESULT):
-            return [Score.failed(together)] * len(responses)
-    alone = run([[response] for response in responses])
-    return [result[0] if isinstance(result, list) else Score.failed(result) for result in alone]
+        [result] = run([responses])
+        if isinstance(result, list):
+            return result
+        if getattr(reward, "whole_groups", False) or result.startswith(INVALID_RESULT):
+            return [Score.failed(result)] * len(responses)
+    results = run([[response] for response in responses])
+    return [result[0] if isinstance(result, list) else Score.failed(result) for result in results]
 
 
 def _call_in_thread(reward: Reward, batch: list[Response], limit_s: float) -> CallResult:
@@ -155,7 +164,7 @@ def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Respon
     called = (
         f"It was called with the made-up response {response.text!r:.60} to row {response.group} of the training data"
     )
-    if not invalid and (len(failures) < len(scores) or _MAY_PASS.match(reason)):
+    if not invalid and (len(failures) < len(scores) or _TEMPORARY_FAILURE.match(reason)):
         logger.warning(
             "%s: the reward function failed for %d of %d made-up responses: %s. In the run, a response that cannot be scored "
             "gets the reward 0. %s.",
@@ -179,7 +188,8 @@ def rehearse_agent(agent: ToolAgent, tokenizer: Any, config: Config) -> None:
     ids = tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)[: config.rollout.max_response_tokens]
 
     async def generate_turn(inputs: list[int], params: SamplingParams) -> Completion:
-        return Completion([*ids, tokenizer.eos_token_id], [0.0] * (len(ids) + 1), "stop", "0")
+        tokens = [*ids, tokenizer.eos_token_id]
+        return Completion(tokens, logprobs=[0.0] * len(tokens), finish_reason="stop", weight_version="0")
 
     async def respond() -> object:
         params = SamplingParams(config.rollout.max_response_tokens + 1)
