@@ -1,4 +1,4 @@
-"""Filters that drop groups of responses. The rollout worker samples another prompt for each dropped group."""
+"""Filters that reject groups of responses. The rollout worker samples a new prompt in place of each rejected group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

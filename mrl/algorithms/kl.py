@@ -104,7 +104,7 @@ class KLControl:
     A coefficient is constant, or it adapts to the measured KL if its penalty has a `target`.
     """
 
-    penalties: Mapping[str, KLPenalty]  # keys: "reward" and "loss", or one of them, or none
+    penalties: Mapping[str, KLPenalty]  # possible keys: "reward" and "loss"
     coefs: dict[str, float] = field(default_factory=dict)  # current coefficients, with the keys of `penalties`
 
     def __post_init__(self) -> None:

@@ -243,7 +243,7 @@ class KLCov(PolicyLoss):
     """Loss -r A, plus coef KL(old || pi) for the tokens with the largest covariance (Cui et al. 2025, eq. 12-13).
 
     The number of these tokens is `fraction` times the number of all tokens. Some of these tokens may have
-    advantage 0.
+    advantage 0, so training skips no responses.
 
     `kl` selects the estimate of the KL. "k3" is r - 1 - log r. Its value and its gradient are unbiased. "abs" is |log r|,
     as in the authors' code, which uses the coefficient 1. Raises ValueError for any other `kl`.

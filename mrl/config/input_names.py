@@ -1,4 +1,4 @@
-"""Fetches models and data that the config names by an id on the Hugging Face Hub or by a URL. Local paths replace these names.
+"""Fetches models and data that the config names by an id on the Hugging Face Hub or by a URL, and returns their local paths.
 
 This happens before any process starts. A name that is an existing local path is never looked up elsewhere.
 """

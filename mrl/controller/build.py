@@ -112,7 +112,7 @@ def _trainer_ranks(
 def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | None = None) -> Iterator[Trainer]:
     """Start the processes of a run, restore the run's state, and yield the run's Trainer.
 
-    All processes end when the context exits. `startup` shows what is awaited.
+    All processes end when the context exits. `startup` shows on the terminal what the start waits for.
     """
     startup = startup or Startup()
     config, checkpoint = plan.config, plan.resume.checkpoint

@@ -75,7 +75,7 @@ class MemoryScheduler:
         self._models: dict[str, OffloadableModel] = {}
         self._engines: OffloadableEngines | None = None
         self._states: dict[str, MemoryState] = {}
-        # Metrics since the last call of metrics(): time of transitions, loads to a device, largest memory left after an offload.
+        # Metrics since the last call of metrics(): time of transitions, number of loads, largest memory left after an offload.
         self._seconds, self._switches, self._residual_bytes = 0.0, 0, 0
 
     def register_model(self, role: str, model: OffloadableModel) -> None:

@@ -85,7 +85,7 @@ class LostProcessRecovery(Protocol):
         """Restart the lost processes. Returns the state of the run that matches the trainers' weights.
 
         `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If
-        the trainers are alive and it is not None, `state_after_step` is returned. Otherwise the trainers load the last
+        `state_after_step` is not None and the trainers are alive, it is returned. Otherwise the trainers load the last
         checkpoint, and the state in that checkpoint is returned. Raises an error if the run cannot continue.
         """
         ...

@@ -59,7 +59,7 @@ class ModelGroups:
         startup: Startup,
         stack: ExitStack,
     ) -> None:
-        """`plans` and `placements` are by role, with the actor first. Closing `stack` closes every group."""
+        """`plans` and `placements`: one entry for each role, the actor first. Closing `stack` closes every group."""
         self._plans, self._scheduler, self._startup = plans, scheduler, startup
         self.groups: dict[str, WorkerGroup] = {}
         for role, plan in plans.items():

@@ -21,7 +21,7 @@ from mrl.core.user_code import error_chain, is_from_another_process, own_traceba
 logger = logging.getLogger(__name__)
 
 MAX_LINES = 15  # largest number of lines of a report
-MAX_MESSAGE_LINES = 8  # of these, lines of the exception's own message
+MAX_MESSAGE_LINES = 8  # largest number of these lines that show the exception's own message
 MAX_LINE_LENGTH = 400  # characters
 DEBUG_VARIABLE = "MRL_DEBUG"  # MRL_DEBUG=1 prints the whole traceback on the terminal too
 TRACEBACK_FILE = Path("logs/traceback.txt")  # in the run directory
@@ -170,7 +170,7 @@ def _gpu_memory(chain: Sequence[BaseException], run_dir: Path) -> list[str]:
         return []
     return [
         "  A GPU is out of memory. Lower trainer.max_tokens_per_micro_batch (for the trainer) or sglang.mem_fraction_static (for "
-        "engines), or set megatron.recompute_granularity=full. `mrl plan memory` estimates the need of each process."
+        "engines), or set megatron.recompute_granularity=full. `mrl plan memory` estimates the memory of each process."
     ]
 
 

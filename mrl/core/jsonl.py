@@ -44,13 +44,13 @@ def last_lines(path: Path, count: int) -> list[bytes]:
 def _undamaged(path: Path, lines: list[bytes]) -> list[bytes]:
     expected = _read_hashes(_hashes_path(path))
     damaged = [line for line in lines if expected and _hash_entry(_step_of(line), line) not in expected]
-    if damaged and damaged != lines[-1:]:  # another process may just write the hash of the last line
+    if damaged and damaged != lines[-1:]:  # another process may not have written the hash of the last line yet
         logger.warning("%s: %d of its last %d lines are damaged and are not used", path, len(damaged), len(lines))
     return [line for line in lines if line not in damaged]
 
 
 class _AppendedFile:
-    """A file to which lines are appended. When the disk is full, they are kept in memory, and one warning is logged."""
+    """A file to which lines are appended. When the disk is full, new lines stay in memory, and one warning is logged."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.unwritten = path, b""
@@ -121,11 +121,11 @@ class JsonLinesFile:
         self._hashes.close()
 
     def _keep_until(self, last_step: int) -> None:
-        """Remove the lines of steps after `last_step`, and set damaged lines aside. Lines in memory stay there."""
+        """Remove the lines of steps after `last_step`, and move damaged lines to NAME.damaged. Unwritten lines stay in memory."""
         checked = check_lines(self.path)
         kept = {line: step for step, line in checked.lines if step <= last_step}
         waiting = {line: _step_of(line) for line in self._lines.unwritten.splitlines(keepends=True)}
-        if checked.damaged:  # they are written to the other file first, so that a kill or a full disk loses none
+        if checked.damaged:  # before they are removed here, so that a kill or a full disk loses none of them
             self._set_aside(checked.damaged)
         self._lines.replace(kept)
         self._hashes.unwritten = b""  # `kept` and `waiting` have all lines
@@ -152,7 +152,7 @@ class CheckedLines(NamedTuple):
     lines: list[tuple[int, bytes]]  # (step, line) of the intact lines
     damaged: list[bytes]
     lost_steps: list[int]  # steps whose lines are damaged or missing
-    unchecked_steps: list[int]  # steps of those `lines` that follow the last hash, so that they were not compared
+    unchecked_steps: list[int]  # steps of the `lines` after the last hash, which were not compared
 
 
 def check_lines(path: Path) -> CheckedLines:
@@ -174,7 +174,7 @@ def check_lines(path: Path) -> CheckedLines:
     lines, damaged, unchecked = [], [], []
     for index, line in enumerate(content):
         step = _step_of(line)
-        # With a damaged step, the last line that has a hash seems to follow it, too. Its index shows that it does not.
+        # A damaged step of the last hashed line may be read as a later step. The index shows that the line has a hash.
         has_no_hash = index >= len(expected) and step > last_step
         if step == _UNREADABLE or (expected and not has_no_hash and _hash_entry(step, line) not in expected):
             damaged.append(line)

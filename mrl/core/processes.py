@@ -56,7 +56,7 @@ def end_processes(
     """End processes. Return those that had to be ended by a signal.
 
     A process first gets `exit_patience_s` seconds to end by itself. Then it gets SIGTERM, and SIGCONT so that a stopped process
-    handles SIGTERM. Later it gets SIGKILL.
+    handles SIGTERM. If it still runs after TERM_PATIENCE_S, it gets SIGKILL.
     """
     ended = remaining = _wait(list(processes), exit_patience_s)
     for number, patience_s in ((signal.SIGTERM, TERM_PATIENCE_S), (signal.SIGKILL, KILL_PATIENCE_S)):
@@ -69,7 +69,7 @@ def end_processes(
 
 
 def _wait(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until all processes have ended or are zombies. Return those that run after the timeout."""
+    """Wait until all processes have ended or are zombies. Return those that still run after the timeout."""
     end = time.monotonic() + timeout_s
     while (processes := [each for each in processes if _runs(each)]) and time.monotonic() < end:
         time.sleep(_POLL_INTERVAL_S)

@@ -136,7 +136,7 @@ class WarningList:
     """The warnings of a run, in the order of their first occurrence."""
 
     def __init__(self, path: Path, terminal: TextIO | None = None) -> None:
-        """`path`: file to which processes append their warnings. Its present lines are of an earlier start.
+        """`path`: file to which processes append their warnings. Its present lines are skipped: they are from an earlier start.
 
         `terminal`: where warnings are shown. None: the current sys.stderr, which a progress display replaces while it is shown.
         """
@@ -146,7 +146,7 @@ class WarningList:
         self._lock = threading.RLock()  # a signal handler that warns may interrupt `add` in the same thread
 
     def add(self, text: str, process: str = "", count: int = 1) -> None:
-        """Count a warning. It is shown on the terminal if it is new. `process`: empty for the driver."""
+        """Count a warning, and show a new warning on the terminal. `process`: name of the process; empty for the driver."""
         shown = f"{process}: {text}" if process else text
         with self._lock:
             key = warning_key(text)
@@ -160,7 +160,7 @@ class WarningList:
     def show(self, text: str) -> None:
         """Write a line to the terminal."""
         terminal = self.terminal or sys.stderr
-        with suppress(RuntimeError):  # Python's answer if a signal handler writes while it interrupts a write
+        with suppress(RuntimeError):  # Python raises it if a signal handler writes while it interrupts another write
             terminal.write(f"{text}\n")
             terminal.flush()
 

@@ -74,7 +74,7 @@ def spread(rewards: Sequence[float], count: int) -> list[int]:
 
 
 class SampleFile:
-    """Appends the samples of each step. A step that is repeated replaces its samples and those of later steps."""
+    """Appends the samples of each step. When a step is repeated, its old samples and those of all later steps are removed."""
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / SAMPLES_FILE

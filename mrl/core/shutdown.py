@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 60.0  # how long the processes of a run may take to end
 NOTICE_S = 10.0  # interval between two messages that say what the end of the run waits for
 EXIT_S = 60.0  # how long this process may continue to wait after its processes were ended
-STATUS_OF_EXIT = 1  # exit status if this process still waits then, unless the reason of its end has another status
+STATUS_OF_EXIT = 1  # exit status after EXIT_S, unless the exception that ends the run has another status
 _STATUS_OF_ERROR: dict[type[BaseException], int] = {
     PreemptedError: REQUEUE_STATUS,
     UnhealthyRunError: UNHEALTHY_STATUS,
@@ -53,7 +53,7 @@ def call_before_exit(function: Callable[[], None]) -> None:
 
 @contextmanager
 def shutdown_deadline(what: str, since: float) -> Iterator[None]:
-    """Limit the time in which the body ends processes. `what` is the text that names them in messages.
+    """Limit the time in which the body ends processes. `what` is the text that names these processes in messages.
 
     A process of Ray that is stopped or hangs can block calls of Ray for ever. So a thread says every NOTICE_S seconds which
     processes still run. After TIMEOUT_S seconds it ends the descendants that this process started after `since`, a value of

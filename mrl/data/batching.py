@@ -171,7 +171,7 @@ def _split_group(
     """Split a group into as few pieces as possible. A piece has at most `max_tokens` tokens and a cost of at most `limit`.
 
     All pieces have nearly equal cost. A row that alone exceeds `max_tokens` or `limit` becomes its own piece. A piece may exceed
-    `limit` if the prompt is at least half of its cost, because each further piece would compute the prompt again.
+    `limit` if the prompt is at least half of the piece's cost, because each further piece would compute the prompt again.
     """
     too_long = [[row] for row in rows if prompt + response_lengths[row] > max_tokens]
     rows = [row for row in rows if prompt + response_lengths[row] <= max_tokens]

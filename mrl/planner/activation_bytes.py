@@ -98,7 +98,7 @@ class MicroBatchShape:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether attention reads copies of keys and values: gathered over context-parallel ranks, or of a shared prompt."""
+        """Whether attention reads copies of keys and values, because ranks gather them (cp > 1) or responses share a prompt."""
         return self.cp > 1 or self.keys_per_token > 1
 
     @property

@@ -117,8 +117,8 @@ class RolloutTime:
         """Return the seconds of a training step without the weight push, if training takes `train_s` of these seconds.
 
         The prompts of step n are dispatched after the training of step n - (K + 1), and the training of step n waits for their
-        responses. Trainings end `step_s` seconds apart, and each starts `train_s` seconds before its end. So the responses must
-        be sampled within (K + 1) * step_s - train_s seconds. Work that grows with the number of responses takes the fraction
+        responses. Each training takes `train_s` seconds, and ends `step_s` seconds after the previous training. So the responses
+        must be sampled within (K + 1) * step_s - train_s seconds. Work that grows with the number of responses takes the fraction
         responses_s / step_s of the time. Only the rest is left for the fixed part of the decoding steps. So the longest response
         takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
         `longest_in_time` is the step_s for which these two expressions are equal (the larger root of a quadratic equation).

@@ -1,8 +1,8 @@
 """Discrete-event simulation of the rollouts, the training and the weight pushes of a run, and comparison of different setups.
 
-mrl.planner.engine_time.EngineQueue simulates each engine. The code of real runs admits groups to the staleness buffer, chooses
-the groups of a step, and splits groups over engines. So the simulated schedule is exact if the seconds per token are exact. The
-simulation starts no processes.
+mrl.planner.engine_time.EngineQueue simulates each engine. The simulation calls the code of real runs to admit groups to the
+staleness buffer, to choose the groups of a step, and to split groups over engines. So the simulated schedule is exact if the
+seconds per token are exact. The simulation starts no processes.
 """
 
 from collections import Counter
@@ -50,13 +50,13 @@ class RolloutSetup:
     staleness: int  # K: number of training steps that sampling may be ahead of training; 0 in synchronous runs
     in_order: bool = False  # steps train groups in the order in which the groups were drawn
     extra: int = 0  # number of groups that over-sampling adds to the groups that are in flight
-    train_scale: float = 1.0  # seconds of training per token, divided by the same seconds of the measured run
+    train_scale: float = 1.0  # seconds of training per token, relative to the measured run
     colocated: bool = False  # engines and trainers time-share the same GPUs
 
 
 @dataclass(frozen=True)
 class GroupLengths:
-    """Lengths of the groups that a run draws, in order. After the last group, the run draws random groups of this list."""
+    """Lengths of the first T groups that a run draws, in order. Later groups are random draws from these T groups."""
 
     responses: NDArray[np.int64]  # [T, G] tokens of each response
     prompts: NDArray[np.int64]  # [T] tokens of each prompt
@@ -95,7 +95,7 @@ class Prediction:
 
     step_s: NDArray[np.float64]  # [steps] seconds of each step
     tokens: NDArray[np.int64]  # [steps] trained response tokens
-    best_possible_s: float  # see best_possible_s()
+    best_possible_s: float  # lower bound of the mean of step_s; see the function best_possible_s
     engine_idle_fraction: float  # fraction of time in which an engine runs no request, as a mean over engines
     occupancy: float  # mean number of running requests of an engine, divided by the largest possible number
     ages: dict[int, int]  # age -> number of groups of this age

@@ -39,7 +39,7 @@ class TrainerSettings:
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
     entropy: bool = False  # the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
-    micro_batches: int | None = None  # number for a replica in one optimizer step; None: enough to fill the pipeline
+    micro_batches: int | None = None  # micro-batches of a replica per optimizer step; None: enough to fill the pipeline
     keys_per_token: float = 1.0  # keys that attention reads, divided by tokens; above 1 if responses share a prompt
     imbalance: float = 1.0  # tokens that reach the experts of the busiest rank, divided by the mean of all ranks
     bucket_bytes: int = 64 * 1024 * 1024  # bytes of a weight sync bucket

@@ -1,6 +1,7 @@
 """Predicts the seconds of training in a step: arithmetic, memory traffic, communication and the pipeline bubble.
 
-All formulas take an array [R] of replica counts, so that the layout search evaluates all R counts in one call.
+All formulas take an array [R] of R numbers of replicas, so that the layout search evaluates all of them in one call. Elsewhere
+in mrl, R is the number of sampled tokens.
 Communication does not overlap with computation. For example, mrl reduces gradients after the last backward pass, and gathers keys
 and values before attention.
 """

@@ -181,10 +181,10 @@ def part_name(reason: str) -> str:
 class CodeExecution:
     """1 if the program in the response passes all test cases of the ground truth, else 0.
 
-    With `partial`, the score is the fraction of the test cases that the program passes. The parts of the score are logged,
-    not added to it. They tell how the program ended. `ended` is 1 if the program ended normally in all test cases that were
-    run. Otherwise `code_<reason>` is 1 for the first reason that occurred; REASONS lists the reasons. Scoring fails only if
-    the test cases cannot be read or the sandbox does not start.
+    With `partial`, the score is the fraction of the test cases that the program passes. The parts of the score tell how the
+    program ended. They are logged, and are not added to the score. `ended` is 1 if the program ended normally in all test
+    cases that were run. Otherwise `code_<reason>` is 1 for the first reason that occurred; REASONS lists the reasons. Scoring
+    fails only if the test cases cannot be read or the sandbox does not start.
 
     Raises ValueError for unknown or invalid limits, and on a machine that does not support the sandbox.
     """

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mrl.core.user_code import describe_error
 
 INVALID_RESULT = "the reward returned "
-"""First words of the reason of a failed score whose reward returned something other than a valid score."""
+"""A failed score has a reason that begins with these words if the reward did not return a valid score."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Scorer:
         )
 
     def start(self) -> None:
-        """Start the worker processes now, so that the first call does not wait for them. Rewards with `in_process` need none."""
+        """Start the worker processes now, so that the first call does not wait for them. Rewards with `in_process` use none."""
         if self._pool:
             self._pool.start()
 

@@ -132,7 +132,10 @@ class WorkerPool:
         return self._pool
 
     def wait_started(self, timeout_s: float) -> bool:
-        """Wait until a worker process takes calls. A process that is killed while it starts would print a traceback."""
+        """Wait until a worker process takes calls, and return whether one does.
+
+        A worker process that `close` kills while it starts would print a traceback.
+        """
         with self._lock:
             future = self._started_pool().schedule(_do_nothing, timeout=timeout_s)
         try:
@@ -163,7 +166,7 @@ def _leftovers() -> list[psutil.Process]:
     if server is None:
         return []
     left = _not_of_pools(descendants(server))
-    # A young process can be a worker of another pool that is not registered yet.
+    # A young process may be a worker of another pool, which multiprocessing has not registered yet.
     if left and (wait_s := REGISTRATION_S - min(map(_age_s, left))) > 0:
         time.sleep(wait_s)
         left = _not_of_pools(left)
