@@ -208,6 +208,6 @@ class ModelSpec:
     dtype: str  # float32 or bfloat16
     optimizer: OptimConfig | None  # None: the model is never trained
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
-    share_prompts: bool = True  # micro-batches may compute the prompt of a group once
+    share_prompts: bool = True  # a pack may compute a prompt only once for all its responses
     logprob_chunk: int = 1024  # largest number of rows of logits that are in memory at the same time
     family: str | None = None  # reference to a family outside models/families (see models.families.load_family)

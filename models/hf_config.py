@@ -39,7 +39,7 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
         "router_aux_loss_coef",
     ),
 }
-"""Reason -> config fields that do not change the logits for this reason."""
+"""What the config fields describe -> names of the fields. None of these fields changes the logits."""
 
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 

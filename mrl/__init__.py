@@ -39,7 +39,7 @@ def _check_own_packages() -> None:
 
 
 def _append_working_directory() -> None:
-    """Append the folder of the user's own modules to `sys.path`, instead of before all others. See mrl/core/installation.py."""
+    """Append the folder of the user's own modules to `sys.path`, so it hides no other module. See mrl/core/installation.py."""
     if os.environ.get("PYTHONSAFEPATH") == "mrl":
         del os.environ["PYTHONSAFEPATH"]
     folder = os.environ.get("MRL_WORKING_DIRECTORY")

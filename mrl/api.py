@@ -33,7 +33,7 @@ type Settings = Config | Mapping[str, Any] | Sequence[str]
 
 END_TIMEOUT_S = 30  # a command that got Ctrl-C from the terminal has this time until it also gets SIGTERM
 SHOWN_LINES = 15  # lines of a failed command's error output in the message of CommandError
-STOP_WINDOW = 5  # number of last steps whose mean reward is `TrainResult.reward`
+REWARD_STEPS = 5  # number of last steps whose mean reward is `TrainResult.reward`
 
 
 class CommandError(RuntimeError):
@@ -59,7 +59,7 @@ class TrainResult:
     @property
     def reward(self) -> float:
         """Mean reward of the last 5 steps, or NaN if no step was trained."""
-        rewards = [line["reward/mean"] for line in self.metrics if "reward/mean" in line][-STOP_WINDOW:]
+        rewards = [line["reward/mean"] for line in self.metrics if "reward/mean" in line][-REWARD_STEPS:]
         return sum(rewards) / len(rewards) if rewards else float("nan")
 
     @property
@@ -228,7 +228,7 @@ def _start(command: str, arguments: Sequence[str]) -> None:
     reader.start()
     try:
         status = child.wait()
-    except BaseException as error:  # the command then ends its own processes, within deadlines of its own
+    except BaseException as error:  # after SIGTERM, the command ends its own processes within its own deadlines
         if isinstance(error, KeyboardInterrupt):  # a terminal sends it to the child, too
             with suppress(subprocess.TimeoutExpired):
                 child.wait(END_TIMEOUT_S)

@@ -17,7 +17,7 @@ TRAIN_PACKAGES = {
     "generate": ("sglang",),
     "evaluate": ("sglang",),
 }
-"""Command -> packages of the extra `train` that it needs. Other commands run without this extra."""
+"""Command -> packages that it needs from `pip install mrl[train]`. Other commands need none of these packages."""
 ENGINE_FREE = ("evaluate.input=", "rollout.engine_urls=")
 """Beginnings of arguments with which `mrl generate` and `mrl evaluate` start no engine."""
 

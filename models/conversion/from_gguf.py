@@ -48,7 +48,7 @@ def _read_model(source: Path) -> Any:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
-    vars(config).pop("_model_name_or_path", None)  # the file's name of the model, which is no field of a config.json
+    vars(config).pop("_model_name_or_path", None)  # name of the model in the GGUF file; config.json has no such field
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]

@@ -245,10 +245,10 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 
 
 def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
-    """Check that the config of a Hugging Face folder matches the headers of its tensors. Returns the config, loads no weights.
+    """Check that the config of a Hugging Face folder matches the headers of its tensors. Returns the config.
 
-    If mrl wrote the folder, all its files are read and compared with their hashes. `family` is a reference to a family that is
-    not in models/families (see models.families.load_family).
+    No weights are loaded. If mrl wrote the folder, all its files are read and compared with their hashes. `family` is a
+    reference to a family that is not in models/families (see models.families.load_family).
 
     Raises:
         ValueError: a file is damaged or missing, or a tensor is missing, is unknown to the family, has an unsupported

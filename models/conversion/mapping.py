@@ -40,7 +40,7 @@ class Box:
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
     def narrow(self, dim: int, start: int, end: int) -> Box:
-        """Return the part of this box with tensor indices from `start` to `end` in `dim`. It may be empty."""
+        """Return the part of this box with tensor indices `start` <= i < `end` in `dim`. The part may be empty."""
         low = min(max(start, self.starts[dim]), self.starts[dim] + self.sizes[dim])
         high = max(low, min(end, self.starts[dim] + self.sizes[dim]))
         return Box(_replace_at(self.starts, dim, low), _replace_at(self.sizes, dim, high - low))

@@ -73,7 +73,7 @@ class ResumableFolder:
         return self.folder / (name + _UNFINISHED)
 
     def finish(self, name: str, note: Any = None) -> None:
-        """Sync a complete file to the disk, and rename it to its final name. `finished[name]` becomes `note` (JSON)."""
+        """Sync a complete file to the disk, and rename it to its final name. `note` (JSON) is stored in `finished[name]`."""
         fsync_path(self.unfinished(name))
         self.unfinished(name).rename(self.folder / name)
         self.finished[name], self._hashes[name] = note, hash_file(self.folder / name)

@@ -159,7 +159,7 @@ class WeightBridge:
     def _broadcast_over_stages(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
     ) -> Tensor:
-        """Return a shard of the row's parameter. The pipeline stage that has the parameter broadcasts it to all stages."""
+        """Return a shard of the row's parameter. The pipeline stage that has the shard broadcasts it to all stages."""
         param = self.params.get(row.megatron)
         if self.dims.pp == 1:
             assert param is not None, f"{row.megatron} is on no stage"

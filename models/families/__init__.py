@@ -21,7 +21,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: HFConfig) -> Family:
-    """Return the family that `config.family` names. If that is None, return the built-in family of the config's architecture.
+    """Return the family that `config.family` names. If no family is named, return the built-in family of the architecture.
 
     Raises:
         ValueError: no family supports the architecture, or `config.family` cannot be loaded or is for another architecture.

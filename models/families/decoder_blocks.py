@@ -153,7 +153,7 @@ def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
 def check_full_attention(config: HFConfig) -> None:
     """Raise ValueError if a layer does not have full attention."""
     config.expect(use_sliding_window=False)
-    config.read_fields.update(("sliding_window", "max_window_layers"))  # they have no effect without sliding windows
+    config.read_fields.update(("sliding_window", "max_window_layers"))  # have no effect without sliding windows
     layers = config["layer_types"]
     if layers is not None and layers != ["full_attention"] * config["num_hidden_layers"]:
         raise ValueError(
@@ -195,7 +195,7 @@ def read_decoder(
             init_method_std=config["initializer_range"],
             normalization="RMSNorm",
             gated_linear_unit=True,
-            add_bias_linear=False,  # one choice for all matrices; models/model_builder.py adds the biases that are in `parts`
+            add_bias_linear=False,  # Megatron has one setting for all matrices; model_builder.py adds the biases in `parts`
             add_qkv_bias="qkv_bias" in parts,
             **transformer,
         ),

@@ -1,7 +1,7 @@
-"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention; dense layers, followed by layers with sigmoid and shared experts.
+"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention; dense layers, then layers with sigmoid experts and shared experts.
 
-The norms in the attention use `rms_norm_eps`, as in SGLang and Megatron. transformers always uses 1e-6 for these norms, which is
-also the value of `rms_norm_eps` in the published configs.
+decoder_blocks.py explains sigmoid experts. The norms in the attention use `rms_norm_eps`, as in SGLang and Megatron. For these
+norms, transformers always uses 1e-6, which is also the value of `rms_norm_eps` in the published configs.
 """
 
 from dataclasses import replace

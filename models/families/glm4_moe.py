@@ -1,4 +1,7 @@
-"""GLM-4.5: grouped-query attention, RoPE on a part of each head. Dense layers precede layers with sigmoid and shared experts."""
+"""GLM-4.5: grouped-query attention, RoPE on a part of each head; dense layers, then layers with sigmoid and shared experts.
+
+decoder_blocks.py explains sigmoid experts.
+"""
 
 from dataclasses import replace
 

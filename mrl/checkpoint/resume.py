@@ -53,7 +53,7 @@ class ResumePoint:
     checkpoint: Checkpoint | None = None  # None: the run starts at step 0
     of_another_run: bool = False  # whether the checkpoint belongs to another run
     changes: tuple[str, ...] = ()  # `key: old -> new` for each key that has changed since the run's last start
-    damaged: frozenset[int] = frozenset()  # steps of the run's checkpoints that have files with wrong hashes
+    damaged: frozenset[int] = frozenset()  # steps of this run whose checkpoints have files with wrong hashes
 
     def rollout_log_key(self, config: Config, data_fingerprint: str) -> str:
         """Return a hash of the settings, data and initial weights that decide which samples this run draws."""
@@ -136,7 +136,7 @@ def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[s
 
 
 def check_pickles(resume: ResumePoint, models: set[str]) -> None:
-    """Raise ValueError if a file of the checkpoint is missing, cut, or has a pickle that names a type that is not allowed.
+    """Raise ValueError if a file of the checkpoint is missing, is truncated, or has a pickle with a type that is not allowed.
 
     `models`: parts of the checkpoint, such as actor, that the trainer ranks will load. The ranks repeat this check.
     """

@@ -29,9 +29,9 @@ from parallel.file_hashes import read_sealed_json, sealed_json
 logger = logging.getLogger(__name__)
 
 RUN_RECORD = "run.json"  # name of the file in the run directory that has the command and the config
-RECORD_KEYS = {"command", "config"}  # of run.json
+RECORD_KEYS = {"command", "config"}  # keys of run.json
 RUN_DIR_VARIABLE = "MRL_RUN_DIR"  # environment variable that has the run directory in every process of the run
-# Files and folders: a folder that has one of them has the results of a run
+# Names of files and folders; a folder that contains one of them has the results of a run
 OUTPUTS = (RUN_RECORD, "metrics.jsonl", "sft.jsonl", "checkpoint", "checkpoints", "hf")
 KILL_TIMEOUT_S = 20.0  # longest wait for killed processes to end
 

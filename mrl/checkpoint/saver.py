@@ -91,7 +91,7 @@ class CheckpointSaver:
     _newest: int | None = None  # step of the newest checkpoint
 
     def __post_init__(self) -> None:
-        self._folder = os.open(self.run_dir, os.O_RDONLY)  # stays open: a moved folder is found by comparing with it
+        self._folder = os.open(self.run_dir, os.O_RDONLY)  # stays open; `check_in_place` compares it with the path
 
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Begin a checkpoint if one is due, and finish a pending one. A failure is logged, and the run continues.

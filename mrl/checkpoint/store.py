@@ -265,7 +265,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _hashes(folder: Path) -> dict[str, FileHash]:
-    """Return path -> (size, hash) of every file of a checkpoint. The writers of models have hashed their files."""
+    """Return path -> (size, hash) of every file of a checkpoint. Files that their writers have hashed are not read again."""
     known: dict[str, FileHash] = {}
     for part in folder.iterdir():
         if part.is_dir():

@@ -337,5 +337,5 @@ def _step_dump_recorder(plan: TrainPlan, store: CheckpointStore) -> StepDumpReco
         layout=asdict(plan.dims),
         config=config_as_json(config),
         latest_weights=latest_weights,
-        first_step=config.critic.warmup_steps if plan.critic else 0,
+        num_critic_steps=config.critic.warmup_steps if plan.critic else 0,
     )

@@ -96,10 +96,10 @@ class ParityCheck:
 
 
 def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
-    """Return random experts [S, layers, topk], in the form in which an engine sends its experts.
+    """Return random experts [S, layers, topk], in the form in which an engine reports the experts that it chose.
 
-    The experts differ from the choice of the router. Equal tokens at equal positions get equal experts, because shared prompts
-    need this.
+    The router would choose other experts. Equal tokens at equal positions get equal experts, because a
+    shared prompt is computed only once.
     """
     rng = np.random.default_rng(2)
     topk, num_patterns = arch.transformer["moe_router_topk"], 997

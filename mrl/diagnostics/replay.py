@@ -115,13 +115,13 @@ def compare_step_traces(block: TokenBlock, reference: StepTrace, other: StepTrac
     nonfinite = next((layer for layer in layers if not layer.finite), None)
     first_token = max(nonfinite.nonfinite, nonfinite.reference_nonfinite) if nonfinite else -1
     return ReplayResult(
-        layers,
-        compare_gradients(reference, other, tolerances),
-        (other.grad_norm, reference.grad_norm),
-        (other.loss, reference.loss),
-        _locate(block, different.name, different.token) if different else None,
-        _locate(block, nonfinite.name, first_token) if nonfinite else None,
-        [name for name, gradient in other.gradients.items() if not np.isfinite(gradient).all()],
+        layers=layers,
+        differences=compare_gradients(reference, other, tolerances),
+        grad_norms=(other.grad_norm, reference.grad_norm),
+        losses=(other.loss, reference.loss),
+        first_different=_locate(block, different.name, different.token) if different else None,
+        first_nonfinite=_locate(block, nonfinite.name, first_token) if nonfinite else None,
+        nonfinite_gradients=[name for name, gradient in other.gradients.items() if not np.isfinite(gradient).all()],
     )
 
 
@@ -138,7 +138,7 @@ def _compare_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, 
 def _locate(block: TokenBlock, layer: str, token: int) -> TokenLocation:
     """Return the location of a token. `token` is its index in the block, or -1 if there is no token."""
     if token < 0:
-        return TokenLocation(layer, -1, -1, -1, False)
+        return TokenLocation(layer, row=-1, position=-1, token=-1, in_prompt=False)
     row, position = row_and_position(block, token)
     return TokenLocation(layer, row, position, int(block.tokens[token]), position < int(block.prompt_lengths[row]))
 

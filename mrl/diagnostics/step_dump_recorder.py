@@ -37,7 +37,7 @@ class StepDumpRecorder:
     layout: dict[str, Any]  # parallel layout of the actor
     config: dict[str, Any]  # composed config of the run
     latest_weights: Callable[[], WeightsLocation | None]  # returns the location of the newest weights on disk
-    first_step: int = 0  # number of steps at the start of the run that train only the critic
+    num_critic_steps: int = 0  # number of steps at the start of the run that train only the critic
     _norms: deque[float] = field(init=False)  # largest gradient norm of each recent step
     _num_spikes: int = field(init=False)  # number of spikes that were dumped so far, also before a resume
 
@@ -55,7 +55,7 @@ class StepDumpRecorder:
         Raises FloatingPointError with the path of the dump if a gradient is not finite.
         """
         reports: list[UpdateReport] = []
-        description = self._describe(update, step + self.first_step + 1)
+        description = self._describe(update, step + self.num_critic_steps + 1)
         if description.step in self.settings.steps:
             requested = replace(description, reason="requested (step_dump.steps)")
             written = self._try_to_write(requested, lambda: self._dump(group, update, requested))
@@ -113,9 +113,9 @@ class StepDumpRecorder:
         )
 
     def _spike_reason(self, grad_norms: list[float]) -> str:
-        """Return the reason for which the step is dumped as a spike, or "" if it is not.
+        """Return the reason for dumping the step as a spike, or "" if the step is not dumped.
 
-        The reason is "" if the step has no spike, if too few steps came before, or if `max_spikes` spikes have been dumped.
+        It is not dumped if it has no spike, if too few steps came before, or if `max_spikes` spikes have been dumped.
         """
         factor, known = self.settings.spike_factor, len(self._norms)
         too_early = known < max(1, self.settings.spike_window // 2)
@@ -161,5 +161,5 @@ class StepDumpRecorder:
 
 
 def _values(reports: list[UpdateReport], name: str) -> list[float]:
-    """Return the value of the metric `name` for each mini-batch. It is 0 for a mini-batch without rows."""
+    """Return the metric `name` of each mini-batch. A mini-batch without rows has the value 0."""
     return [(report.sums | report.maxima).get(name, 0.0) for report in reports]

@@ -1,4 +1,4 @@
-"""Diagnosis of a hang: finds the processes that make the others wait in snapshots of all processes, and composes the report."""
+"""Diagnosis of a hang: reads snapshots of all processes, finds those that make the others wait, and composes the report."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class HangDiagnosis:
 def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[ProcessSnapshot], bool]) -> HangDiagnosis:
     """Find the processes to blame. `is_pending` tells whether a process was called and has not answered.
 
-    The processes of the first class that is not empty are blamed:
+    The first of these rules that finds processes decides which processes are blamed:
     1. pending processes that died, except ranks that NCCL's watchdog ended because they waited for another rank;
     2. pending processes that do not wait and have entered fewer collectives than a rank that the watchdog ended;
     3. pending ranks that the watchdog ended;

@@ -1,4 +1,4 @@
-"""Snapshots of a run's processes on this host: kernel state, stacks, activities, last collectives. Another process takes them."""
+"""Takes snapshots of a run's other processes on this host: kernel state, stacks, activities and last collectives."""
 
 import os
 import time
@@ -19,7 +19,7 @@ from mrl.hang_report.stack_frames import StackFrame, StackSummary, parse_stack_d
 from parallel.collective_log import LastCollective, read_collective_log
 
 DUMP_TIMEOUT_S = 2.0  # longest wait for a process to write its stacks
-POLL_S = 0.02  # time between two looks at the file to which the process writes its stacks
+POLL_S = 0.02  # time between two checks whether the file with the stacks still grows
 FATAL_ERROR = "Fatal Python error: "  # prefix of faulthandler's line on a crash
 # letter of the state in /proc/PID/stat -> state in reports
 STATES = {
@@ -75,7 +75,7 @@ def snapshot_processes(folder: str, records: list[ProcessRecord]) -> list[Proces
 
 
 def _engine_children(server: ProcessRecord) -> list[ProcessRecord]:
-    """Return the child processes of an engine's server, which SGLang gives titles that begin with `sglang::`.
+    """Return those child processes of an engine's server whose titles begin with `sglang::`. SGLang sets these titles.
 
     The children write their stacks to the server's file.
     """

@@ -119,7 +119,7 @@ def make_hang_report(
 
 
 def write_report(folder: Path, text: str) -> Path:
-    """Write `text` to hang_report_<n>.txt in `folder`; n is the first number, from 1, that no file has.
+    """Write `text` to hang_report_<n>.txt in `folder`; n is the smallest number, from 1, without a file.
 
     Raises OSError if the disk fails; no file is left in that case.
     """

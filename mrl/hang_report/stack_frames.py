@@ -21,7 +21,7 @@ WAITS = {
     ("pipeline_parallel/p2p_communication.py", ""): "other ranks",
     ("distributed/param_and_grad_buffer.py", "finish_grad_sync"): "other ranks",
     ("distributed/param_and_grad_buffer.py", "finish_param_sync"): "other ranks",
-    ("mrl/weight_sync/control_channel.py", ""): "the other side",
+    ("mrl/weight_sync/control_channel.py", ""): "a message on the control channel",
     ("torch/cuda/", ""): "its GPU",
     ("httpcore/", ""): "an answer over HTTP",
     ("httpx/", ""): "an answer over HTTP",
@@ -39,8 +39,8 @@ WAITS = {
     ("pebble/", ""): "another thread",
 }
 
-# (part of the file's path, prefix of the function's name) -> the work that the code does. For each frame, the first line that
-# matches is used. The innermost frame with a non-empty text determines the purpose. A frame with an empty text is skipped,
+# (part of the file's path, prefix of the function's name) -> the work that the code does. For each frame, the first entry
+# that matches is used. The innermost frame with a non-empty text determines the purpose. A frame with an empty text is skipped,
 # because its caller describes the work better.
 PURPOSES = {
     ("<frozen importlib", ""): "its imports",

@@ -196,14 +196,15 @@ class EngineClient(EngineControl):
         spans = info.get("weight_versions")  # [{version, start, end}], oldest first
         parts = [(span["version"], span["end"] - span["start"]) for span in spans or () if span["end"] > span["start"]]
         token_ids = answer["output_ids"]
+        logprobs = [entry[0] for entry in info.get("output_token_logprobs") or ()]
         return Completion(
-            token_ids,
-            [math.nan if entry[0] is None else entry[0] for entry in info.get("output_token_logprobs") or ()],
-            info["finish_reason"]["type"],
-            spans[0]["version"] if spans else info["weight_version"],
-            self._routing(info, len(prompt) + len(token_ids) - 1) if routed_experts else None,
-            info.get("cached_tokens", 0),
-            tuple((int(version), tokens) for version, tokens in parts) if len(parts) > 1 else (),
+            token_ids=token_ids,
+            logprobs=[math.nan if logprob is None else logprob for logprob in logprobs],
+            finish_reason=info["finish_reason"]["type"],
+            weight_version=spans[0]["version"] if spans else info["weight_version"],
+            routed_experts=self._routing(info, len(prompt) + len(token_ids) - 1) if routed_experts else None,
+            cached_tokens=info.get("cached_tokens", 0),
+            versions=tuple((int(version), tokens) for version, tokens in parts) if len(parts) > 1 else (),
         )
 
     def _routing(self, info: Mapping[str, Any], num_tokens: int) -> NDArray[np.int16] | None:

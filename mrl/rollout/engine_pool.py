@@ -70,7 +70,7 @@ class PooledEngine:
 
 @dataclass
 class StickySession:
-    """Engine for all turns of a response, because its prefix cache holds the earlier turns. `_send` replaces a failed engine."""
+    """The engine that samples all turns of a response, because it caches the earlier turns. `_send` replaces a failed engine."""
 
     engine: PooledEngine
 
@@ -94,7 +94,8 @@ class EnginePool:
         self._reported: set[PooledEngine] = set()  # failed engines that `take_failed` returned
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
-        self._num_replaced = self._num_retried = self._num_retried_before = 0  # engines, responses; see `take_metrics`
+        self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
+        self._num_retried = self._num_retried_before = 0  # responses: so far, and at the last call of `take_metrics`
 
     @property
     def urls(self) -> list[str]:
@@ -123,7 +124,7 @@ class EnginePool:
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
         """Put these engines in service, and no others. Engines that were in service before keep their requests."""
         if self._http is None and engines:
-            import aiohttp  # imported here because the import takes 0.5 s; a request takes a tenth of the CPU time of httpx
+            import aiohttp  # imported here because the import takes 0.5 s; needs a tenth of the CPU time of httpx
 
             no_limits = dict(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
             self._http = aiohttp.ClientSession(**no_limits)

@@ -50,7 +50,7 @@ class RolloutWorkerHandle:
     def __init__(self, spec: RolloutSpec, options: Mapping[str, Any], timeout_s: float) -> None:
         """Create the Ray actor, which starts its engines. Returns before the engines are ready.
 
-        `options`: options of the Ray actor. `timeout_s`: deadline of a call, to which twice the deadline of the scorer is added.
+        `options`: options of the Ray actor. `timeout_s`: deadline of a call; twice the deadline of the scorer is added.
         """
         self.spec = spec
         self._create = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
@@ -182,13 +182,13 @@ class RolloutManager:
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
         """Compute the advantages of the last generated groups, and the columns that the losses need.
 
-        `columns`: name -> handles of a column's parts, which the trainers computed. `kl_coef`: coefficient of the KL penalty in
-        the reward.
+        `columns`: name of a column -> handles of its parts; each replica computed one part. `kl_coef`: coefficient of the KL
+        penalty in the reward.
         """
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step)
 
     def discard_log(self, before_step: int) -> None:
-        """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Does not wait for the worker."""
+        """Delete the rollout log of the steps before `before_step`: a checkpoint covers them. Does not wait for the worker."""
         self.worker.actor.discard_log.remote(before_step)
 
     def state_dict(self) -> dict[str, Any]:

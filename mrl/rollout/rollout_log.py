@@ -176,7 +176,7 @@ class CompletionCache:
             if not self._write_failed:
                 self._file.write(_RECORD_LENGTH.pack(len(frame)) + _digest(frame, self._step) + frame)
         except OSError as error:
-            self._write_failed = True  # the last record may be truncated, and readers stop there
+            self._write_failed = True  # the last record may be truncated; a reader would not find records after it
             logger.warning("completions are no longer cached on disk: %s", error)
 
     def discard(self, before_step: int) -> None:
@@ -200,7 +200,7 @@ def _key(number: int, inputs: Sequence[int]) -> str:
 def _read_records(path: Path, step: int) -> Iterator[tuple[str, Completion]]:
     """Yield (result of `_key`, completion) for each completion in a file of the cache."""
     content, start = path.read_bytes(), 0
-    num_damaged = int(not content)  # a process opens the file when it has the first record
+    num_damaged = int(not content)  # the file is opened for a first record, so this record was lost
     while start < len(content):
         begin = start + _RECORD_LENGTH.size + _DIGEST_BYTES
         length = _RECORD_LENGTH.unpack_from(content, start)[0] if begin <= len(content) else len(content)
@@ -233,7 +233,7 @@ def read_recording(folder: str | Path, step: int) -> tuple[TokenBlock, dict[str,
 def check_recording(folder: str | Path, num_steps: int, *, routing: bool = False) -> None:
     """Raise ValueError if one of the first `num_steps` steps is not recorded or is damaged.
 
-    With `routing`, also raise ValueError if it has no routed experts.
+    With `routing`, also raise ValueError if a step has no routed experts.
     """
     for step in range(num_steps):
         path = _recording_path(folder, step)
@@ -251,7 +251,7 @@ def check_recording(folder: str | Path, num_steps: int, *, routing: bool = False
             if routing and "routed_experts" not in file.files:
                 raise ValueError(
                     f"rollout.routing_replay=true: {path} has no routed experts; record the steps again with "
-                    "rollout.routing_replay=true, or set it to false."
+                    "rollout.routing_replay=true, or set rollout.routing_replay=false."
                 )
 
 

@@ -106,24 +106,24 @@ class GroupSampler:
         return [Trajectory.from_completion(completion) for completion in completions]
 
     def respond_now(
-        self, prompts: list[list[int]], temperature: float, seed_paths: Sequence[tuple[int, ...]]
+        self, prompts: list[list[int]], temperature: float, response_ids: Sequence[tuple[int, ...]]
     ) -> list[Trajectory]:
         """Sample one response to each prompt, spread the prompts over all engines, and wait for the responses.
 
-        `seed_paths`: for each prompt, the argument `path` of `response_seed`. Must not be called in the event loop, because this
-        call would block the loop.
+        `response_ids`: for each prompt, the argument `response_id` of `response_seed`. Must not be called in the event
+        loop, because this call would block the loop.
         """
-        sampling = self._sampling_params(temperature, seed_paths)
+        sampling = self._sampling_params(temperature, response_ids)
         if self._conversation:
             return self._engines.converse_all(self._conversation, prompts, sampling)
         return [Trajectory.from_completion(completion) for completion in self._engines.generate_all(prompts, sampling)]
 
-    def _sampling_params(self, temperature: float, seed_paths: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
-        """Return the sampling parameters of one response per seed path, with a seed if `rollout.deterministic` is set."""
+    def _sampling_params(self, temperature: float, response_ids: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
+        """Return the sampling parameters of each response, with a seed if `rollout.deterministic` is set."""
         params = SamplingParams(self.spec.max_response_tokens, temperature)
         if not self.spec.deterministic:
-            return [params] * len(seed_paths)
-        return [replace(params, seed=response_seed(self.spec.seed, *path)) for path in seed_paths]
+            return [params] * len(response_ids)
+        return [replace(params, seed=response_seed(self.spec.seed, *response_id)) for response_id in response_ids]
 
 
 class RolloutPipeline:

@@ -18,7 +18,7 @@ from mrl.rollout.trajectory import StepGroups
 
 MAX_RESPONSES_PER_REQUEST = 64
 """Largest number of responses in one HTTP request. Requests must not be large, because a failed engine loses all responses of its
-unfinished requests. They must not be small, because each request takes about a millisecond of CPU in the engine's HTTP server."""
+unfinished requests. Nor must requests be small, because each takes about a millisecond of CPU in the engine's HTTP server."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,11 @@ class StalenessBuffer[T]:
         groups = {number: self._finished.pop(number)[1] for number in sorted(numbers)}
         filtered, self._filtered = self._filtered, {}
         return StepGroups(
-            list(groups), list(groups.values()), list(filtered), list(filtered.values()), self._drop_stale(step)
+            numbers=list(groups),
+            groups=list(groups.values()),
+            filtered_numbers=list(filtered),
+            filtered=list(filtered.values()),
+            dropped=self._drop_stale(step),
         )
 
     def remove(self, numbers: Sequence[int]) -> None:

@@ -49,10 +49,10 @@ class Trajectory:
                 f"an engine returned an empty or aborted response (finish reason {completion.finish_reason})."
             )
         return cls(
-            completion.token_ids,
-            completion.logprobs,
-            completion.finish_reason == "length",
-            int(completion.weight_version),
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            truncated=completion.finish_reason == "length",
+            weight_version=int(completion.weight_version),
             routed_experts=completion.routed_experts,
             versions=completion.versions,
         )
@@ -158,11 +158,11 @@ def block_trajectories(
     spans = zip(block.cu_seqlens[:-1], block.prompt_lengths, block.cu_seqlens[1:], strict=True)
     trajectories = [
         Trajectory(
-            block.tokens[start + prompt : end].tolist(),
-            logprobs.tolist(),
-            bool(cut),
-            int(version),
-            None if block.sampled is None else block.sampled[start + prompt : end].tolist(),
+            token_ids=block.tokens[start + prompt : end].tolist(),
+            logprobs=logprobs.tolist(),
+            truncated=bool(cut),
+            weight_version=int(version),
+            sampled=None if block.sampled is None else block.sampled[start + prompt : end].tolist(),
             routed_experts=None if block.routed_experts is None else block.routed_experts[start:end],
         )
         for (start, prompt, end), logprobs, cut, version in zip(

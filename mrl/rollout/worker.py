@@ -74,7 +74,11 @@ class RolloutWorker:
         self._sampler = GroupSampler(spec, self.engines, self._cache)
         size = spec.prompts_per_step
         buffer: StalenessBuffer[Group] = StalenessBuffer(
-            size, spec.staleness, spec.extra_groups, spec.in_order, (spec.max_rounds - 1) * size
+            groups_per_step=size,
+            staleness=spec.staleness,
+            extra_groups=spec.extra_groups,
+            in_order=spec.in_order,
+            max_replaced=(spec.max_rounds - 1) * size,
         )
         self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._passes_filter)
         self._length_bias = LengthBias()
@@ -83,7 +87,7 @@ class RolloutWorker:
         self._logged: StepGroups[Group] | None = None
         self._sampled = SampledStep()  # groups of the last step for which `sample` returned 0
         # The groups of `_sampled`, with the serial numbers of their prompt requests
-        self._taken: StepGroups[Group] = StepGroups([], [], [], [], [])
+        self._taken: StepGroups[Group] = StepGroups(numbers=[], groups=[], filtered_numbers=[], filtered=[], dropped=[])
         self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
         # Rewards and rollout log-probabilities of the last collected step
         self._collected: tuple[ScoredBatch, Column] | None = None
@@ -219,8 +223,8 @@ class RolloutWorker:
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
         """Compute the advantages of the last collected step, and put all columns that the losses need into Ray's object store.
 
-        `columns`: name -> handles of a column's parts, which the trainers computed. `kl_coef`: coefficient of the KL penalty in
-        the reward.
+        `columns`: name of a column -> handles of its parts; each replica computed one part. `kl_coef`: coefficient of the KL
+        penalty in the reward.
         """
         assert self._collected, "collect() must be called before estimate()"
         scored, rollout_logprobs = self._collected
@@ -278,7 +282,7 @@ class RolloutWorker:
     ) -> list[Score]:
         """Score responses. `rows`: row of `data` that holds the prompt of each response.
 
-        `groups`: for each response, an integer that identifies its group. If `groups` is empty, responses to the same row are one
+        `groups`: for each response, an integer that identifies its group. If `groups` is empty, the responses to a row form a
         group.
         """
         if not trajectories:
@@ -346,7 +350,7 @@ def text_samples(groups: Sequence[Group], count: int, data: PromptDataset) -> li
 def _reward_inputs(
     data: PromptDataset, rows: NDArray[np.int64], trajectories: Sequence[Trajectory], groups: Sequence[int] = ()
 ) -> list[Response]:
-    """Return what the reward is called with: the responses with the metadata of their prompts. Arguments as in `_score`."""
+    """Return the input of the reward: the responses with the metadata of their prompts. For the arguments, see `_score`."""
     texts = data.decode([trajectory.token_ids for trajectory in trajectories])
     turns = [trajectory.texts(data.decode) for trajectory in trajectories]
     _, group_of = np.unique(groups or rows, return_inverse=True)

@@ -90,7 +90,7 @@ def test_the_limit_of_dumped_spikes_also_counts_spikes_before_a_resume(tmp_path,
 
 
 def test_requested_steps_are_numbered_as_in_the_metrics(tmp_path, update):
-    requesting = replace(recorder(tmp_path, steps=[2, 5]), first_step=1)  # the first step trains only the critic
+    requesting = replace(recorder(tmp_path, steps=[2, 5]), num_critic_steps=1)  # the first step trains only the critic
     train(requesting, update, [1.0, 1.0, 1.0, 1.0])
     assert dumped_steps(tmp_path) == [2, 5]
     description = StepDump.read(tmp_path / "step_000005").description

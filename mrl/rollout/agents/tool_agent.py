@@ -1,4 +1,4 @@
-"""Multi-turn responses: the policy samples a turn, tools run the calls in it, and the policy continues with their results.
+"""Multi-turn responses: the policy samples a turn, tools run the calls in this turn, and the policy continues with the results.
 
 For the next turn, the sampled token ids are sent to the engine unchanged. The text of a turn is never tokenized again. Only the
 tool results, and the chat template around them, are tokenized (see mrl/data/tool_template.py).
@@ -125,16 +125,16 @@ class _ResponseBuilder:
             len(self.turn_ends), self.tool_calls, self.tool_errors, self.input_tokens, self.cached_tokens
         )
         return Trajectory(
-            self.ids,
-            self.logprobs,
-            truncated or last.finish_reason == "length",
-            self.versions[0][0],
-            None if all(self.sampled) else self.sampled,
-            tuple(self.turns),
-            tuple(self.turn_ends),
-            last.routed_experts,
-            usage,
-            tuple(self.versions) if len(self.versions) > 1 else (),
+            token_ids=self.ids,
+            logprobs=self.logprobs,
+            truncated=truncated or last.finish_reason == "length",
+            weight_version=self.versions[0][0],
+            sampled=None if all(self.sampled) else self.sampled,
+            turns=tuple(self.turns),
+            turn_ends=tuple(self.turn_ends),
+            routed_experts=last.routed_experts,
+            usage=usage,
+            versions=tuple(self.versions) if len(self.versions) > 1 else (),
         )
 
 

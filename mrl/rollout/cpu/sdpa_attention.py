@@ -95,7 +95,7 @@ def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Query
         max_count = max(1, min(MAX_QUERIES_PER_ROW, MAX_TILE_SCORES // keys))
         for start in range(0, queries, max_count):
             count = min(max_count, queries - start)
-            rows.append(QueryRow(i, first + start, count, keys - queries + start + count))
+            rows.append(QueryRow(i, first + start, num_queries=count, num_keys=keys - queries + start + count))
         first += queries
     return rows
 

@@ -52,7 +52,7 @@ class EngineServers:
             self._arguments["enable_return_routed_experts"] = True
         self._registry = registry_folder(spec.run_dir)
         unregister_processes(self._registry, "engine_*")  # entries that an earlier process left in this run directory
-        self._serial_numbers = itertools.count()  # one for each server that is started; a replacement gets a new one
+        self._serial_numbers = itertools.count()  # one for each started server; a replacement gets a new number
         self._replacing = threading.Lock()  # held while a server is replaced
         self._were_ready = False  # whether all servers were ready at least once
         self.servers: list[AnyEngineServer] = [ExternalEngine(url) for url in spec.engine_urls]
@@ -171,8 +171,8 @@ class EngineNodeActor:
     def wait_ready(self, timeout_s: float, url: str) -> None:
         """Wait until the server takes requests, as in EngineServer.wait_ready.
 
-        `url`: the result of `start`. The method does not use `url`. With this argument, Ray calls the method after `start` has
-        returned.
+        `url`: the result of `start`, which the method does not use. Because of this argument, Ray calls the method only after
+        `start` has returned.
         """
         self.server.wait_ready(timeout_s)
 
