@@ -32,7 +32,7 @@ class LastCollective:
     num_collectives: int  # number of collectives issued so far, without point-to-point messages
     num_messages: int  # number of sends and receives so far
     operation: str  # torch's name of the last operation
-    peer: int  # group rank of the other end of a message, or of the root of a broadcast; -1: neither of them
+    peer: int  # group rank of the other end of a message, or of the root of a broadcast; -1: the operation has neither
     nbytes: int  # bytes of the first tensor of the last operation
     issued_at: float  # time.time() when the last operation was issued
 

@@ -1,4 +1,4 @@
-"""Hashes of files (xxh3, 128 bits), with which readers find files that are damaged, exchanged or missing.
+"""Hashes of files (xxh3, 128 bits), with which readers find files that are damaged, replaced or missing.
 
 A folder that mrl writes has the file HASHES_FILE: name of each other file -> [size in bytes, hash]. A JSON file such as run.json
 contains the hash of its own text instead.

@@ -22,7 +22,7 @@ HEADLINE = (
 )
 """Metrics in the progress display, in this order."""
 BETWEEN_STEPS = ("time/evaluate_s", "time/checkpoint_s")
-"""Phases that run before a step and do not count to its duration."""
+"""Phases that run before a step and are not part of its duration."""
 
 
 class ConsoleSink:
@@ -51,7 +51,7 @@ class ConsoleSink:
             samples_every: number of steps after which sampled responses are shown; 0 shows none.
             read_samples: returns the text of the sampled responses of a step, or "".
             console: rich console. Default: that of `startup`, or standard output.
-            startup: display that must end when the live display starts. Both would print over each other.
+            startup: display that must end when the live display starts, because both would print over each other.
         """
         from rich.console import Console  # slow, and most processes that import this module print nothing
 
@@ -60,7 +60,7 @@ class ConsoleSink:
         self._startup = startup
         self._samples_every, self._read_samples = samples_every, read_samples
         self._evaluations: list[Metrics] = []
-        self._has_legend = False  # whether the meaning of the names was shown
+        self._has_legend = False  # whether `format_legend` was shown
         self._latest: dict[str, float] = {}
         self._printed_s = float("-inf")  # time.monotonic() of the last progress line
         self._display = _LiveDisplay(self.console, total, title) if self.console.is_terminal else None
@@ -101,7 +101,7 @@ class ConsoleSink:
             self._print_line("held-out reward, before -> after: " + ", ".join(changes))
 
     def _update_display(self, step: int, is_trained: bool) -> None:
-        """Update the live display, and start it after the first training step. The startup display ends before."""
+        """Update the live display. After the first training step, remove the startup display and start the live display."""
         assert self._display, "the output is a terminal"
         if is_trained and not self._display.is_started:
             if self._startup:
@@ -127,10 +127,10 @@ def show_warning(text: str) -> None:
 
 
 class Startup:
-    """Shows what a run waits for before its first step, and logs which parts are ready.
+    """Shows what a run waits for before its first step, and logs which parts of the run are ready.
 
-    A part that is ready gets a line. While a part is awaited, a terminal shows a spinner with its name. Without a terminal, a
-    line says every `every_s` seconds what is awaited.
+    A line reports each part that is ready. While the run waits for a part, a terminal shows a spinner with the name of the part.
+    Without a terminal, a line repeats the name every `every_s` seconds.
     """
 
     def __init__(self, console: Any = None, every_s: float = 5.0) -> None:
@@ -243,7 +243,7 @@ def _format_headline(metrics: Metrics) -> str:
 
 
 def _format_phases(metrics: Metrics) -> str:
-    """Return text such as `1.02 s a step, 4,210 tokens/s (rollout 0.55, update 0.38, other 0.09; before it: evaluate 2.10)`.
+    """Return text such as `1.02 s a step, 4,210 tokens/s (rollout 0.55, other 0.47; before the step: evaluate 2.10)`.
 
     The phases in parentheses add up to the step. Phases that round to 0.00 s are omitted.
     """
@@ -254,7 +254,7 @@ def _format_phases(metrics: Metrics) -> str:
     inside = {declared.label(name): value for name, value in seconds.items()}
     inside["other"] = max(0.0, metrics["time/step_s"] - sum(inside.values()))
     parts = [_format_seconds(inside), _format_seconds({declared.label(name): value for name, value in before.items()})]
-    phases = "; before it: ".join(filter(None, parts))
+    phases = "; before the step: ".join(filter(None, parts))
     rate = f", {metrics['throughput/tokens_per_s']:,.0f} tokens/s" if "throughput/tokens_per_s" in metrics else ""
     return f"{metrics['time/step_s']:.2f} s a step{rate}" + (f" ({phases})" if phases else "")
 

@@ -20,15 +20,17 @@ from mrl.core.run_errors import UnhealthyRunError
 
 BASELINE_STEPS = 3  # later steps are compared with this number of steps, which are the first that trained the actor
 TRAINED = "optim/grad_norm"  # a step has this metric if it trained the actor; steps that warm up the critic lack it
-TRUNCATED = 0.9  # smallest fraction of truncated responses that is a problem
-FAILED = 0.05  # smallest fraction of responses without a score that is a problem
+MIN_TRUNCATED_FRACTION = 0.9  # smallest fraction of truncated responses that is a problem
+MIN_FAILED_FRACTION = 0.05  # smallest fraction of responses without a score that is a problem
 ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entropy has collapsed
-MISMATCH_NATS = 0.05  # a mean difference of log-probabilities is a problem if it is above this value
-MISMATCH_GROWTH = 5.0  # and also above this factor times that of the first steps
-GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times that of the first steps has exploded
-REWARD_LOST = 0.75  # a mean reward has collapsed if it lost this fraction of its rise from the first to the best step
-REWARD_ERRORS = 5.0  # and is also lower by this many standard errors of the best step's mean reward
-EQUAL_REWARDS_ERRORS = 2.0  # if all rewards of the step are equal, this many standard errors suffice
+# The mean difference of log-probabilities is a problem if it exceeds both of these limits:
+MISMATCH_NATS = 0.05  # absolute limit
+MISMATCH_GROWTH = 5.0  # limit relative to the first steps
+GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times the norm of the first steps has exploded
+# The mean reward has collapsed if its fall since the best step exceeds both of these limits:
+REWARD_LOST = 0.75  # fraction of the rise from the first steps to the best step
+REWARD_ERRORS = 5.0  # number of standard errors of the best step's mean reward
+EQUAL_REWARDS_ERRORS = 2.0  # replaces both limits if all rewards of a step are equal: number of standard errors
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def one_response_text(advantage: str) -> str:
 
 
 def _is_solved(step: StepView) -> bool:
-    """Return whether every response has the best mean reward so far, and this reward is above that of the first steps."""
+    """Return whether every response has the best mean reward so far, and this reward is above the first steps' reward."""
     mean, first = step.value("reward/mean"), step.baseline("reward/mean")
     best = step.best.get("reward/mean", -math.inf)
     is_best = mean > best or math.isclose(mean, best, abs_tol=1e-9)
@@ -115,7 +117,7 @@ def _constant_reward(step: StepView) -> str:
 
 def _truncated(step: StepView) -> str:
     fraction, settings = step.value("rollout/truncated_fraction"), step.settings
-    if not fraction >= TRUNCATED:
+    if not fraction >= MIN_TRUNCATED_FRACTION:
         return ""
     masked = ", and algorithm.mask_truncated=true excludes them from the loss" if settings.mask_truncated else ""
     return (
@@ -127,7 +129,7 @@ def _truncated(step: StepView) -> str:
 
 def _failed_rewards(step: StepView) -> str:
     fraction = step.value("reward/failed_fraction")
-    if not fraction >= FAILED:
+    if not fraction >= MIN_FAILED_FRACTION:
         return ""
     return (
         f"{fraction:.0%} of the responses could not be scored; their reward counts as 0. The file logs/rollout.log in run.dir "
@@ -188,7 +190,7 @@ def _reward_collapsed(step: StepView) -> bool:
     """Return whether the mean reward lost most of its rise, or fell to a value that all responses get.
 
     Rewards may be negative, so the mean is not compared with 0. The responses to one prompt often get the same reward. So the
-    standard error is that of one reward for each prompt.
+    standard error counts each prompt as one reward.
     """
     best = step.best.get("reward/mean", math.nan)
     fall, rise = best - step.value("reward/mean"), best - step.baseline("reward/mean")
@@ -220,7 +222,7 @@ def _diverged(step: StepView) -> str:
 class Rule:
     """One problem that the health check finds."""
 
-    find: Callable[[StepView], str]  # returns a text that describes the problem, or "" if the step does not have it
+    find: Callable[[StepView], str]  # returns a description of the problem, or "" if the step does not have the problem
     patience: int = 3  # number of consecutive steps with the problem after which it is reported
 
 
@@ -246,14 +248,15 @@ class LearningHealth:
     stop: bool = False  # whether a problem ends the run
     first: list[Metrics] = field(default_factory=list)  # metrics of the first steps that trained the actor
     _best: Metrics = field(default_factory=dict)  # metrics of the step with the largest mean reward
-    _streaks: dict[str, int] = field(default_factory=dict)  # problem -> consecutive steps up to the last one
+    # problem -> number of consecutive steps that had it, up to the last checked step
+    _streaks: dict[str, int] = field(default_factory=dict)
     _steps: dict[str, list[int]] = field(default_factory=dict)  # problem -> all steps that had it
     _reported: dict[str, str] = field(default_factory=dict)  # problem -> text of its report
     _checked: int = 0  # number of checked steps
 
     def check(self, step: int, metrics: Metrics) -> None:
         """Check a finished step. With `stop`, raise UnhealthyRunError when a problem is reported."""
-        view = StepView(metrics, tuple(self.first), self.settings, self._best)
+        view = StepView(now=metrics, first=tuple(self.first), settings=self.settings, best=self._best)
         if metrics.get("reward/mean", -math.inf) > self._best.get("reward/mean", -math.inf):
             self._best = metrics
         if len(self.first) < BASELINE_STEPS and TRAINED in metrics:

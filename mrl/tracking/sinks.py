@@ -77,7 +77,7 @@ class WandbSink:
         self._queue.put(None)
         self._thread.join(self.deadline_s)
         if self._thread.is_alive():
-            logger.warning("wandb did not finish within %.0f s; the run ends without it", self.deadline_s)
+            logger.warning("wandb did not finish within %.0f s; the run ends without waiting for it", self.deadline_s)
             _kill_wandb_service()
 
     def _work(self) -> None:

@@ -88,19 +88,19 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
     """Return the micro-batch's part of the loss, and its statistics. `output` [2, local R] comes from MegatronActor.head."""
     logprobs, entropy = output
     inputs = LossInputs(
-        logprobs,
-        micro.columns.get("old_logprobs", logprobs.detach()),
-        micro.columns.get("advantages", torch.zeros_like(entropy)),
-        entropy,
-        micro.rollout_logprobs,
-        micro.responses,
-        micro.columns,
+        logprobs=logprobs,
+        old_logprobs=micro.columns.get("old_logprobs", logprobs.detach()),
+        advantages=micro.columns.get("advantages", torch.zeros_like(entropy)),
+        entropy=entropy,
+        rollout_logprobs=micro.rollout_logprobs,
+        responses=micro.responses,
+        columns=micro.columns,
     )
     per_token, loss_statistics = loss(inputs)
     loss_weights = micro.weights.to(per_token.dtype)
     total = (per_token * loss_weights).sum()
     mismatch = (inputs.old_logprobs - micro.rollout_logprobs).abs()
-    mismatch = mismatch[~mismatch.isnan()]  # without tokens that no engine sampled
+    mismatch = mismatch[~mismatch.isnan()]  # NaN: no engine sampled the token
     largest_mismatch = mismatch.max() if mismatch.numel() else mismatch.new_full((), float("-inf"))
     sums = {
         "loss": total.detach(),

@@ -19,7 +19,7 @@ class Packing:
     """How rows are packed into micro-batches."""
 
     max_tokens: int  # token budget of one micro-batch
-    share_prompts: bool = True  # whether the prompt of a group is computed only once
+    share_prompts: bool = True  # whether a pack computes a prompt only once for all its responses
     cost: CostModel = field(default_factory=CostModel)  # compute cost of a sequence by its length
 
 
@@ -32,7 +32,7 @@ class StepPartition:
 
 
 def split_mini_batches(batch: TrainBatch, num_mini_batches: int) -> list[TrainBatch]:
-    """Split a batch into mini-batches of whole groups. With fewer groups than `num_mini_batches`, there are fewer."""
+    """Split a batch into mini-batches of whole groups. Returns at most one mini-batch per group."""
     if num_mini_batches == 1:
         return [batch]
     groups = np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups

@@ -149,20 +149,20 @@ class TeacherScorer:
 def train_batch(
     rollouts: Rollouts, advantages: AdvantageResult | None = None, trained: NDArray[np.bool_] | None = None
 ) -> TrainBatch:
-    """Return a batch of the rows for which `trained` [B] is true. If `trained` is None, it has all rows that are not rejected.
+    """Return a batch of the rows for which `trained` [B] is true. If it is None, the batch has all rows that are not rejected.
 
     The loss is normalised over all rows that `advantages` does not reject, whether they are trained or not.
     """
     in_denominator = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected
     return TrainBatch(
-        rollouts.block,
-        rollouts.prompt_lengths,
-        rollouts.response_lengths,
-        rollouts.sampled_lengths,
-        rollouts.groups,
-        np.flatnonzero(in_denominator if trained is None else trained),
-        np.flatnonzero(in_denominator),
-        None if advantages is None else advantages.columns,
+        block=rollouts.block,
+        prompt_lengths=rollouts.prompt_lengths,
+        response_lengths=rollouts.response_lengths,
+        sampled_lengths=rollouts.sampled_lengths,
+        groups=rollouts.groups,
+        rows=np.flatnonzero(in_denominator if trained is None else trained),
+        denominator_rows=np.flatnonzero(in_denominator),
+        columns=None if advantages is None else advantages.columns,
     )
 
 

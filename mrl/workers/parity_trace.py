@@ -51,7 +51,15 @@ def trace_step(
     weights = _gather(model, model.export())
     updates = {name: weights[name] - before[name] for name in weights}
     after = forward_outputs(model, block, batch, temperature)
-    return StepTrace(total, grad_norm, outputs, gradients, weights, updates, after)
+    return StepTrace(
+        loss=total,
+        grad_norm=grad_norm,
+        outputs=outputs,
+        gradients=gradients,
+        weights=weights,
+        updates=updates,
+        outputs_after_step=after,
+    )
 
 
 def trace_layers(
@@ -66,7 +74,13 @@ def trace_layers(
     total = _accumulate(model, block, batch, loss, temperature)
     gradients = _gather(model, model.export_gradients())
     squares = sum(float(np.square(gradient, dtype=np.float64).sum()) for gradient in gradients.values())
-    return StepTrace(total, math.sqrt(squares), outputs, gradients, sketches=hooks.sketches())
+    return StepTrace(
+        loss=total,
+        grad_norm=math.sqrt(squares),
+        outputs=outputs,
+        gradients=gradients,
+        sketches=hooks.sketches(),
+    )
 
 
 def forward_outputs(

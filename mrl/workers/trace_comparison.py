@@ -1,9 +1,9 @@
 """Traces of one optimizer step, and the comparison of traces under two layouts.
 
-`mrl certify`, `mrl replay` and the parity tests use them. A trace contains activation sketches. A sketch represents the hidden
-state of one token by K + 1 numbers instead of H: the norm of the state, and its products with K random vectors. These vectors
-are the same for all tokens, ranks and layouts. For the difference d of two hidden states, the mean square of the K products is
-about |d|^2 (Johnson and Lindenstrauss 1984). So the distance of two hidden states can be computed from their sketches.
+`mrl certify`, `mrl replay` and the parity tests use this module. A trace contains activation sketches. A sketch represents the
+hidden state of one token by K + 1 numbers instead of H: the norm of the state, and its products with K random vectors. The
+vectors are the same for all tokens, ranks and layouts. For the difference d of two hidden states, the mean square of the K
+products is about |d|^2 (Johnson and Lindenstrauss 1984). So the sketches of two hidden states give their distance.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -124,10 +124,10 @@ class Tolerances:
 
 
 TOLERANCES = {
-    "float32": Tolerances(1e-5, 2e-5, 2e-5, 2e-5, 5e-2, 1e-5),
+    "float32": Tolerances(outputs=1e-5, scalars=2e-5, gradients=2e-5, weights=2e-5, updates=5e-2, layers=1e-5),
     # A relative round-off of 2**-8 propagates through all layers, and sometimes routes a token to another expert. These
     # tolerances are approximately as large as the differences between a bfloat16 step and a float32 step in one process.
-    "bfloat16": Tolerances(0.3, 0.1, 0.4, 2e-3, float("inf"), 0.1),
+    "bfloat16": Tolerances(outputs=0.3, scalars=0.1, gradients=0.4, weights=2e-3, updates=float("inf"), layers=0.1),
 }
 
 
@@ -225,14 +225,15 @@ def compare_sketches(
     by_depth = [{sketch.depth: sketch for sketch in side} for side in (reference, other)]
     differences = []
     for depth in sorted(by_depth[0] | by_depth[1]):
-        mine, theirs = (side.get(depth, ActivationSketch(depth, *no_tokens)) for side in by_depth)
-        differences.append(_compare_sketch(mine, theirs, tolerance))
+        expected, actual = (side.get(depth, ActivationSketch(depth, *no_tokens)) for side in by_depth)
+        differences.append(_compare_sketch(expected, actual, tolerance))
     return differences
 
 
 def _compare_sketch(reference: ActivationSketch, other: ActivationSketch, tolerance: float) -> LayerDifference:
-    tokens, mine, theirs = np.intersect1d(reference.tokens, other.tokens, return_indices=True)
-    expected, actual = reference.values[mine].astype(np.float64), other.values[theirs].astype(np.float64)
+    tokens, reference_rows, other_rows = np.intersect1d(reference.tokens, other.tokens, return_indices=True)
+    expected = reference.values[reference_rows].astype(np.float64)
+    actual = other.values[other_rows].astype(np.float64)
     distance = np.sqrt(np.square(actual[:, 1:] - expected[:, 1:]).mean(axis=1))
     relative = distance / np.maximum(expected[:, 0], np.finfo(np.float32).tiny)
     nonfinite, reference_nonfinite = (first_nonfinite(s.tokens, s.values) for s in (other, reference))
@@ -242,7 +243,7 @@ def _compare_sketch(reference: ActivationSketch, other: ActivationSketch, tolera
 def layer_difference(
     name: str, tokens: NDArray, differences: NDArray, nonfinite: tuple[int, int], tolerance: float
 ) -> LayerDifference:
-    """Summarise the differences [n] of `tokens` [n]. The largest is infinite if n is 0 or a difference is not finite."""
+    """Summarise the differences [n] of `tokens` [n]. `largest` is infinite if n is 0 or a difference is not finite."""
     sizes = np.where(np.isfinite(differences), differences, np.inf)
     index = int(sizes.argmax()) if len(sizes) else -1
     largest, token = (float(sizes[index]), int(tokens[index])) if len(sizes) else (float("inf"), -1)

@@ -290,7 +290,7 @@ class TrainWorker:
     def push_weights(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Push the current weights to the engines as weight version `version`, and report what this rank sent.
 
-        `engines_offloaded`: the engines had released their weights. The engines stay paused, because they have no KV cache yet.
+        `engines_offloaded`: whether the engines had released their weights. If so, they stay paused: they have no KV cache yet.
         """
         with track_activity(f"pushing version {version} of the weights"):
             return self._sync.push(version, engines_offloaded) if self._sync is not None else SyncReport()
@@ -342,7 +342,7 @@ class TrainWorker:
     # The process.
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds that this process has used, in user and system mode. Benchmarks report them."""
+        """Return the CPU seconds that this process has used, in user and system mode. Benchmarks report this time."""
         times = os.times()
         return times.user + times.system
 

@@ -339,7 +339,9 @@ def test_the_phases_of_a_step_add_up_to_it_and_phases_between_steps_stand_apart(
             1, {"reward/mean": 0.5, "time/step_s": 2.0} | {f"time/{name}_s": value for name, value in times.items()}
         )
 
-    assert "2.00 s a step (rollout 1.25, update 0.50, other 0.25; before it: evaluate 2.00)" in console_lines(log)[1]
+    assert (
+        "2.00 s a step (rollout 1.25, update 0.50, other 0.25; before the step: evaluate 2.00)" in console_lines(log)[1]
+    )
 
 
 @pytest.mark.parametrize("terminal", [False, True])

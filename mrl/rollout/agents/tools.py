@@ -86,7 +86,7 @@ class HermesParser:
         return ()
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """Parse every tagged call. A call that does not have the form above becomes a ToolCallError."""
+        """Parse every tagged call. A call in another format becomes a ToolCallError."""
         return [_from_json(found) for found in _TAGGED_CALL.findall(text)]
 
 
