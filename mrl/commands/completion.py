@@ -14,7 +14,7 @@ from mrl.core.installation import CONF
 
 USAGE = """usage: mrl completion bash|zsh|fish
 
-Prints a script that completes commands, config keys, the names of groups and the values of keys with a fixed set of values.
+Prints a script that completes commands, config keys, config groups, and the values of keys that have a fixed set of values.
 
   bash    echo 'source <(mrl completion bash)' >> ~/.bashrc
   zsh     echo 'source <(mrl completion zsh)' >> ~/.zshrc      after the line with compinit
@@ -101,7 +101,7 @@ def bash_script() -> str:
     complete = "COMPREPLY=($(compgen -W {words} -- {word}))"
     values = {
         key: complete.format(words=f"'{' '.join(words)}'", word='"${word#*=}"')
-        for key, words in _with_same(values_of_keys())
+        for key, words in _case_patterns(values_of_keys())
     }
     subcommands = {
         f"2:{name}": complete.format(words=f"'{' '.join(words)}'", word='"$word"')
@@ -112,7 +112,7 @@ def bash_script() -> str:
 
 def zsh_script() -> str:
     """Return the script for zsh."""
-    values = {key: f"compadd -- {' '.join(words)}" for key, words in _with_same(values_of_keys())}
+    values = {key: f"compadd -- {' '.join(words)}" for key, words in _case_patterns(values_of_keys())}
     subcommands = {f"3:{name}": f"compadd -- {' '.join(words)}" for name, words in SUBCOMMANDS.items()}
     return _fill(ZSH, " ".join(key_words()), " ".join(COMMANDS), values, subcommands)
 
@@ -129,7 +129,7 @@ def fish_script() -> str:
     return "\n".join([*lines, ""])
 
 
-def _with_same(values: Mapping[str, Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
+def _case_patterns(values: Mapping[str, Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
     """Return (pattern of a case statement, words). Keys with the same words share one pattern."""
     keys: dict[tuple[str, ...], list[str]] = {}
     for key, words in values.items():

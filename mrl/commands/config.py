@@ -16,7 +16,7 @@ from mrl.core.metrics import METRICS
 
 USAGE = """usage: mrl config [WORD ...] [--markdown | --metrics]
 
-Describes config keys: default, unit, allowed values, description, and the groups in conf/ that set the key.
+Describes config keys: default, unit, allowed values, description, and the config groups whose files set the key.
 
   mrl config                describes all keys
   mrl config WORD ...       describes the keys whose name or description contains all these words
@@ -28,13 +28,13 @@ PAGE_START = """# Config keys
 
 `mrl config --markdown > docs/reference/config.md` generates this page. `mrl config WORD` searches the keys in a terminal.
 
-Any key can be set on the command line (`optim.lr=3e-4`) or in a yaml file of a group. `experiment=NAME` selects the file
+Any key can be set on the command line (`optim.lr=3e-4`) or in a YAML file of a config group. `experiment=NAME` selects the file
 `conf/experiment/NAME.yaml`. An unknown key is an error, and the message names the nearest known key.
 
 The value of some keys names a class or function, which is called a plug-in. In such a value, `_target_` is the dotted name of the
 class or function, and the other entries are the arguments.
 
-These are the groups:
+These are the config groups and their files:
 """
 
 
@@ -67,7 +67,7 @@ class KeyEntry:
     unit: str
     allowed: str
     description: str
-    groups: tuple[str, ...]  # groups in conf/ that have a file which sets the key
+    groups: tuple[str, ...]  # config groups (folders of conf/) that have a file which sets the key
 
     def matches(self, words: list[str]) -> bool:
         """Return whether each word is in the name or the description."""
@@ -165,7 +165,7 @@ def print_entries(entries: list[KeyEntry]) -> None:
 def markdown_page() -> str:
     """Return the text of docs/reference/config.md."""
     entries, lines = describe_keys(), [PAGE_START]
-    lines += ["| group | options |", "|---|---|"]
+    lines += ["| config group | options |", "|---|---|"]
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"):
         options = ", ".join(f"`{path.stem}`" for path in sorted(folder.glob("*.yaml")))
         lines.append(f"| `{folder.name}` | {options} |")

@@ -18,7 +18,7 @@ interrupted generation, run the same command with the same generate.output. It t
 
   mrl generate model.path=Qwen3-1.7B data.test=[test.parquet] generate.output=outputs/answers
   mrl generate ... generate.samples=1 generate.temperature=0     greedy decoding
-  mrl generate ... generate.samples=32 reward=gsm8k              scores of another reward
+  mrl generate ... generate.samples=32 reward=gsm8k              scores with another reward
   mrl generate ... rollout.num_engines=4 rollout.engine_tp=2     four engines on two GPUs each
   mrl generate ... rollout.engine_urls=[http://host:30000]       SGLang servers that already run
   mrl generate model.path=RUN/checkpoints/step_000060/actor generate.base=Qwen3-1.7B ...   a Megatron checkpoint

@@ -52,7 +52,7 @@ fitted to the run in run.dir. Every speed can also be set by its key.
 
 @dataclass(frozen=True)
 class RolloutPlanKeys:
-    """Arguments of the command; see USAGE. If one is None, the run in `run.dir` gives the value, or there is a default."""
+    """Arguments of the command; see USAGE. Instead of None, the value of the run in `run.dir` is used, or else a default."""
 
     run_dir: str | None = None
     lengths: str | None = None
@@ -183,11 +183,17 @@ def _speeds(keys: RolloutPlanKeys, base: RunSpeeds) -> RunSpeeds:
 def _setup(keys: RolloutPlanKeys, base: RolloutSetup) -> RolloutSetup:
     prompts = keys.prompts_per_step or base.prompts_per_step
     staleness = base.staleness if keys.staleness is None else keys.staleness
-    extra = base.extra if keys.over_sample_rate is None else round(keys.over_sample_rate * prompts)
+    over_sampled = base.extra if keys.over_sample_rate is None else round(keys.over_sample_rate * prompts)  # groups
     ordered = base.in_order if keys.staleness is None else staleness < 2
     colocated = base.colocated if keys.colocated is None else keys.colocated
-    engines = keys.num_engines or base.num_engines
-    return RolloutSetup(prompts, engines, staleness, ordered and not extra, extra, colocated=colocated)
+    return RolloutSetup(
+        prompts_per_step=prompts,
+        num_engines=keys.num_engines or base.num_engines,
+        staleness=staleness,
+        in_order=ordered and not over_sampled,
+        extra=over_sampled,
+        colocated=colocated,
+    )
 
 
 def show(simulated: SimulationInput, scenarios: list[Scenario]) -> None:

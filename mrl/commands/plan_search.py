@@ -64,7 +64,7 @@ FIXABLE = {
     "placement": "placement",
 }
 """Config keys that plan.fix may name -> their names in LayoutSpace.fixed."""
-DEFAULT_PROMPT_TOKENS = 512  # if the config has neither prompts nor a length of prompts
+DEFAULT_PROMPT_TOKENS = 512  # used if the config has neither prompts nor a length of prompts
 MEASURED_ROWS = 256  # number of rows of each file of data.train whose prompts are tokenized
 
 

@@ -13,7 +13,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="mrl samples",
         description="Show sampled responses of a run with prompt, reward, parts of the reward and weight version. "
-        "The run may be running. A run keeps tracking.samples_per_step responses of each step.",
+        "The run may still be in progress. A run keeps tracking.samples_per_step responses of each step.",
         epilog="Example: mrl samples outputs/quickstart/TIME --step 10 --worst -n 2",
     )
     top.add_argument("run", metavar="RUN", help="run directory, as PATH or as run.dir=PATH")

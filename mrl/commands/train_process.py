@@ -35,9 +35,8 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
     """Train one run to its end, or submit the run as a Slurm job. Return the metric by which sweeps compare runs.
 
     For a submitted run, return None. If the run directory has a checkpoint, training continues from this checkpoint. If the run
-    is finished, only its result is printed. A preempted
-    run saves a checkpoint and exits with REQUEUE_STATUS. `overrides` are the overrides of the command line. The Slurm job repeats
-    them.
+    is finished, only its result is printed. A preempted run saves a checkpoint and exits with REQUEUE_STATUS. `overrides` are the
+    overrides of the command line, which the Slurm job gets too.
     """
     if config.cluster.scheduler and not config.cluster.address:
         return _submit(config, overrides)
@@ -119,7 +118,7 @@ def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) ->
 
 def next_commands(config: Config, overrides: Sequence[str], has_model: bool) -> list[str]:
     """Return commands that read the samples, evaluate the model, and continue the run."""
-    if any(word.startswith("--config-path") for word in sys.argv):  # of mrl.train: its settings are in no override
+    if any(word.startswith("--config-path") for word in sys.argv):  # `mrl.train` passes its config as a file
         return [f"  mrl samples {shlex.quote(str(config.run.dir))} --worst"]
     own = [
         word.lstrip("+") for word in overrides if hydra_entry.override_key(word) not in ("run.dir", "trainer.max_steps")

@@ -84,7 +84,15 @@ def run_ranks(plan: CollectivePlan, ranks: Sequence[int], timeout_s: float) -> l
     with tempfile.TemporaryDirectory(prefix="mrl-doctor-") as folder, contextlib.ExitStack() as stack:
         children = {}
         for device, rank in enumerate(ranks):
-            spec = RankSpec(rank, len(plan.hosts), plan.address, plan.port, device, timeout_s, plan.groups)
+            spec = RankSpec(
+                rank=rank,
+                world_size=len(plan.hosts),
+                address=plan.address,
+                port=plan.port,
+                device=device,
+                timeout_s=timeout_s,
+                groups=plan.groups,
+            )
             children[rank] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mrl.doctor.collective_probe", json.dumps(asdict(spec))],
                 stdout=stack.enter_context(Path(folder, f"{rank}.out").open("wb")),

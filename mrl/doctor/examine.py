@@ -130,7 +130,8 @@ def examine_host(requirements: Requirements | None, options: ExamineOptions) -> 
     num_ranks = len(facts.gpus.cards) or NUM_CPU_RANKS
     collectives: list[CollectiveResult] = []
     if options.all_reduce or (options.all_reduce is None and len(facts.gpus.cards) > 1):
-        plan = CollectivePlan("127.0.0.1", _free_port(), [facts.host] * num_ranks, {}, single_host=True)
+        hosts = [facts.host] * num_ranks
+        plan = CollectivePlan(address="127.0.0.1", port=_free_port(), hosts=hosts, groups={}, single_host=True)
         results = run_ranks(plan, range(num_ranks), options.deadline_s)
         collectives = combine_results(plan, {one.rank: one for one in results}, options.deadline_s)
     cluster = ClusterFacts([facts], requirements, [], collectives)

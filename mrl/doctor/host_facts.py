@@ -137,7 +137,8 @@ class HostFacts:
     network: NetworkFacts
     environment: dict[str, str]  # variables that configure NCCL, gloo, CUDA, Ray and proxies; no secrets
     token: RayToken
-    model_checksum: str | None = None  # checksum of the model folder; "": the folder is missing
+    # checksum of the model folder; "": the folder is missing; None: the config names no model folder
+    model_checksum: str | None = None
     cluster_error: str = ""  # why this host cannot connect to cluster.address
     # name of another host -> addresses to which this host resolves it
     peer_addresses: dict[str, list[str]] = field(default_factory=dict)
@@ -177,7 +178,7 @@ class ClusterFacts:
     """Input of the checks: facts about all hosts in rank order, and results of the all-reduces between hosts."""
 
     hosts: Sequence[HostFacts]
-    requirements: Requirements | None = None
+    requirements: Requirements | None = None  # None: the command has no config keys, so no run is described
     missing: list[str] = field(default_factory=list)  # hosts that did not join: names, or ranks if names are unknown
     collectives: list[CollectiveResult] = field(default_factory=list)
 
@@ -198,7 +199,7 @@ class ClusterFacts:
 
 
 def most_common[T: Hashable](values: Mapping[str, T]) -> T:
-    """Return the most common value, and the first of them if several are equally common. `values`: host -> value."""
+    """Return the most common value. If several values are equally common, return the first one. `values`: host -> value."""
     return Counter(values.values()).most_common(1)[0][0]
 
 

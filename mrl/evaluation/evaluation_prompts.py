@@ -91,16 +91,16 @@ def load_prompts(
         enforce(data, file_number)
         prompts += [
             EvaluationPrompt(
-                source.name,
-                file_in_set,
-                source.files[0] if source.files else source.target,
-                file_number,
-                int(data.row_numbers[row]),
-                data.data_source(row),
-                data.messages(row),
-                data.encode(row),
-                data.ground_truth(row),
-                data.extra_info(row),
+                set=source.name,
+                file_in_set=file_in_set,
+                file=source.files[0] if source.files else source.target,
+                file_number=file_number,
+                row=int(data.row_numbers[row]),
+                data_source=data.data_source(row),
+                messages=data.messages(row),
+                tokens=data.encode(row),
+                ground_truth=data.ground_truth(row),
+                extra_info=data.extra_info(row),
             )
             for row in range(min(len(data), rows or len(data)))
         ]
@@ -130,10 +130,10 @@ def to_reward_responses(rows: Sequence[Row]) -> list[Response]:
 def _to_reward_response(row: Row, group: int) -> Response:
     truth = json.loads(row["ground_truth"]) if row["ground_truth_is_json"] else row["ground_truth"]
     return Response(
-        row["data_source"],
-        row["response"],
-        truth,
-        json.loads(row["extra_info"]),
+        data_source=row["data_source"],
+        text=row["response"],
+        ground_truth=truth,
+        extra_info=json.loads(row["extra_info"]),
         prompt=row["prompt"],
         group=group,
         num_tokens=row["num_tokens"],

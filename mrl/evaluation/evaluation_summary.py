@@ -84,11 +84,12 @@ def _ways_of_other_answers(
     num_free = sum(size for size in counts if size < votes) + num_unanswered  # responses that cannot cause a tie
     nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)  # of the quadrature over y
     free_m = np.array([float(comb(num_free, m)) for m in range(min(num_free, max_m) + 1)])
-    for size, ways_ym in _all_but_one(sorted(rivals.items()), sizes, nodes_y, votes, max_m, np.ones((len(nodes_y), 1))):
+    ones_ym = np.ones((len(nodes_y), 1))
+    for size, ways_ym in _products_without_one_rival(sorted(rivals.items()), sizes, nodes_y, votes, max_m, ones_ym):
         yield size, _fit_length(np.convolve(weights_y @ ways_ym, free_m), max_m + 1)
 
 
-def _all_but_one(
+def _products_without_one_rival(
     rivals: list[tuple[int, int]],
     sizes: frozenset[int],
     nodes_y: NDArray[np.float64],
@@ -106,16 +107,16 @@ def _all_but_one(
         return
     if len(rivals) == 1:
         ((size, count),) = rivals
-        yield size, _times(ways_ym, [(size, count - 1)], nodes_y, votes, max_m)
+        yield size, _multiply_by_rivals(ways_ym, [(size, count - 1)], nodes_y, votes, max_m)
         return
     half = len(rivals) // 2
-    for mine, others in ((rivals[:half], rivals[half:]), (rivals[half:], rivals[:half])):
-        if any(size in sizes for size, _ in mine):
-            product = _times(ways_ym, others, nodes_y, votes, max_m)
-            yield from _all_but_one(mine, sizes, nodes_y, votes, max_m, product)
+    for kept, others in ((rivals[:half], rivals[half:]), (rivals[half:], rivals[:half])):
+        if any(size in sizes for size, _ in kept):
+            product = _multiply_by_rivals(ways_ym, others, nodes_y, votes, max_m)
+            yield from _products_without_one_rival(kept, sizes, nodes_y, votes, max_m, product)
 
 
-def _times(
+def _multiply_by_rivals(
     ways_ym: NDArray[np.float64],
     rivals: list[tuple[int, int]],
     nodes_y: NDArray[np.float64],
@@ -168,7 +169,7 @@ class IntervalEstimate:
 
 
 def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstimate:
-    """Return the mean of `values` [P], and Wilson's score interval. There is one value from 0 to 1 per prompt.
+    """Return the mean of `values` [P], and Wilson's score interval. Each of the P prompts has one value from 0 to 1.
 
     If all values are 0 or 1, this is Wilson's interval for P prompts. Values between 0 and 1, such as pass@k of a prompt,
     have a smaller variance than m(1 - m), where m is their mean. In this case, P is replaced by an effective number of
@@ -211,7 +212,7 @@ class PromptScores:
     scores: list[float]
     answers: list[str | None]  # answer for which each response votes in maj@k; None: no answer
     failed: int  # number of responses that could not be scored; their score is 0
-    cut: int  # number of responses that were cut at the token limit
+    cut: int  # number of responses that were truncated at the token limit
     tokens: int  # number of tokens in all responses together
 
     @property
@@ -236,7 +237,7 @@ class EvaluationSummary:
     maj_at: dict[int, IntervalEstimate]  # by k
     failed_fraction: float  # fraction of responses that could not be scored
     unanswered_fraction: float  # fraction of responses without an answer, which do not vote in maj@k
-    cut_fraction: float  # fraction of responses that were cut at the token limit
+    cut_fraction: float  # fraction of responses that were truncated at the token limit
     mean_tokens: float  # mean number of tokens in a response
 
 
@@ -247,12 +248,12 @@ def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[
         indices.setdefault(prompt_key(row), []).append(index)
     return [
         PromptScores(
-            rows[group[0]]["data_source"],
-            [rows[i]["score"] for i in group],
-            [answers[i] for i in group],
-            sum(rows[i]["failure"] is not None for i in group),
-            sum(rows[i]["finish_reason"] == "length" for i in group),
-            sum(rows[i]["num_tokens"] for i in group),
+            data_source=rows[group[0]]["data_source"],
+            scores=[rows[i]["score"] for i in group],
+            answers=[answers[i] for i in group],
+            failed=sum(rows[i]["failure"] is not None for i in group),
+            cut=sum(rows[i]["finish_reason"] == "length" for i in group),
+            tokens=sum(rows[i]["num_tokens"] for i in group),
         )
         for group in indices.values()
     ]

@@ -30,7 +30,7 @@ from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingPa
 from mrl.rollout.engines.server import EngineServer, ExternalEngine, check_seed_support
 
 FILES_AHEAD = 2
-"""Number of output files whose responses are requested ahead.
+"""Number of output files whose responses are requested before the current output file is complete.
 
 Engines stay busy while the slowest responses of the current file are sampled. An output file contains the responses to
 generate.prompts_per_file prompts.
@@ -125,7 +125,7 @@ class RequestDispatcher:
     """
 
     def __init__(self, clients: Sequence[EngineClient], in_flight: int, *, logprobs: bool) -> None:
-        """`in_flight` limits the GenerationRequests that an engine computes at the same time. Each asks for one response.
+        """`in_flight` limits the GenerationRequests that an engine computes at the same time. A request asks for one response.
 
         If `logprobs`, log-probabilities are requested.
         """

@@ -197,7 +197,7 @@ def response_schema() -> Any:
             ("token_ids", pa.list_(pa.int32())),  # with the end-of-sequence token
             ("num_tokens", pa.int32()),
             ("logprobs", pa.list_(pa.float32())),  # null if generate.logprobs is false
-            ("finish_reason", pa.string()),  # "length" if the response was cut at the token limit, otherwise "stop"
+            ("finish_reason", pa.string()),  # "length" if the token limit truncated the response, otherwise "stop"
             ("ground_truth", pa.string()),  # text, or JSON if ground_truth_is_json is true
             ("ground_truth_is_json", pa.bool_()),
             ("extra_info", pa.string()),  # JSON

@@ -43,7 +43,7 @@ _NOT_PASSED_ON = ("MRL_SUPERVISOR_PIPE", "SLURM_")
 class Job:
     """Content of a batch script."""
 
-    # for each component of the job, option of sbatch -> its value; "" if the option takes no value
+    # option of sbatch -> its value, "" if it takes no value; one mapping for each component of a heterogeneous job
     components: tuple[Mapping[str, str], ...]
     environment: Mapping[str, str]  # variables that the script exports
     arguments: tuple[str, ...]  # arguments of `mrl train`
@@ -110,7 +110,8 @@ def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequenc
     tasks = f"{','.join(map(str, indices))}%{max_running}"
     (part,) = job.components
     options = {**part, "array": tasks, "output": _log_path(folder, "%A_%a")}
-    return Job((options,), {**job.environment, "MRL_SWEEP": str(folder)}, job.arguments, folder)
+    environment = {**job.environment, "MRL_SWEEP": str(folder)}
+    return Job(components=(options,), environment=environment, arguments=job.arguments, run_dir=folder)
 
 
 def queued_tasks(job_id: str) -> set[int] | None:

@@ -100,12 +100,14 @@ class _ChildWatcher:
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self.signals: list[int] = []
-        self.earlier = set(descendants())  # compared by process id and start time
+        self.earlier = set(descendants())  # processes that are older than the run, by process id and start time
 
     def forward_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signals.append(signum)
         if self.child is not None and self.child.returncode is None:
-            with suppress(ProcessLookupError):  # Popen.send_signal would take the exit status from _wait
+            with suppress(
+                ProcessLookupError
+            ):  # Popen.send_signal would reap the child, and _wait needs its exit status
                 os.kill(self.child.pid, signum)
 
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
@@ -132,12 +134,12 @@ class _ChildWatcher:
             return status, pipe.read().decode().split("\n")[:-1], time.monotonic() - start
 
     def _left_by_child(self) -> list[psutil.Process]:
-        """Return the processes that the child has left behind, when the child has ended.
+        """Return the processes that an ended child has left behind.
 
-        They are below the children of this process, because it is the subreaper. Processes that are older than the run are
+        This process is the subreaper, so the kernel makes these orphans its children. Processes that are older than the run are
         spared (`server & exec mrl train`), and so are their children. An orphan can come from another program only if there were
-        such processes, or if this process is process 1 of a container (`docker exec`). Then an orphan is spared if it has an
-        environment without RUN_VARIABLE. An empty or unreadable environment says nothing, so such an orphan is ended.
+        older processes, or if this process is process 1 of a container (`docker exec`). In these two cases, an orphan is spared
+        if its environment can be read, is not empty, and lacks RUN_VARIABLE.
         """
         new = [each for each in _children() if each not in self.earlier]
         if self.earlier or os.getpid() == 1:

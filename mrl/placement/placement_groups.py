@@ -173,9 +173,8 @@ def place_pools(pools: Pools, timeout_s: float) -> Iterator[dict[str, RolePlacem
         }
     finally:
         for placed in placed_pools:
-            with suppress(
-                ray.exceptions.RayError, TimeoutError
-            ):  # the end of the job, or of a local cluster, removes the rest
+            # If this fails, Ray removes the placement group when the Ray job or the local cluster ends.
+            with suppress(ray.exceptions.RayError, TimeoutError):
                 remove_placement_group(placed.group)
 
 

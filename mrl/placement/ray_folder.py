@@ -1,7 +1,7 @@
 """The private folder for the logs, sockets and other files of a Ray cluster that mrl starts.
 
-Ray gives its folders the mode 777, so other users of the machine could read the logs and replace the sockets. mrl puts them
-below a folder that only its user can enter.
+Ray gives its folders the mode 777, so other users of the machine could read the logs and replace the sockets. Therefore mrl puts
+Ray's folder into a folder that only the user of the run can enter.
 """
 
 import os
@@ -20,9 +20,9 @@ RAY = "r"
 def private_ray_folder() -> Path:
     """Return the path of Ray's folder, whose parent has the mode 700. Create the parent if it is missing.
 
-    The parent is RAY_TMPDIR itself if only this user can enter it. Otherwise the parent is mrl-ray-UID in RAY_TMPDIR or
-    in the folder of temporary files. If the path of the latter is too long for sockets, the parent is in /tmp. Raises ValueError
-    if RAY_TMPDIR is too long, or if another user could access or has created mrl-ray-UID.
+    The parent is RAY_TMPDIR itself if only this user can enter it. Otherwise the parent is mrl-ray-UID in RAY_TMPDIR. If
+    RAY_TMPDIR is not set, the parent is mrl-ray-UID in the folder of temporary files, or in /tmp if the path would be too long
+    for sockets. Raises ValueError if RAY_TMPDIR is too long, or if another user could access or has created mrl-ray-UID.
     """
     chosen, name = os.environ.get("RAY_TMPDIR"), f"mrl-ray-{os.getuid()}"
     base = Path(chosen or tempfile.gettempdir()).absolute()
@@ -44,11 +44,11 @@ def private_ray_folder() -> Path:
             f"{found.st_uid}; expected a folder with the mode drwx------ and the owner {os.getuid()}. Remove it, or set "
             "RAY_TMPDIR to another folder."
         )
-    return path  # Ray creates it, and changes its mode
+    return path  # Ray creates this folder with the mode 777; the parent keeps other users out
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether this is a folder, and no link, that this user owns and only this user can enter."""
+    """Return whether `folder` is a folder and not a link, belongs to this user, and gives other users no permission."""
     try:
         found = folder.lstat()
     except OSError:

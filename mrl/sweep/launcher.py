@@ -189,7 +189,7 @@ def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point
 
 
 def start_point(sweep: Sweep, index: int) -> subprocess.Popen[bytes]:
-    """Start the process of a point in its own process group. So Ctrl-C in a terminal reaches the process only by the runner."""
+    """Start the process of a point in its own process group. So Ctrl-C in a terminal reaches only the runner."""
     command = [sys.executable, "-P", "-m", "mrl.sweep.points", str(sweep.folder), str(index)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent)
 

@@ -180,7 +180,7 @@ def load_sweep(folder: Path) -> Sweep:
 
 
 def differences(stored: Sweep, wanted: Sweep) -> list[str]:
-    """Return the differences between two sweeps in words. Additional points at the end of one sweep are no difference."""
+    """Return the differences between two sweeps in words. Additional points at the end of one sweep do not count."""
     found = [
         f"{name}: {_shortened(getattr(stored, name))} in the folder, {_shortened(getattr(wanted, name))} in this command"
         for name in ("fixed", "metric", "maximize")

@@ -81,11 +81,10 @@ def _check_cards(host: HostFacts) -> Iterator[DoctorFinding]:
 
 
 def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    for allocated in {
-        host.gpus.allocated for host in cluster.hosts
-    }:  # Slurm's allocations differ in a heterogeneous job
-        group = [host for host in cluster.hosts if host.gpus.allocated == allocated and not host.gpus.error]
-        yield from _compare_gpu_counts(group)
+    # In a heterogeneous job, Slurm allocates different numbers of GPUs. Only hosts with equal allocations are compared.
+    for allocated in {host.gpus.allocated for host in cluster.hosts}:
+        comparable = [host for host in cluster.hosts if host.gpus.allocated == allocated and not host.gpus.error]
+        yield from _compare_gpu_counts(comparable)
     models = {host.host: _models(host) for host in cluster.hosts if host.gpus.cards}
     why = "all ranks wait for the slowest GPU, and the GPU with the least memory limits the batch on all GPUs"
     for name, model in outliers(models).items():

@@ -139,7 +139,7 @@ def check_limits(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 def _check_open_files(host: HostFacts, min_files: int) -> Iterator[DoctorFinding]:
     soft, hard = host.limits.get("nofile", (-1, -1))
-    why = "each connection, object and log is an open file; without free ones a run fails: 'Too many open files'"
+    why = "each connection, object and log needs an open file; at the limit, a run fails: 'Too many open files'"
     if 0 <= hard < min_files:
         what = f"a process may open {hard} files and cannot raise this limit; {min_files} are needed"
         fix = f"LimitNOFILE={min_files * 16} in slurmd's unit; in a container --ulimit nofile=65536"

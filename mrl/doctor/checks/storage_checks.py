@@ -98,12 +98,13 @@ def check_shared_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 def check_model(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     """Report errors in the config, and find hosts on which the model folder is missing or different."""
-    if not cluster.requirements:
+    if not cluster.requirements:  # the command has no config keys, so there is no model folder to check
         return
     folder = cluster.requirements.model
     for mistake in cluster.requirements.mistakes:
         fix = "change the key that the message names; `mrl plan placement` then shows the resulting layout"
         yield error([], mistake, "`mrl train` rejects this config", fix)
+    # None: the config names no model folder. "": the host does not have the folder.
     checksums = {host.host: host.model_checksum for host in cluster.hosts if host.model_checksum is not None}
     for host, checksum in checksums.items():
         if not checksum and any(checksums.values()):
@@ -111,7 +112,8 @@ def check_model(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield error(
                 [host], f"the model folder {folder} is missing", "ranks and engines load the model from it", fix
             )
-    for host, checksum in outliers({host: checksum for host, checksum in checksums.items() if checksum}).items():
+    existing = {host: checksum for host, checksum in checksums.items() if checksum}
+    for host, checksum in outliers(existing).items():  # the hosts whose checksum is not the most common one
         what = f"the files of the model folder {folder} differ from those of the other hosts (checksum {checksum})"
         fix = "rsync -a --checksum HOST:FOLDER/ FOLDER/"
         yield error([host], what, "ranks would start from different model weights", fix)

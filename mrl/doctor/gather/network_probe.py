@@ -203,7 +203,7 @@ def _connect_to_port(peer: PeerHost, address: str, kind: str, port: int, clock: 
     except (OSError, ValueError) as error:
         return PeerConnection(host, address, kind, getattr(error, "strerror", None) or str(error))
     seconds, ahead = min(pings)
-    return PeerConnection(host, address, kind, "", seconds, ahead)
+    return PeerConnection(host, address, kind, seconds=seconds, clock_ahead_s=ahead)
 
 
 def _ping(lines, nonce: str, clock: Callable[[], float]) -> tuple[float, float]:
