@@ -82,8 +82,8 @@ def _in_use_error(folder: Path) -> StartError:
                 holders.append(f"process {process.pid} ({command:.80})")
     who = ", ".join(holders) or "a process of another host"
     return StartError(
-        f"run.dir={folder}: another run is using it: {who}. Name another folder, or end that run first; the same command then "
-        "continues it."
+        f"run.dir={folder}: another run is using it: {who}. Name another folder, or end that run first; then the same command "
+        "continues that run."
     )
 
 

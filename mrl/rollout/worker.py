@@ -101,7 +101,7 @@ class RolloutWorker:
         return self.engines.replace(urls, timeout_s)
 
     def take_failed_engines(self) -> dict[str, str]:
-        """Return URL -> reason of failure, for the engines that failed since the last call. The driver replaces them."""
+        """Return URL -> reason of failure, for the engines that failed since the last call. The driver replaces these engines."""
         return self.engines.take_failed()
 
     def set_paused(self, paused: bool) -> None:

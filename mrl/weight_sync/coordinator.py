@@ -137,7 +137,7 @@ class Coordinator:
         self._send_to_all(dict(action=EngineAction.LOAD, push=push, base=base), push)
 
     def wait_receipts(self, push: str) -> None:
-        """Wait until every engine has verified its new weights. Raises WeightMismatchError if it holds wrong ones."""
+        """Wait until every engine has verified its new weights. Raises WeightMismatchError if weights are wrong."""
         wrong: dict[str, list[str]] = {}
         for rank in self.engine_ranks(self.alive):
             index = rank // self.tp

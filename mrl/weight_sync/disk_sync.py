@@ -72,8 +72,8 @@ class DiskSync:
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Write the current weights to `folder/<version>` and have every engine load this folder. All ranks call this.
 
-        `engines_offloaded`: whether the engines had released their weights. If so, they stay paused, because they have no KV
-        cache yet. Raises WeightMismatchError if an engine holds other weights than the folder has.
+        `engines_offloaded`: whether the engines had released their weights. Such engines stay paused, because they have no
+        KV cache yet. Raises WeightMismatchError if an engine holds other weights than the folder has.
         """
         report = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
         return report or SyncReport()

@@ -149,7 +149,7 @@ class TeacherScorer:
 def train_batch(
     rollouts: Rollouts, advantages: AdvantageResult | None = None, trained: NDArray[np.bool_] | None = None
 ) -> TrainBatch:
-    """Return a batch of the rows for which `trained` [B] is true. If it is None, the batch has all rows that are not rejected.
+    """Return a batch of the rows for which `trained` [B] is true. The default is all rows that are not rejected.
 
     The loss is normalised over all rows that `advantages` does not reject, whether they are trained or not.
     """

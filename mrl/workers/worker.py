@@ -226,7 +226,7 @@ class TrainWorker:
     def forward_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> dict[int, Any]:
-        """Return row -> log-probabilities or values. Only one rank of the replica returns them, the others an empty dict."""
+        """Return row -> log-probabilities or values. Only one rank of the replica has them; others return an empty dict."""
         from mrl.workers.parity_trace import forward_outputs
 
         return forward_outputs(self.model, block, self._own_batch(rank_batches), temperature)
@@ -290,7 +290,7 @@ class TrainWorker:
     def push_weights(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Push the current weights to the engines as weight version `version`, and report what this rank sent.
 
-        `engines_offloaded`: whether the engines had released their weights. If so, they stay paused: they have no KV cache yet.
+        `engines_offloaded`: whether the engines had released their weights. Such engines stay paused: they have no KV cache yet.
         """
         with track_activity(f"pushing version {version} of the weights"):
             return self._sync.push(version, engines_offloaded) if self._sync is not None else SyncReport()
