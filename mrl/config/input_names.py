@@ -49,11 +49,13 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
 
     Raises ValueError if something cannot be found or fetched.
     """
-    made = [str(value) for value in (config.data.inputs or {}).values() if isinstance(value, str)]
+    created_paths = [str(value) for value in (config.data.inputs or {}).values() if isinstance(value, str)]
 
     def exists(name: str) -> bool:
         """Return whether a name is a path, either of an existing file or folder, or of a file that data.inputs creates."""
-        return Path(name).exists() or any(name == path or name.startswith(f"{path.rstrip('/')}/") for path in made)
+        return Path(name).exists() or any(
+            name == path or name.startswith(f"{path.rstrip('/')}/") for path in created_paths
+        )
 
     def model(section: Any, key: str) -> Any:
         name = section.path
@@ -150,7 +152,7 @@ def resolve_data(name: str, key: str, split: str) -> list[str]:
 
 
 def _snapshot(hub: _HubName, kind: str, given: str, files: Sequence[str]) -> Path:
-    """Return the folder of a repository in the cache of the Hub (HF_HOME). Missing `files` are fetched, if that is possible.
+    """Return the folder of a repository in the cache of the Hub (HF_HOME). Fetches missing `files` if the Hub can be reached.
 
     `given`: the config key and the name, for error messages. Raises ValueError if the files cannot be fetched.
     """

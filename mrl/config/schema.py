@@ -133,14 +133,14 @@ class DataConfig:
     template_args: Node = key(dict, "Variables of the chat template, such as {enable_thinking: false}.")
     bad_rows: RowPolicy = key(
         RowPolicy.error,
-        "What happens to invalid rows. With error, the run does not start. With skip, they are left out. "
-        "run.dir/bad_rows_*.jsonl lists them.",
+        "What happens to invalid rows. With error, the run does not start. With skip, these rows are left out. "
+        "run.dir/bad_rows_*.jsonl lists the rows.",
     )
     overlong: RowPolicy = key(
         RowPolicy.error,
         "What happens to prompts longer than data.max_prompt_tokens. With error, the run does not start. "
-        "With skip, they are left out. "
-        "run.dir/bad_rows_*.jsonl lists them.",
+        "With skip, these rows are left out. "
+        "run.dir/bad_rows_*.jsonl lists the rows.",
     )
     shuffle: bool = key(True, "Whether each epoch has a new random order of prompts, derived from run.seed.")
     max_prompt_tokens: int | None = key(
@@ -198,7 +198,7 @@ class RolloutConfig:
     num_engines: int = key(1, "Number of SGLang servers (engines).", "engines", least=1)
     engine_tp: int = key(1, "Tensor-parallel size of each engine.", "GPUs", least=1)
     engine_urls: list[str] = key(
-        list, "URLs of SGLang servers that are already running. With them, the run starts no engines."
+        list, "URLs of SGLang servers that are already running. The run then starts no engines."
     )
     deterministic: bool = key(
         False,
@@ -217,7 +217,7 @@ class RolloutConfig:
     )
     record: bool = key(False, "Whether to save the tokens of each step in run.dir/rollouts/step_N.npz.")
     replay: str | None = key(
-        None, "Folder of rollouts saved by rollout.record. The run trains on them and starts no engines."
+        None, "Folder of rollouts saved by rollout.record. The run trains on these rollouts and starts no engines."
     )
 
     @property
@@ -361,7 +361,7 @@ class CriticConfig:
         None, "Number of optimizer steps in one pass over a rollout. Default: algorithm.mini_batches.", least=1
     )
     epochs: int | None = key(None, "Number of passes over each rollout. Default: algorithm.epochs.", least=1)
-    parallel: Node = key(dict, "Layout of the critic where it differs from the section parallel, such as {tp: 2}.")
+    parallel: Node = key(dict, "Sizes of the critic's layout that differ from the section parallel, such as {tp: 2}.")
 
 
 @dataclass(frozen=True)
@@ -371,7 +371,7 @@ class TeacherConfig:
     path: str | None = key(
         None, "Hugging Face folder of the teacher. The teacher and the actor must have the same tokenizer."
     )
-    parallel: Node = key(dict, "Layout of the teacher where it differs from the section parallel, such as {tp: 2}.")
+    parallel: Node = key(dict, "Sizes of the teacher's layout that differ from the section parallel, such as {tp: 2}.")
 
 
 @dataclass(frozen=True)

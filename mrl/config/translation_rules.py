@@ -43,7 +43,7 @@ def choice(what: str, table: Mapping[str, Overrides | Note], value: Any, values:
     return Note(f"mrl has no {what} {value!r}") if result is None else result
 
 
-def every(key: str, value: Any, values: Values) -> Overrides:
+def step_interval(key: str, value: Any, values: Values) -> Overrides:
     return {key: max(0, int(value))}
 
 
@@ -124,7 +124,7 @@ VERL_KL = {"kl": "k1", "k1": "k1", "k1+": "k1+", "mse": "k2", "k2": "k2", "low_v
 SLIME_KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 RECOMPUTE = dict(zip(("granularity", "method", "num_layers"), ("full", "uniform", 1), strict=True))
 FULL_RECOMPUTE = {f"megatron.recompute_{name}": value for name, value in RECOMPUTE.items()}
-NOT_ALIKE = "mrl trains with Megatron-Core; the memory and layout are set in the sections parallel and megatron"
+OTHER_BACKEND = "mrl trains with Megatron-Core; the memory and layout are set in the sections parallel and megatron"
 PACKED = Note("mrl always packs sequences and limits the tokens of a micro-batch", needed=False)
 SIZES = Note("set trainer.max_tokens_per_micro_batch, in tokens, in place of a number of sequences")
 EPOCHS = Note("mrl counts steps: trainer.max_steps = epochs x rows / rollout.prompts_per_step")

@@ -161,9 +161,8 @@ def check_lines(path: Path) -> CheckedLines:
     Lines after the last hash are used unchecked: the writer was killed before it wrote their hashes, or is about to write them.
     A file without hashes is used unchecked, and a warning is logged: an older version of mrl wrote it, or the hashes were lost.
     """
-    expected = _read_hashes(
-        _hashes_path(path)
-    )  # before the lines, because a running writer writes each line before its hash
+    # The hashes are read first: a running writer writes each line before its hash, so the line of every hash is found.
+    expected = _read_hashes(_hashes_path(path))
     content = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if content and not content[-1].endswith(b"\n"):
         logger.warning("%s: the last line is incomplete and is removed", path)

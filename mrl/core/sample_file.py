@@ -17,7 +17,7 @@ from mrl.core.jsonl import JsonLinesFile, check_lines, last_lines
 logger = logging.getLogger(__name__)
 
 SAMPLES_FILE = "samples.jsonl"
-MAX_CHARACTERS = 4000  # of a prompt and of a response; from a longer text, the middle is left out
+MAX_CHARACTERS = 4000  # limit of a prompt and of a response; the middle of a longer text is left out
 ALL_STEPS = 1 << 62
 
 

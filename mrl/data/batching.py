@@ -63,8 +63,8 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
 
     Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt
     once. A group is cut into several units if it has more than `max_tokens`, or if its cost would make the `parts` parts uneven.
-    Each of these units computes the prompt again. The function therefore cuts as little as possible: it uses the largest of
-    GROUP_LIMITS for which the heaviest part is nearly as light as with the best of these limits.
+    Each of these units computes the prompt again. So the function cuts as little as possible: of the
+    GROUP_LIMITS that make the heaviest part nearly as light as possible, it uses the largest.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:

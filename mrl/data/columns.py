@@ -29,9 +29,10 @@ class PromptExample:
 class Columns:
     """Names of the columns of a file. The defaults are verl's columns. A dotted name is a field inside a column.
 
-    A column that the user names (`named`) must exist in every row. Two default columns may be absent from a row. Without
-    `data_source`, PromptExample has the default that `__call__` receives. Without `extra_info`, PromptExample.extra_info is
-    empty. If a field is None, the file has no such column. If `ground_truth` is None, the ground truth is an empty text.
+    A column that the user names (`named`) must exist in every row. The default columns of `data_source` and `extra_info` may be
+    absent from a row. Without `data_source`, PromptExample has the default that `__call__` receives. Without `extra_info`,
+    PromptExample.extra_info is empty. If a field is None, the file has no such column. If `ground_truth` is None, the ground
+    truth is an empty text.
     """
 
     prompt: str = "prompt"  # text, or a list of messages
@@ -43,7 +44,7 @@ class Columns:
 
     @classmethod
     def of(cls, node: Node, key: str, base: "Columns | None" = None) -> "Columns":
-        """Return `base` (default: verl's columns), changed by `node`, the mapping field -> column at the config key `key`.
+        """Return `base` (default: verl's columns) with the columns in `node`: field -> column. `key`: config key of `node`.
 
         Raises ValueError if `node` has an unknown field or an invalid value.
         """
@@ -113,7 +114,7 @@ def read_messages(value: Any, name: str) -> Messages:
 
 
 def with_system_message(messages: Messages, system: str | None) -> Messages:
-    """Return `messages`. If their first message is no system message, the system message `system` is put before it."""
+    """Return `messages`, after the system message `system` if they do not begin with a system message."""
     if not system or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]

@@ -220,7 +220,7 @@ def _check_text(column: str, value: Any) -> None:
 
 
 def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, bool]:
-    """Return (reason, overlong). `reason` says why these tokens cannot be a prompt. It is empty if they can be a prompt.
+    """Return (reason, overlong). `reason` says why these tokens cannot be a prompt, and is empty if they can.
 
     `overlong` is true if the only reason is that there are too many tokens.
     """

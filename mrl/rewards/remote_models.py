@@ -32,8 +32,8 @@ class HttpService:
     A call is repeated after a network error, a timeout, or an answer with the status 408, 425, 429 or 5xx. The pauses
     between attempts grow.
 
-    Raises ValueError for a malformed URL, for a limit that is not positive, and if the environment variable that
-    `api_key_env` names is not set or has a value that is not valid in an HTTP header.
+    Raises ValueError for a malformed URL and for a limit that is not positive. Also raises ValueError if the environment
+    variable that `api_key_env` names is not set, or if an HTTP header cannot contain its value.
     """
 
     needs_server: ClassVar[bool] = True

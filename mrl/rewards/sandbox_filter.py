@@ -156,7 +156,7 @@ def numbers_of(table: str, column: int) -> dict[str, int]:
 
 
 def _check(condition: ArgumentCondition) -> list[tuple[int, int, int, int]]:
-    """Return instructions that return EPERM if the condition does not hold. If it holds, the instructions after them run."""
+    """Return instructions that return EPERM if the condition does not hold. Otherwise the next instruction of the filter runs."""
     low, values = 16 + 8 * condition.argument, condition.values  # offset of the argument's lower half in seccomp_data
     upper = [(_LOAD, 0, 0, low + 4), (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM)] if condition.is_64_bit else []
     compare = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
