@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -38,8 +39,11 @@ print("RESULT", json.dumps(dict(steps=len(result.metrics), alive=alive, same=nod
 def run_script(text, folder, *overrides):
     (folder / "script.py").write_text(text)
     line = [sys.executable, "script.py", *overrides, "run.dir=mine"]
-    env = os.environ | {"RAY_AUTH_TOKEN": "a" * 64}  # otherwise Ray writes a token into the home directory
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
+    # Without its own folder, ray.init connects to a Ray of another test. Its path is short, as it is part of socket names.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
+        # Without a token, Ray writes one into the home directory.
+        env = os.environ | {"RAY_TMPDIR": ray_folder, "RAY_AUTH_TOKEN": "a" * 64}
+        done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     (found,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(found.removeprefix("RESULT "))
