@@ -329,6 +329,10 @@ def test_an_external_engine_loads_weights_from_disk(start_mrl, quickstart, warm,
         )
 
 
+def slot_files() -> list[Path]:
+    return list(Path("/dev/shm").glob("mrl-weights-*"))
+
+
 def remaining(paths: Iterable[Path], within_s: float = 60) -> list[Path]:
     """Return the files that exist after `within_s` seconds. Concurrent runs unlink theirs once all ranks have mapped them."""
     left, end = list(paths), time.monotonic() + within_s
@@ -341,6 +345,7 @@ def remaining(paths: Iterable[Path], within_s: float = 60) -> list[Path]:
 @pytest.mark.extended
 def test_a_run_continues_after_it_loses_engines_during_pushes(start_mrl, quickstart, user_module):
     """One of two engines is stopped before the push of step 2 and killed during it; one is stopped for good in step 3."""
+    files_before = set(slot_files())
     user_module("stopping_advantage", STOPPING_ADVANTAGE)
     advantage = "algorithm.advantage._target_=stopping_advantage.Stopping"
     layout = ["parallel.dp=2", "rollout.num_engines=2", "weight_sync.timeout_s=5", "trainer.save=false"]
@@ -352,7 +357,7 @@ def test_a_run_continues_after_it_loses_engines_during_pushes(start_mrl, quickst
     assert [s["rollout/weight_version"] for s in steps] == [0, 1, 2, 3], "no rollout was sampled with older weights"
     assert max(s["mismatch/logprob_abs_max"] for s in steps) <= TOLERANCE
     assert run.leftovers() == []
-    assert not remaining(Path("/dev/shm").glob("mrl-weights-*"))
+    assert not remaining(set(slot_files()) - files_before)
 
 
 STOPPING_ADVANTAGE = '''
