@@ -39,9 +39,8 @@ class AdvantageInputs:
     token_rewards: NDArray[np.float64]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
-    columns: Mapping[str, Column] = field(
-        default_factory=dict
-    )  # a column [R] for each name in the estimator's attribute `needs`
+    # a column [R] for each name in the estimator's attribute `needs`
+    columns: Mapping[str, Column] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
     # name of a part of the reward -> values of this part [B]
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)

@@ -196,10 +196,10 @@ class EngineClient(EngineControl):
         spans = info.get("weight_versions")  # [{version, start, end}], oldest first
         parts = [(span["version"], span["end"] - span["start"]) for span in spans or () if span["end"] > span["start"]]
         token_ids = answer["output_ids"]
-        logprobs = [entry[0] for entry in info.get("output_token_logprobs") or ()]
+        entries = info.get("output_token_logprobs") or ()
         return Completion(
             token_ids=token_ids,
-            logprobs=[math.nan if logprob is None else logprob for logprob in logprobs],
+            logprobs=[math.nan if entry[0] is None else entry[0] for entry in entries],
             finish_reason=info["finish_reason"]["type"],
             weight_version=spans[0]["version"] if spans else info["weight_version"],
             routed_experts=self._routing(info, len(prompt) + len(token_ids) - 1) if routed_experts else None,
