@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mrl_runs import wait_until
 
 from mrl.core import processes, shutdown
 from mrl.core.processes import end_processes, with_variable
@@ -71,6 +72,7 @@ def ended(process: psutil.Process | None) -> bool:
 def sleeper(started: list[psutil.Process], **env: str) -> subprocess.Popen:
     process = subprocess.Popen(["/bin/sleep", "600"], env=os.environ | env)
     started.append(psutil.Process(process.pid))
+    wait_until(started[-1].environ, 60)  # Popen returns shortly before the kernel shows the new environment
     return process
 
 
