@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from parallel.checkpoint_validation import BACKEND_CONFIG
-from parallel.collectives import raise_on_all_ranks
+from parallel.collectives import object_group, raise_on_all_ranks
 from parallel.durable_files import fsync_path
 from parallel.file_hashes import FileHash, hash_file, write_hashes
 
@@ -159,8 +159,7 @@ class CheckpointSave:
         contents = {folder / name: content for name, content in files.items()}
         try:
             with raise_on_all_ranks(self._error):
-                # This call copies tensors from the GPU to the host.
-                buckets = FileSystemWriterAsync.preload_tensors(self._strategy.writer.write_buckets or [])
+                buckets = _copy_to_host(self._strategy.writer.write_buckets or [])
                 write = partial(_write_files, buckets, self._strategy.writer.transforms, contents)
                 self._writer = ForkedWriter(write, asynchronous)
         except (
@@ -178,6 +177,7 @@ class CheckpointSave:
     def finish(self, timeout_s: float) -> None:
         """Wait until all ranks have written, then complete the checkpoint and sync it to the disk. Every rank calls this.
 
+        This also works while the model is offloaded: the ranks communicate only through `parallel.collectives.object_group()`.
         Raises CheckpointSaveError on all ranks if a writer failed, was killed or does not end within `timeout_s` seconds. The
         message names the folder and the cause on the first failed rank. All writers have ended when this returns or raises.
         """
@@ -185,7 +185,7 @@ class CheckpointSave:
         with raise_on_all_ranks(self._error):
             written = self._writer.result(timeout_s)
         gathered: list = [None] * dist.get_world_size()
-        dist.gather_object(written, gathered if dist.get_rank() == 0 else None)
+        dist.gather_object(written, gathered if dist.get_rank() == 0 else None, group=object_group())
         with raise_on_all_ranks(self._error):
             if dist.get_rank() == 0:
                 self._strategy.complete(gathered)
@@ -245,6 +245,16 @@ def _view_as_storage(tensor: Tensor) -> Tensor:
     # resized. The original storage can still be resized, as offloading needs.
     shared = torch.from_dlpack(flat)
     return shared.view(tensor.dtype).view(tensor.shape)
+
+
+def _copy_to_host(buckets: list) -> list:
+    """Copy the tensors of `buckets` from the GPU to the host. Tensors in host memory are returned without a copy.
+
+    The copies are in pageable memory. A non-blocking copy to the host would be in pinned memory, which torch keeps for its next
+    pinned tensors instead of returning it to the system. Each rank would then permanently pin as much host memory as its part
+    of a checkpoint needs, and each tensor would be rounded up to a power of two.
+    """
+    return FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
 
 
 def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes]) -> WrittenFiles:

@@ -1,4 +1,4 @@
-"""torch.distributed helpers: rendezvous, a differentiable all-reduce, and errors that are raised on all ranks."""
+"""torch.distributed helpers: rendezvous, a group for objects, a differentiable all-reduce, errors that all ranks raise."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore
 
 from parallel.device import backend
+
+_object_group: ProcessGroup | None = None  # set by init_process_group
 
 
 def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
@@ -36,16 +38,28 @@ def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int 
 
 
 def init_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
-    """Join the trainer's default process group. Rank 0 serves the rendezvous store, on `address` only.
+    """Join the trainer's default process group and its object group. Rank 0 serves the rendezvous store, on `address` only.
 
     Raises an error of torch.distributed if a rank does not join within `timeout_s` seconds.
     """
+    global _object_group
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
         store = open_tcp_store(address, port, timeout, world_size)
     else:
         store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     dist.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc="OBJECT_GROUP")
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    _object_group = group
+
+
+def object_group() -> ProcessGroup | None:
+    """Return the gloo group of all ranks, for Python objects. It stays usable while `parallel.groups` are suspended.
+
+    Returns None, which is torch's name for the default group, if this process did not call `init_process_group`.
+    """
+    return _object_group
 
 
 def all_reduce_sum(values: Tensor, group: ProcessGroup) -> Tensor:
@@ -79,8 +93,8 @@ def raise_on_all_ranks(make_error: Callable[[str], Exception]) -> Iterator[None]
     """If the block raises on any rank, every rank raises the error of the lowest failed rank at the end of the block.
 
     Without this context manager, the other ranks would wait for the failed rank in their next collective. Every rank must
-    run the block. A ValueError reports a mistake of the user and stays a ValueError. Any other error becomes
-    `make_error(message)`.
+    run the block. The ranks exchange the errors through `object_group()`. A ValueError reports a mistake of the user and
+    stays a ValueError. Any other error becomes `make_error(message)`.
     """
     own_error: Exception | None = None
     try:
@@ -89,7 +103,7 @@ def raise_on_all_ranks(make_error: Callable[[str], Exception]) -> Iterator[None]
         own_error = error
     errors: list = [None] * dist.get_world_size()
     own_report = None if own_error is None else (isinstance(own_error, ValueError), _message(own_error))
-    dist.all_gather_object(errors, own_report)
+    dist.all_gather_object(errors, own_report, group=object_group())
     failed = [rank for rank, error in enumerate(errors) if error]
     if not failed:
         return

@@ -1,5 +1,9 @@
 """Process groups of the trainer ranks. No other module uses Megatron's global parallel state."""
 
+import atexit
+from contextlib import suppress
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -10,6 +14,9 @@ from parallel.dims import ParallelDims
 
 MIN_NCCL_FOR_SUSPEND = (2, 29, 7)
 """First NCCL version that can release the memory of communicators."""
+
+_HOOK_ID = 0x737064  # torch identifies each hook by an integer; this integer is "spd" in ASCII
+_suspended: list[ProcessGroup] = []  # groups on which a collective raises an error
 
 
 def initialize(dims: ParallelDims, seed: int) -> None:
@@ -78,24 +85,54 @@ def free_scratch_memory() -> None:
 def suspend_communicators() -> None:
     """Release the device memory of all NCCL communicators until `resume_communicators()`. Every rank calls this.
 
-    Between the two calls, no rank may run a collective on a GPU. Does nothing on a CPU, or if NCCL is older than
+    Between the two calls, a collective or a message on one of Megatron's groups or on the default group raises RuntimeError,
+    also on a CPU and with an older NCCL. (A suspended NCCL communicator would fail or hang.) The group of
+    `parallel.collectives.object_group()` stays usable. No memory is released on a CPU, or if NCCL is older than
     MIN_NCCL_FOR_SUSPEND.
     """
     for backend in _suspendable_backends():
         backend.suspend()
+    for group in _all_groups():
+        group.register_pre_hook(_HOOK_ID, _make_refusal(group))
+        _suspended.append(group)
+    atexit.register(_allow_collectives)  # torch crashes if hooks remain when the interpreter exits
 
 
 def resume_communicators() -> None:
     """Undo `suspend_communicators()`. Every rank calls this."""
     for backend in _suspendable_backends():
         backend.resume()
+    _allow_collectives()
+    atexit.unregister(_allow_collectives)
+
+
+def _make_refusal(group: ProcessGroup) -> Any:
+    def refuse(call: Any) -> None:
+        raise RuntimeError(
+            f"{call.name.name.lower()} on the process group {group.group_desc}: its communicators are suspended, because the "
+            "model is offloaded. Load the model first, or use parallel.collectives.object_group()."
+        )
+
+    return refuse
+
+
+def _allow_collectives() -> None:
+    while _suspended:
+        with suppress(RuntimeError):  # the group was destroyed meanwhile
+            _suspended.pop().unregister_pre_hook(_HOOK_ID)
+
+
+def _all_groups() -> list[ProcessGroup]:
+    """Return Megatron's groups and the default group in the order of their creation, which is the same on all ranks."""
+    created = parallel_state._global_process_group_list or [None]  # None is the default group
+    groups = [_require(group or dist.group.WORLD) for group in created]
+    return list({id(group): group for group in groups}.values())
 
 
 def _suspendable_backends() -> list[dist.ProcessGroupNCCL]:
-    """Return the NCCL backends of this process in the order of their creation, which is the same on all ranks."""
+    """Return the NCCL backends of this process, in the same order on all ranks."""
     if device().type != "cuda" or torch.cuda.nccl.version() < MIN_NCCL_FOR_SUSPEND:
         return []
-    created = parallel_state._global_process_group_list or [None]  # None is the default group
-    backends = [_require(group or dist.group.WORLD)._get_backend(device()) for group in created]
+    backends = [group._get_backend(device()) for group in _all_groups()]
     nccl = {id(backend): backend for backend in backends if isinstance(backend, dist.ProcessGroupNCCL)}
     return [backend for backend in nccl.values() if hasattr(backend, "suspend")]

@@ -273,6 +273,8 @@ def save_then_sleep(rank: int, path, folder, dims: ParallelDims):
     """Save asynchronously; the writers start after the model was offloaded, loaded and trained."""
     from test_checkpoints import hold_writers
 
+    from parallel.collectives import object_group
+
     gate = folder.with_name("gate")
     actor = make_actor(path, dims, "bfloat16")
     train(actor, dims, rank)
@@ -280,7 +282,7 @@ def save_then_sleep(rank: int, path, folder, dims: ParallelDims):
     hold_writers(gate)
     actor.begin_save(folder, asynchronous=True)
     assert actor.offload(keep_weights=False) == 0
-    torch.distributed.barrier()
+    torch.distributed.barrier(group=object_group())
     gate.touch()
     actor.finish_save(60)
     actor.load_to_device()
@@ -296,6 +298,39 @@ def test_offloading_during_an_asynchronous_save_frees_memory_and_keeps_the_check
     make("dense", tmp_path / "model")
     dims = ParallelDims(tp=2, dp=2)
     run_ranks(dims, save_then_sleep, tmp_path / "model", tmp_path / "checkpoint", dims)
+
+
+def use_suspended_groups(rank: int, path, folder, dims: ParallelDims):
+    """Finish an asynchronous save while the model is offloaded; return the errors of collectives on its process groups."""
+    from parallel import groups
+
+    actor, errors = make_actor(path, dims, "bfloat16"), []
+    actor.begin_save(folder, asynchronous=True)
+    for group in (None, groups.tp_group(), groups.dp_cp_group()):
+        actor.offload(keep_weights=False)
+        with pytest.raises(RuntimeError) as caught:
+            torch.distributed.all_reduce(torch.ones(1), group=group)
+        errors.append(str(caught.value))
+        if group is None:
+            actor.finish_save(60)
+            with pytest.raises(RuntimeError, match="barrier on the process group default_pg"):
+                torch.distributed.barrier()
+        actor.offload(keep_weights=True)
+        torch.distributed.all_reduce(total := torch.ones(1), group=group)
+        assert total == torch.distributed.get_world_size(group)
+    actor.load_to_device()
+    assert actor.load(folder)
+    return errors
+
+
+def test_a_save_ends_while_the_communicators_of_the_offloaded_model_are_suspended(run_ranks, tmp_path):
+    """NCCL cannot use a suspended communicator. A collective on a suspended group therefore raises an error on a CPU, too."""
+    make("dense", tmp_path / "model")
+    dims = ParallelDims(dp=2)
+    for errors in run_ranks(dims, use_suspended_groups, tmp_path / "model", tmp_path / "checkpoint", dims):
+        names = ("default_pg", "TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP")
+        for name, error in zip(names, errors, strict=True):
+            assert error.startswith(f"allreduce on the process group {name}: its communicators are suspended")
 
 
 METHODS_OF_LEVEL = {

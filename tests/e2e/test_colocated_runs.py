@@ -45,8 +45,11 @@ def check_switches(run, least: int) -> None:
 
 
 def test_a_colocated_run_gives_the_same_metrics_and_weights(start_mrl, quickstart, recorded):
-    run = start_mrl("train", *quickstart, "trainer.max_steps=5", "placement=colocated").finish(400)
+    """Its checkpoints end while the actor is offloaded and its process groups are suspended."""
+    options = ["trainer.max_steps=5", "placement=colocated", "checkpoint.every=1"]
+    run = start_mrl("train", *quickstart, *options).finish(400)
     assert run.process.returncode == 0, run.output()
+    assert {path.name for path in (run.folder / "checkpoints").glob("step_*")} == {"step_000004", "step_000005"}
     check_same_training(run, recorded)
     check_switches(run, 2)
 

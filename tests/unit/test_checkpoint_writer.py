@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel.checkpoint_writer import ForkedWriter
+from parallel.checkpoint_writer import ForkedWriter, _copy_to_host
 
 
 def wait_until(condition, timeout_s: float = 20.0) -> None:
@@ -90,3 +90,15 @@ def test_a_writer_dies_with_its_parent():
     parent.kill()
     parent.join()
     wait_until(lambda: gone(pid))
+
+
+class _GpuTensor:
+    """Replaces a tensor on a GPU. torch puts a non-blocking copy into pinned memory, which it never returns to the system."""
+
+    def to(self, device: str, non_blocking: bool = False) -> str:
+        return f"{'pinned' if non_blocking else 'pageable'} copy on the {device}"
+
+
+def test_the_host_copy_of_a_save_is_not_in_pinned_memory():
+    (bucket,) = _copy_to_host([("folder/file", "file", (["bytes"], [("item", _GpuTensor())]))])
+    assert bucket == ("folder/file", "file", (["bytes"], [("item", "pageable copy on the cpu")]))
