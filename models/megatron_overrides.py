@@ -108,8 +108,8 @@ def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
 def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[str] = frozenset()) -> None:
     """Raise ValueError if a user cannot set one of the fields in `overrides`.
 
-    There are four reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
-    sizes, or the field needs a missing library.
+    There are five reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
+    sizes, the field changes the dtype in which weights are stored, or the field needs a missing library.
     """
     known = transformer_config_fields()
     for name in overrides:
@@ -120,6 +120,11 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
         if name.startswith("tp_comm_overlap") and overrides[name]:
             raise ValueError(
                 f"megatron.{name}={overrides[name]}: its buffers have a fixed size, but packs do not; leave the key out."
+            )
+        if name in ("fp8_param", "fp4_param") and overrides[name]:
+            raise ValueError(
+                f"megatron.{name}={overrides[name]}: checkpoints, offloading and the push of weights to engines need weights in "
+                "model.dtype; leave the key out. megatron.fp8 alone computes in FP8 with weights in model.dtype."
             )
         if name.startswith("fp8") and overrides[name] and find_spec("transformer_engine") is None:
             raise ValueError(

@@ -39,6 +39,7 @@ from parallel.optimizer import (
 logger = logging.getLogger(__name__)
 _NUM_STEPS_KEY = "optimizer_steps"  # key in a checkpoint: number of optimizer steps before the save
 _OPTIMIZER_PREFIX = "optimizer.state."  # prefix of the keys of optimizer state in a checkpoint
+_EXTRA_STATE = "_extra_state"  # in the names of the FP8 statistics and recipes of Transformer Engine's layers
 _TRACKER_PREFIX = "tracked."  # prefix of the names of the RNG states that Megatron's RNG tracker holds
 _MAX_VOCAB_PADDING = 1024  # largest number of vocabulary rows that another layout may have added as padding
 
@@ -99,9 +100,14 @@ def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedData
     _validate(state, Path(folder))
     loaded = _read(state, Path(folder))
     for number, module in enumerate(modules):
-        missing, unknown = module.load_state_dict(loaded[f"model{number}"], strict=False)
-        missing = [name for name in missing if not name.endswith("_extra_state")]
-        assert not missing and not unknown, f"not loaded: {missing[:5]}, not known: {unknown[:5]}"
+        _assign(module, loaded[f"model{number}"])
+
+
+def _assign(module: GPTModel, loaded: dict) -> None:
+    """Load the state dict `loaded`. Extra states that are not in it stay unchanged; everything else must be in it."""
+    missing, unknown = module.load_state_dict(loaded, strict=False)
+    missing = [name for name in missing if _EXTRA_STATE not in name]
+    assert not missing and not unknown, f"not loaded: {missing[:5]}, not known: {unknown[:5]}"
 
 
 def load(
@@ -110,17 +116,20 @@ def load(
     """Load weights and optimizer state from `folder`, and also the RNG states if the current layout saved the checkpoint.
 
     Every rank calls this. Returns True if the RNG states were loaded. Hyperparameters of the optimizer (betas, weight decay)
-    keep their current values. Raises ValueError, before any weight is changed, if `folder` is not a complete checkpoint of
-    this model.
+    keep their current values. So do extra states (FP8 statistics) of layers that have none in the checkpoint, for example
+    because it was written without Transformer Engine. Raises ValueError, before any weight is changed, if `folder` is not a
+    complete checkpoint of this model.
     """
     weights = _sharded_weights(chunks)
     state = {**weights, "optimizer": sharded_state_to_load(optimizer, weights)}
-    _validate(state, Path(folder))
+    stored = _validate(state, Path(folder))
+    for number in range(len(chunks)):
+        state[f"model{number}"] = _without_absent_extra_states(state[f"model{number}"], stored)
     with raise_on_all_ranks(RuntimeError):
         rng_states = read_rng(folder, dims)
     loaded = _read(state, Path(folder))
     for number, chunk in enumerate(chunks):
-        chunk.module.load_state_dict(loaded[f"model{number}"])
+        _assign(chunk.module, loaded[f"model{number}"])
     restore_optimizer_state(optimizer, loaded["optimizer"], loaded[_NUM_STEPS_KEY])
     if rng_states is not None:
         restore_rng(rng_states)
@@ -138,14 +147,18 @@ def _read(state: dict, folder: Path) -> dict:
             raise RuntimeError(cause) from error
 
 
-def _validate(state: dict, folder: Path) -> None:
-    """Raise ValueError on all ranks if `folder` is incomplete, or if its tensors are not those that the ranks need."""
+def _validate(state: dict, folder: Path) -> dict:
+    """Return the descriptions of everything that the checkpoint `folder` contains, by key.
+
+    Raises ValueError on all ranks if `folder` is incomplete, or if its tensors are not those that the ranks need.
+    """
     own_keys = {part.key for part in _sharded_parts(state) if isinstance(part, ShardedTensor)}
     keys_of_ranks: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(keys_of_ranks, own_keys)
     with raise_on_all_ranks(RuntimeError):
         metadata = validate_checkpoint(folder)
         _check_tensors(folder, metadata.state_dict_metadata, state, set().union(*keys_of_ranks))
+    return metadata.state_dict_metadata
 
 
 def _check_tensors(folder: Path, stored: dict, state: dict, needed: set[str]) -> None:
@@ -180,7 +193,7 @@ def _sharded_parts(state: dict) -> list[ShardedBase]:
 def _describe_mismatch(part: ShardedBase, stored: dict) -> str | None:
     """Describe how the stored tensor differs from the tensor that this rank needs; return None if they match."""
     if isinstance(part, ShardedObject):
-        return None if part.unique_key in stored else f"{part.unique_key} is missing"
+        return None if part.unique_key in stored or _EXTRA_STATE in part.key else f"{part.unique_key} is missing"
     stored_tensor = stored.get(part.key)
     if not isinstance(stored_tensor, TensorStorageMetadata):
         return f"{part.key} is missing (expected {list(part.global_shape)})"
@@ -218,6 +231,14 @@ def _unwrapped(chunks: Sequence[GPTModel | DistributedDataParallel]) -> list[GPT
 
 def _without_objects(described: dict) -> dict:
     return {name: part for name, part in described.items() if not isinstance(part, ShardedObject)}
+
+
+def _without_absent_extra_states(described: dict, stored: dict) -> dict:
+    return {
+        name: part
+        for name, part in described.items()
+        if not (isinstance(part, ShardedObject) and _EXTRA_STATE in part.key and part.unique_key not in stored)
+    }
 
 
 def _partial_folder(folder: str | Path) -> Path:

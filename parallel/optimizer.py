@@ -97,8 +97,13 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
 
 
 def num_optimizer_steps(optimizer: MegatronOptimizer) -> int:
-    """Return the number of optimizer steps so far. Every parameter group with parameters stores this number."""
-    return max((int(group.get("step", 0)) for group in _groups(optimizer)), default=0)
+    """Return the number of optimizer steps so far.
+
+    Fused Adam stores this number in every parameter group with parameters. Torch's AdamW, which Megatron uses on a GPU without
+    Transformer Engine and Apex, stores it in the state of each parameter.
+    """
+    places = [*_groups(optimizer), *(state for part in _optimizers(optimizer) for state in _torch_adam_states(part))]
+    return max((int(place.get("step", 0)) for place in places), default=0)
 
 
 def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
@@ -128,11 +133,21 @@ def restore_optimizer_state(optimizer: MegatronOptimizer, state: dict, steps: in
 
     Hyperparameters such as betas keep their current values.
     """
-    for group in _groups(optimizer):
-        group["step"] = steps
     with torch.no_grad():
         for number, part in enumerate(_optimizers(optimizer)):
+            for of_param in _torch_adam_states(part):
+                of_param.pop("step", None)  # Megatron would look for each tensor of this state in the checkpoint
             part.load_parameter_state_from_fully_reshardable(state[number])
+            _set_num_steps(part, steps)
+
+
+def _set_num_steps(part: DistributedOptimizer, steps: int) -> None:
+    if isinstance(part.optimizer, torch.optim.Adam):
+        for of_param in _torch_adam_states(part):
+            of_param["step"] = torch.tensor(float(steps))
+    else:
+        for group in part.optimizer.param_groups:
+            group["step"] = steps
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -144,13 +159,15 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
         for group in part.optimizer.param_groups:
             yield from (param.data for param in group["params"])
         for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+            yield from (value for key, value in state.items() if isinstance(value, Tensor) and key != "step")
 
 
 def initialize_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Create the optimizer state that the first optimizer step would create."""
     for part in _optimizers(optimizer):
         part.init_state_fn(part.optimizer, part.config)
+        for state in _torch_adam_states(part):
+            state.setdefault("step", torch.tensor(0.0))  # AdamW creates no state for a parameter that has some
 
 
 def _optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
@@ -161,6 +178,11 @@ def _optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
 
 def _groups(optimizer: MegatronOptimizer) -> list[dict]:
     return [group for part in _optimizers(optimizer) for group in part.optimizer.param_groups]
+
+
+def _torch_adam_states(part: DistributedOptimizer) -> list[dict]:
+    """Return the state of each parameter if `part` uses torch's Adam or AdamW, which count steps there; otherwise []."""
+    return list(part.optimizer.state.values()) if isinstance(part.optimizer, torch.optim.Adam) else []
 
 
 def _description_of_param(weights: dict) -> dict[Tensor, ShardedDescription]:
@@ -186,6 +208,7 @@ def _sharded_states(
         if all(shard.rank != group.rank() for shard in shards):
             continue
         tensors = part._get_main_param_and_optimizer_states(param)
+        tensors.pop("step", None)  # of torch's AdamW; a checkpoint contains the number of steps only once
         if len(shards) > 1:
             tensors = {key: _assembled(tensor, shards, group) for key, tensor in tensors.items()}
         if shards[0].rank == group.rank():

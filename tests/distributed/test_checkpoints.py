@@ -19,6 +19,18 @@ from parallel.trainer_config import OptimConfig
 LR = 1e-2
 
 
+def with_adam(rank: int, adam: str, function, *args):
+    """Return function(rank, *args). If `adam` is "torch", Megatron uses the Adam of a GPU without Transformer Engine and Apex."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if adam == "torch":
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+        distrib_optimizer.Adam = torch.optim.Adam
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = False
+    return function(rank, *args)
+
+
 def make_model(kind: str, path, dims: ParallelDims):
     from mrl.workers.actor_critic import MegatronCritic
 
@@ -90,7 +102,8 @@ def load_and_go_on(rank: int, path, folder, dims: ParallelDims):
     return train(actor, dims, rank, 2), draws(), weights_of(actor)
 
 
-@pytest.mark.extended_except("dense-tp2 pp2 sp-1-True", "moe-dp4 ep2-1-True")
+@pytest.mark.extended_except("dense-tp2 pp2 sp-1-True-fused", "moe-dp4 ep2-1-True-fused", "tied-dp2-0-True-torch")
+@pytest.mark.parametrize("adam", ["fused", "torch"])
 @pytest.mark.parametrize(
     ("kind", "dims", "steps_before", "asynchronous"),
     [
@@ -101,15 +114,15 @@ def load_and_go_on(rank: int, path, folder, dims: ParallelDims):
     ],
     ids=str,
 )
-def test_the_same_layout_continues_bit_exactly(run_ranks, tmp_path, kind, dims, steps_before, asynchronous):
+def test_the_same_layout_continues_bit_exactly(run_ranks, tmp_path, kind, dims, steps_before, asynchronous, adam):
     """Every rank restores its own generators. Training during an asynchronous save does not change the saved files."""
     path, folder = tmp_path / "model", tmp_path / "checkpoint"
     make(kind, path)
-    expected = run_ranks(dims, save_and_go_on, path, folder, dims, steps_before, asynchronous)
+    expected = run_ranks(dims, with_adam, adam, save_and_go_on, path, folder, dims, steps_before, asynchronous)
     names = {file.name for file in folder.iterdir()} - {file_hashes.HASHES_FILE}
     assert file_hashes.read_hashes(folder).keys() == names and len(names) > 2 * dims.world_size
     file_hashes.check_folder(folder)
-    assert run_ranks(dims, load_and_go_on, path, folder, dims) == expected
+    assert run_ranks(dims, with_adam, adam, load_and_go_on, path, folder, dims) == expected
     tracked = [tuple(numbers[-3:]) for _, numbers, _ in expected]
     assert len(set(tracked)) == max(dims.tp, dims.ep)
 
@@ -135,8 +148,12 @@ one = ParallelDims()
 
 
 @pytest.mark.extended_except(
-    "dense-tp2 pp2 sp-cp2 dp2, one process", "moe-dp2 ep2-one process, pp2, tp2 pp2 ep2 etp1 sp"
+    "dense-tp2 pp2 sp-cp2 dp2, one process-fused to fused",
+    "moe-dp2 ep2-one process, pp2, tp2 pp2 ep2 etp1 sp-fused to fused",
+    "dense-one process-tp2 sp-fused to torch",
+    "dense-one process-tp2 sp-torch to fused",
 )
+@pytest.mark.parametrize("adams", ["fused to fused", "fused to torch", "torch to fused"])
 @pytest.mark.parametrize(
     ("kind", "before", "afters"),
     [
@@ -155,14 +172,56 @@ one = ParallelDims()
     ],
     ids=lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value),
 )
-def test_a_checkpoint_continues_under_another_layout(run_ranks, tmp_path, kind, before, afters):
+def test_a_checkpoint_continues_under_another_layout(run_ranks, tmp_path, kind, before, afters, adams):
     """One layout trains one step, saves and trains two more; other layouts load the checkpoint and train the same two."""
-    path, folder = tmp_path / "model", tmp_path / "checkpoint"
+    (adam, other_adam), path, folder = adams.split(" to "), tmp_path / "model", tmp_path / "checkpoint"
     make("dense" if kind == "critic" else kind, path)
-    expected = run_ranks(before, save_and_continue, kind, path, folder, before)
+    expected = run_ranks(before, with_adam, adam, save_and_continue, kind, path, folder, before)
     for after in afters:
-        found = run_ranks(after, load_and_continue, kind, path, folder, before, after)
+        found = run_ranks(after, with_adam, other_adam, load_and_continue, kind, path, folder, before, after)
         losses, its_losses = (np.sum([losses for losses, _ in ranks], 0) for ranks in (expected, found))
         np.testing.assert_allclose(its_losses, losses, atol=2e-5, rtol=0, err_msg=str(after))
         for name, tensor in expected[0][1].items():
             np.testing.assert_allclose(found[0][1][name], tensor, atol=2e-5, err_msg=f"{after}: {name}")
+
+
+def give_extra_state(actor, value: int) -> torch.nn.Module:
+    """Give the last norm an extra state, as Transformer Engine's layers have one; return the norm."""
+    norm = actor.chunks[0].module.decoder.final_layernorm
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+    methods = dict(get_extra_state=lambda self: self.extra, set_extra_state=set_extra_state)
+    norm.__class__ = type("NormWithExtraState", (type(norm),), methods)
+    norm.extra = torch.tensor([value], dtype=torch.uint8)
+    return norm
+
+
+def load_extra_states(rank: int, path, folder):
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    from parallel import checkpoint
+
+    actor = make_actor(path, one)
+    train(actor, one, rank, 1)
+    weights = weights_of(actor)
+    actor.save(folder / "without")
+    norm = give_extra_state(actor, 3)
+    actor.save(folder / "with")
+    other = make_actor(path, one)
+    other_norm = give_extra_state(other, 7)
+    assert other.load(folder / "without") and weights_of(other) == weights
+    assert other_norm.extra.item() == 7
+    assert other.load(folder / "with") and other_norm.extra.item() == 3 == norm.extra.item()
+    other_norm.register_buffer("scale", torch.ones(1))
+    with pytest.raises(ValueError, match=r"decoder.final_layernorm.scale is missing"):
+        other.load(folder / "with")
+    missing = checkpoint._describe_mismatch(ShardedObject("decoder.other_state", None, (1,), (0,)), {})
+    assert missing == "decoder.other_state/shard_0_1 is missing"
+
+
+def test_only_extra_states_may_be_missing_in_a_checkpoint(run_ranks, tmp_path):
+    """Transformer Engine's layers have extra states, and a checkpoint that was written without Transformer Engine has none."""
+    make("dense", tmp_path / "model")
+    run_ranks(one, load_extra_states, tmp_path / "model", tmp_path)

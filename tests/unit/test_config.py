@@ -158,6 +158,10 @@ def test_mrl_config_describes_keys(capsys):
     [
         ({"tp_comm_overlap": True}, "its buffers have a fixed size"),
         ({"fp8": "hybrid"}, "FP8 needs Transformer Engine, which is not installed"),
+        (
+            {"fp8_param": True},
+            "megatron.fp8_param=True: checkpoints, offloading and the push of weights to engines need",
+        ),
         ({"moe_grouped_gemm": True}, "grouped experts need Transformer Engine"),
         ({"num_moe_experts": 4}, "is derived from the model"),
         ({"deallocate_pipeline_outputs": True}, "is derived from the model"),
