@@ -54,7 +54,11 @@ EXTRAS = {
         "ray[default]>=2.60,<3",
         "wandb>=0.31,<1",
     ],
-    "gpu": ["transformer-engine[pytorch]>=2.20,<3"],
+    "gpu": [
+        "transformer-engine[pytorch]>=2.20,<3",
+        # compiles kernels of engines; torch pins the version of cuda-toolkit, and the compiler must fit torch's CUDA headers
+        "cuda-toolkit[cccl,crt,nvcc,nvvm]",
+    ],
     "optuna": ["optuna>=5,<6"],  # needed by hydra/sweeper=optuna
     "dev": [
         "cosmic-ray>=8.7",  # makes small changes of the code, which unit tests must notice

@@ -51,8 +51,6 @@ if ! is_python .venv/bin/python 3.12 >/dev/null || { [ -f "$stamp" ] && [ "$(hea
     "$uv" venv --quiet --clear --python "$python" .venv
 fi
 say "installing $lock into .venv with $("$python" --version)"
-# Packages that are built here compile against the locked version of torch. Byte code is compiled now, because a dozen processes of
-# each run import these packages, and some of these processes cannot write byte code. uv refuses a file whose hash is not in the lock.
-"$uv" pip install --quiet --compile-bytecode --python .venv/bin/python --no-deps --require-hashes --build-constraints "$lock" -r "$lock"
+scripts/install_lock.sh "$uv" .venv/bin/python "$lock"
 "$uv" pip install --quiet --python .venv/bin/python --no-deps --build-constraints "$lock" -e .
 fingerprint >"$stamp"

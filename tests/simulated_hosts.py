@@ -180,7 +180,7 @@ esac
     return write + "chmod +x $LAB/bin_$HOSTNAME/nvidia-smi; export PATH=$LAB/bin_$HOSTNAME:$PATH\n" + GPU_PACKAGES
 
 
-GPU_PACKAGES = distribution("transformer-engine", "2.20.2")
+GPU_PACKAGES = distribution("transformer-engine", "2.20.2") + distribution("transformer-engine-torch", "2.20.2")
 
 BOND = """
 ip link add bond9 index 3 type bridge; ip addr add 10.2.2.1/24 dev bond9; ip link set bond9 up

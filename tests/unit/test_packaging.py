@@ -142,6 +142,84 @@ def test_every_folder_with_code_is_a_package():
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
+# Header that the compilation of Transformer Engine's extension includes, directly or through another header -> its package
+HEADERS = {
+    "cuda_runtime.h": "nvidia-cuda-runtime",
+    "crt/host_defines.h": "nvidia-cuda-crt",
+    "nv/target": "nvidia-cuda-cccl",
+    "cublas_v2.h": "nvidia-cublas",
+    "cusolverDn.h": "nvidia-cusolver",
+    "cusparse.h": "nvidia-cusparse",
+    "nvrtc.h": "nvidia-cuda-nvrtc",
+    "nvtx3/nvToolsExt.h": "nvidia-nvtx",
+    "cudnn.h": "nvidia-cudnn-cu13",
+    "nccl.h": "nvidia-nccl-cu13",
+}
+
+
+def test_the_gpu_lock_has_the_headers_that_transformer_engine_is_compiled_with():
+    assert {"transformer-engine-torch", *HEADERS.values()} <= set(locked("requirements-gpu.txt"))
+    assert "transformer-engine-torch" in cuda_only() or "transformer-engine-torch" not in locked("requirements.txt")
+
+
+def test_the_locked_cuda_compiler_has_the_version_of_the_cuda_headers_that_torch_pins():
+    """CUDA's C++ library refuses a compiler of another version, so no kernel of an engine would compile."""
+    pins = {str(name): version.release[:2] for name, version in locked("requirements-gpu.txt").items()}
+    toolkit = ["nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cuda-runtime", "nvidia-nvvm"]
+    versions = {name: pins[name] for name in toolkit}
+    assert set(versions.values()) == {pins["cuda-toolkit"]}, versions
+
+
+FAKE_UV = """#!/bin/bash
+folder=$(dirname "$0")/call.$(ls -d "$(dirname "$0")"/call.* 2>/dev/null | wc -l)
+mkdir "$folder" && echo "$*" >"$folder/arguments" && env >"$folder/environment" && cp "${@: -1}" "$folder/packages"
+"""
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_packages_are_installed_with_hashes_and_transformer_engine_is_compiled_last(tmp_path, lock):
+    """Without a CUDA toolkit and without a wheel that is not in the lock."""
+    (tmp_path / "uv").write_text(FAKE_UV)
+    (tmp_path / "uv").chmod(0o755)
+    command = [ROOT / "scripts/install_lock.sh", tmp_path / "uv", sys.executable, lock, "--offline"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    calls = [
+        {name: (folder / name).read_text() for name in ("arguments", "environment", "packages")}
+        for folder in sorted(tmp_path.glob("call.*"))
+    ]
+    for call in calls:
+        for option in ("--no-deps", "--require-hashes", f"--build-constraints {lock}", "--offline"):
+            assert option in call["arguments"]
+    assert "".join(call["packages"] for call in calls).count("==") == len(entries(lock))
+    assert "transformer-engine-torch==" not in calls[0]["packages"]
+    if lock == "requirements.txt":
+        assert len(calls) == 1
+        return
+    (compiled,) = calls[1:]
+    assert compiled["packages"].startswith("transformer-engine-torch==")
+    assert "--no-build-isolation" in compiled["arguments"], "an isolated build has no nvidia-cuda-crt"
+    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in compiled["environment"], "otherwise a wheel is downloaded from GitHub"
+    assert "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in compiled["environment"]
+    assert re.search(r"^CPLUS_INCLUDE_PATH=.*/nvidia/cu13/include/cccl", compiled["environment"], re.MULTILINE)
+
+
+def test_make_setup_and_the_image_install_the_lock_in_the_same_way():
+    script = "install_lock.sh"
+    dockerfile, setup_script = (ROOT / "Dockerfile").read_text(), (ROOT / "scripts/setup.sh").read_text()
+    assert f'scripts/{script} "$uv" .venv/bin/python "$lock"' in setup_script
+    assert re.search(rf"\./{script} \S+ \S+ requirements-gpu\.txt", dockerfile)
+    allowed = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().split()}
+    (sources,) = re.findall(r"^COPY (.*) \./$", dockerfile, re.MULTILINE)
+    assert set(sources.split()) <= allowed, "every file of COPY is in .dockerignore"
+    assert "CUDA_HOME=/usr/local/cuda" in dockerfile, "engines compile kernels with the toolkit of the image"
+
+
+def test_the_image_has_apex_only_if_it_is_asked_for():
+    stages = (ROOT / "Dockerfile").read_text().split("\nFROM ")
+    (apex,) = [stage for stage in stages if "NVIDIA/apex" in stage]
+    assert apex.startswith("locked AS with-apex") and stages[-1].strip() == "locked"
+
+
 def test_imports_point_one_way():
     command = [Path(sys.executable).with_name("lint-imports"), "--no-logo"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -78,7 +78,7 @@ def check_apex(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
                 [host.host],
                 f"{host.software.foreign_apex} is not NVIDIA's apex: the package apex of PyPI is for web forms",
                 "Megatron-Core imports any package of that name, and then fails or runs without fused kernels",
-                "pip uninstall -y apex  (Transformer Engine provides what Megatron-Core needs)",
+                "pip uninstall -y apex  (Transformer Engine has the same kernels; NVIDIA's apex is optional, see the Dockerfile)",
             )
 
 

@@ -23,7 +23,7 @@ from mrl.doctor.host_facts import FolderFacts, ProcessorAndMemory, RayToken, Sof
 CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
 # packages whose tested versions are in the lock files
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
-TESTED_GPU = (*TESTED, "transformer-engine", "nvidia-nccl-cu13")
+TESTED_GPU = (*TESTED, "transformer-engine", "transformer-engine-torch", "nvidia-nccl-cu13")
 CUDA_RUNTIME = "nvidia-cuda-runtime"  # package whose version is the CUDA version of torch
 # Only NVIDIA's apex has this subpackage. The package apex of PyPI is a library for web forms.
 NVIDIA_APEX_PART = "multi_tensor_apply"
