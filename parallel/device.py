@@ -1,6 +1,6 @@
 """This process's device, communication backend and NVIDIA libraries, and patches that let Megatron-Core run on a CPU.
 
-`patch_megatron_for_cpu()` must run before the first import from Megatron. It does nothing if CUDA is available. Megatron-Core
+`patch_megatron_for_cpu()` must run before the first import from Megatron. It patches nothing if CUDA is available. Megatron-Core
 0.19 uses `torch.cuda` for streams, RNG state and new tensors (`device="cuda"`), and no argument can change this. On a CPU, the
 patches redirect these calls to their `torch.cpu` counterparts.
 """
@@ -8,8 +8,10 @@ patches redirect these calls to their `torch.cpu` counterparts.
 import functools
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -65,7 +67,7 @@ def set_threads() -> None:
 class Capabilities:
     """NVIDIA libraries that this process uses. All are optional.
 
-    A library is used if it is installed and a GPU is present. On a CPU, all fields are False.
+    A library is used if its compiled modules can be imported and a GPU is present. On a CPU, all fields are False.
     """
 
     cuda: bool
@@ -84,17 +86,47 @@ class Capabilities:
 
 @cache
 def capabilities() -> Capabilities:
-    """Detect the installed NVIDIA libraries once and log them in one line."""
+    """Detect the usable NVIDIA libraries once and log them in one line.
+
+    A library that is installed but cannot be imported is logged, too. For Megatron, it then seems not to be installed.
+    """
     cuda = has_cuda()
-    apex = cuda and find_spec("amp_C") is not None  # an extension module that only NVIDIA's Apex provides
     detected = Capabilities(
         cuda=cuda,
-        transformer_engine=cuda and find_spec("transformer_engine") is not None,
-        apex=apex,
-        fused_wgrad=cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        transformer_engine=cuda and _is_usable("transformer_engine.pytorch", "Transformer Engine", "torch's layers"),
+        apex=cuda and _is_usable("amp_C", "NVIDIA's Apex", "no kernel of Apex"),  # PyPI's package apex has no amp_C
+        fused_wgrad=cuda and _is_usable("fused_weight_gradient_mlp_cuda", "NVIDIA's Apex", "no fused weight gradient"),
     )
     logger.info("%s", detected)
     return detected
+
+
+def _is_usable(module: str, library: str, otherwise: str) -> bool:
+    """Whether `module`, which loads the compiled code of a library, can be imported.
+
+    If it is installed and its import fails, log the reason, and hide it from later imports. Otherwise Megatron's own import would
+    end the process. `otherwise`: what is used without the library.
+    """
+    package = module.partition(".")[0]
+    if find_spec(package) is None:
+        return False
+    try:
+        import_module(module)
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        logger.warning(
+            "%s is installed, but the import of %s fails (%s); this process uses %s. "
+            "To build it for the installed torch, run `make setup LOCK=requirements-gpu.txt`.",
+            library,
+            module,
+            reason,
+            otherwise,
+        )
+        for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+            del sys.modules[name]
+        sys.modules[package] = None  # type: ignore[assignment]  # a later import raises ImportError
+        return False
+    return True
 
 
 class _CPUStream(torch.cpu.Stream):
@@ -245,8 +277,14 @@ def _uneven_reduce_scatter(even):
 
 
 def patch_megatron_for_cpu() -> None:
-    """Patch torch and Megatron-Core so that they import and run without CUDA. Idempotent; does nothing if CUDA is available."""
-    if has_cuda() or torch.cuda.Stream is _CPUStream:
+    """Patch torch and Megatron-Core so that they import and run without CUDA. Idempotent.
+
+    If CUDA is available, only libraries that cannot be imported are hidden from Megatron (see `capabilities`).
+    """
+    if has_cuda():
+        capabilities()
+        return
+    if torch.cuda.Stream is _CPUStream:
         return
     # Megatron's jit_fuser is torch.compile. On a CPU, torch.compile needs seconds for its import and minutes for C++ builds.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"

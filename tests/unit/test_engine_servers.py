@@ -1,8 +1,10 @@
 """Engine servers: where they run, which GPUs they see, and which servers are replaced when they end early."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from http_engines import spec_of
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.core.types import DeviceSlot
 from mrl.rollout.engine_pool import EnginePool
-from mrl.rollout.engines import hosts
+from mrl.rollout.engines import hosts, server
 from mrl.rollout.engines.hosts import EngineServers, group_by_node, visible_devices_env
 from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import check_server_args
@@ -64,6 +66,45 @@ def test_the_processes_of_an_engine_get_their_titles_when_they_change_variables(
     command = [sys.executable, "-c", SET_TITLE]
     found = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.split() == ["sglang::scheduler", "True"], "the hang report finds the scheduler by its title"
+
+
+@pytest.fixture
+def toolkit(monkeypatch, tmp_path) -> Path:
+    """NVIDIA's packages with a CUDA compiler, as an installed GPU lock has them."""
+    folder = tmp_path / "site" / "nvidia" / "cu13"
+    for file in ("bin/nvcc", "include/cccl/nv/target", "lib/libcudart.so.13", "lib/libcublas.so.13"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    monkeypatch.setattr(server, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[folder.parent]))
+    for name in ("CUDA_HOME", "CUDA_PATH", "LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def test_engines_on_gpus_find_the_cuda_compiler_of_the_lock(toolkit, tmp_path):
+    env = environment(tmp_path, device="cuda")
+    assert env["CUDA_HOME"] == str(toolkit)
+    assert env["PATH"].split(":")[:2] == [str(toolkit / "bin"), str(Path(sys.executable).parent)]
+    assert (Path(env["LIBRARY_PATH"]) / "libcudart.so").resolve() == toolkit / "lib" / "libcudart.so.13"
+    assert env["CPLUS_INCLUDE_PATH"] == str(toolkit / "include" / "cccl")
+
+
+@pytest.mark.parametrize(("device", "name"), [("cuda", "CUDA_HOME"), ("cuda", "CUDA_PATH"), ("cpu", "NOTHING")])
+def test_a_cuda_toolkit_that_the_user_chose_stays_and_a_cpu_needs_none(toolkit, tmp_path, monkeypatch, device, name):
+    monkeypatch.setenv(name, "/opt/cuda")
+    env = environment(tmp_path, device=device)
+    assert env.get("CUDA_HOME", "/opt/cuda") == "/opt/cuda" and "LIBRARY_PATH" not in env
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_a_kernel_links_with_the_names_that_flashinfer_uses(toolkit, tmp_path):
+    for library in (toolkit / "lib" / "libcudart.so.13", tmp_path / "libcuda.so.1"):
+        subprocess.run(["cc", "-shared", "-o", library, "-x", "c", "/dev/null"], check=True)
+    env = environment(tmp_path, device="cuda")
+    env["LIBRARY_PATH"] += f":{tmp_path}"  # the folder of the driver
+    command = ["cc", "-shared", "-o", tmp_path / "kernel.so", "-x", "c", "/dev/null", "-lcudart", "-lcuda"]
+    linked = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert linked.returncode == 0, linked.stderr
 
 
 @pytest.mark.parametrize("name", ["nnodes", "node_rank", "dist_init_addr"])

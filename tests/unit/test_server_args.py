@@ -34,6 +34,11 @@ def test_defaults_are_arguments_that_users_may_change(device):
     assert (defaults["dtype"], defaults["context_length"], defaults["device"]) == ("bfloat16", 4096, device)
 
 
+def test_on_a_gpu_an_engine_is_ready_only_after_its_first_request_has_compiled_kernels():
+    assert not default_server_args("bfloat16", 512, device="cuda")["skip_server_warmup"]
+    assert default_server_args("float32", 512, device="cpu")["skip_server_warmup"], "a CPU compiles nothing"
+
+
 def test_the_check_does_not_import_sglang_or_torch():
     """The driver checks arguments before it starts anything, and these imports take seconds."""
     code = (

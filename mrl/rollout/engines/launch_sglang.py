@@ -176,7 +176,7 @@ def sleep_while_paused(result: None, scheduler: Any) -> None:
 def wait_until_listening(server_args: Any) -> None:
     """Wait until the server's socket listens. Hook that runs before SGLang sends a request to its own HTTP server.
 
-    Normally SGLang's warm-up waits for the socket, but mrl turns the warm-up off.
+    Normally SGLang's warm-up waits for the socket, but on a CPU, mrl turns the warm-up off.
     """
     deadline = time.monotonic() + LISTEN_TIMEOUT_S
     while time.monotonic() < deadline:

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +27,9 @@ from mrl.weight_sync.engine_control import EngineControl
 
 POLL_INTERVAL_S = 0.05  # seconds between two checks whether an EngineServer is ready
 EXTERNAL_POLL_INTERVAL_S = 0.2  # seconds between two checks whether an ExternalEngine is ready
+WARM_UP_TIMEOUT_S = (
+    "86400"  # of the request with which SGLang warms up a GPU; mrl waits only for cluster.start_timeout_s
+)
 LOG_TAIL_BYTES = 4000  # length of the part of the log that an error message quotes
 
 
@@ -119,6 +123,9 @@ class EngineServer:
         # Without cached byte code, each import of SGLang takes 12 more CPU-seconds.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+        if self.server_args.get("device") == "cuda":
+            env["SGLANG_WARMUP_TIMEOUT"] = WARM_UP_TIMEOUT_S
+            env |= cuda_compiler_env(env, scratch / "cuda_libraries")
         if self.server_args.get("device") == "cpu":
             env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"), "OPENBLAS_NUM_THREADS": "1"}
             if not self.server_args.get("enable_torch_compile"):
@@ -214,6 +221,42 @@ class EngineServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def cuda_compiler_env(env: Mapping[str, str], libraries: Path) -> dict[str, str]:
+    """Return variables with which FlashInfer and other packages of an engine find the CUDA compiler of the lock.
+
+    These packages compile kernels when they are first used. They look for a CUDA toolkit in CUDA_HOME, and link with -lcudart and
+    -lcuda. NVIDIA's packages contain only names such as libcudart.so.13, so this function creates the folder `libraries` with the
+    names that the linker looks for. Returns {} if `env` names a toolkit, or if the package nvidia-cuda-nvcc is not installed.
+    """
+    toolkit = locked_cuda_toolkit()
+    if env.get("CUDA_HOME") or env.get("CUDA_PATH") or toolkit is None:
+        return {}
+    libraries.mkdir()
+    for file in (toolkit / "lib").glob("lib*.so.*"):
+        link = libraries / f"{file.name.partition('.so.')[0]}.so"
+        if not link.exists():
+            link.symlink_to(file)
+    (libraries / "libcuda.so").write_text("INPUT(-l:libcuda.so.1)\n")  # a linker script; the driver has libcuda.so.1
+
+    def prepend(name: str, *folders: Path) -> str:
+        return os.pathsep.join([*map(str, folders), *filter(None, [env.get(name)])])
+
+    return {
+        "CUDA_HOME": str(toolkit),
+        "PATH": prepend("PATH", toolkit / "bin", Path(sys.executable).parent),  # nvcc and ninja
+        "LIBRARY_PATH": prepend("LIBRARY_PATH", libraries),
+        "CPLUS_INCLUDE_PATH": prepend("CPLUS_INCLUDE_PATH", toolkit / "include" / "cccl"),  # nvcc adds it by itself
+    }
+
+
+def locked_cuda_toolkit() -> Path | None:
+    """Return the folder with the compiler and headers of NVIDIA's packages on PyPI, or None if it has no compiler."""
+    spec = find_spec("nvidia")
+    folders = map(Path, spec.submodule_search_locations or ()) if spec else ()
+    compilers = [nvcc for folder in folders for nvcc in sorted(folder.glob("cu*/bin/nvcc"))]
+    return compilers[-1].parents[1] if compilers else None
 
 
 def check_seed_support(control: EngineControl, key: str) -> None:

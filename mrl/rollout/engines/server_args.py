@@ -101,7 +101,9 @@ def default_server_args(
         dtype=dtype,
         context_length=context_length,
         skip_tokenizer_init=True,  # requests and responses are token ids, and stop conditions are token ids, too
-        skip_server_warmup=True,
+        # On a GPU, the first request compiles kernels for minutes. With SGLang's warm-up, the engine is ready only afterwards.
+        # Otherwise the compilation would count as a stall (fault_tolerance.engine_stall_timeout_s).
+        skip_server_warmup=device != "cuda",
         sleep_on_idle=True,  # otherwise SGLang's scheduler keeps a CPU core busy while the trainer works
         weight_version="0",
         load_snapshot_publish_interval=5,  # forward passes between two changes of the value that EngineClient.heartbeat reads
