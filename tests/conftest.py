@@ -6,16 +6,12 @@ os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OF
 
 import gc
 import multiprocessing
-import queue
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import pytest
-
-from mrl.rollout.engines.leases import PortLease
+from rank_processes import run_in_processes
 
 # `make test` runs the same examples every time; `make test-all` draws new ones with --hypothesis-profile=random.
 # Tests run concurrently, so the duration of an example means nothing.
@@ -35,25 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("extended")
 
 
-def _rank_main(rank: int, dims, port: int, results, fn: Callable, args: tuple) -> None:
-    import torch
-
-    from parallel import collectives, groups
-
-    torch.set_num_threads(1)
-    try:
-        collectives.init_process_group(rank, dims.world_size, "127.0.0.1", port, timeout_s=60)
-        groups.initialize(dims, seed=0)
-        results.put((rank, fn(rank, *args), None))
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-    results.close()
-    results.join_thread()
-    os._exit(0)  # without the atexit hooks that the fork inherited
-
-
 @pytest.fixture(scope="session")
 def run_ranks():
     """`run_ranks(dims, fn, *args)` -> [fn(rank, *args) of each rank]. Each rank is a fork of this process."""
@@ -68,32 +45,7 @@ def run_ranks():
     gc.freeze()  # a garbage collection in a rank would copy the memory pages that it shares with this process
 
     def run(dims, fn: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
-        context = multiprocessing.get_context("fork")
-        results, lease = context.Queue(), PortLease()
-        ranks = [
-            context.Process(target=_rank_main, args=(rank, dims, lease.port, results, fn, args))
-            for rank in range(dims.world_size)
-        ]
-        for process in ranks:
-            process.start()
-        returned: dict[int, Any] = {}
-        end = time.monotonic() + timeout_s
-        try:
-            while len(returned) < dims.world_size:
-                rank, value, error = results.get(timeout=max(0.1, end - time.monotonic()))
-                assert error is None, f"rank {rank}:\n{error}"
-                returned[rank] = value
-        except queue.Empty:
-            missing = sorted(set(range(dims.world_size)) - set(returned))
-            raise AssertionError(f"ranks {missing} did not return within {timeout_s} s") from None
-        finally:
-            lease.close()
-            for process in ranks:
-                process.join(timeout=10 if len(returned) == dims.world_size else 0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-        return [returned[rank] for rank in range(dims.world_size)]
+        return run_in_processes(multiprocessing.get_context("fork"), dims, fn, args, timeout_s)
 
     return run
 

@@ -1,50 +1,58 @@
-"""The actor on a GPU. Run with `pytest -m gpu`; the program runs in a new process, because CUDA does not survive a fork."""
+"""The actor on each device: log-probabilities equal those of transformers, and an update lowers the loss."""
 
-import subprocess
-import sys
-
+import numpy as np
 import pytest
 
-PROGRAM = """
-import sys
-import numpy as np, torch
-from transformers import Qwen3ForCausalLM
-from mrl.algorithms.losses import CrossEntropy
-from mrl.algorithms.objective import token_weights
-from mrl.core.types import RankBatch, TokenBlock
-from mrl.workers.actor_critic import MegatronActor
 from models.architecture import ModelSpec
-from parallel import collectives, device, groups
+from mrl.algorithms.losses import CrossEntropy
+from mrl.core.types import TokenBlock, TrainBatch
+from mrl.workers.dp_partition import Packing, partition_step
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
-path = sys.argv[1]
-collectives.init_process_group(0, 1, "127.0.0.1", 29511, 60)
-groups.initialize(ParallelDims(), 0)
-actor = MegatronActor(ModelSpec(path, ParallelDims(), "float32", OptimConfig(lr=1e-3), {}))
-rng = np.random.default_rng(0)
-prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
-responses = [rng.integers(0, 40, 2 + i).tolist() for i in range(6)]
-block = TokenBlock.from_lists(prompts, responses)
-rows = np.arange(6)
-share = RankBatch((rows,), np.zeros(6, np.float32), token_weights(block.response_lengths, "token_mean"))
-found = torch.cat(actor.compute_logprobs(block, share)).cpu()
-model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-expected = []
-for prompt, response in zip(prompts, responses):
-    ids = torch.tensor(prompt + response)
-    with torch.no_grad():
-        logprobs = model(ids[None]).logits[0].log_softmax(-1)
-    expected.append(logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt):, None])[:, 0])
-torch.testing.assert_close(found.double(), torch.cat(expected), atol=1e-3, rtol=0)
-before = actor.update(block, [share], CrossEntropy(), [1e-2])[0].sums["loss"]
-assert actor.update(block, [share], CrossEntropy(), [1e-2])[0].sums["loss"] < before
-"""
+
+def block_of_six() -> TokenBlock:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
+    return TokenBlock.from_lists(prompts, [rng.integers(0, 40, 2 + i).tolist() for i in range(6)])
 
 
-@pytest.mark.gpu
-def test_logprobs_equal_transformers_and_an_update_lowers_the_loss(tiny_qwen3):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tiny_qwen3())], capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def logprobs_and_losses(rank: int, path: str, dims: ParallelDims):
+    """Return (row -> its log-probabilities, loss before and after an update). Only the last stage has them."""
+    from mrl.workers.actor_critic import MegatronActor
+
+    actor = MegatronActor(ModelSpec(path, dims, "float32", OptimConfig(lr=1e-3), {}))
+    block = block_of_six()
+    step = partition_step(TrainBatch.of(block, None), dims, Packing(30), "token_mean")
+    batch = step.rank_batches[dims.coords(rank).dp]
+    rows, columns = batch.micro_batches, actor.compute_logprobs(block, batch)
+    logprobs = {}
+    for indices, column in zip(rows[: len(columns)], columns, strict=True):
+        lengths = block.response_lengths[indices]
+        logprobs |= dict(zip(indices.tolist(), np.split(column.cpu().numpy(), lengths.cumsum()[:-1]), strict=True))
+    losses = [actor.update(block, [batch], CrossEntropy(), [1e-2])[0].sums.get("loss") for _ in range(2)]
+    return logprobs, losses
+
+
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(), ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(dp=2)], ids=["one", "tp", "pp", "dp"]
+)
+def test_logprobs_equal_transformers_and_an_update_lowers_the_loss(run_program, tiny_qwen3, dims):
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    path = str(tiny_qwen3())
+    found = run_program(dims, logprobs_and_losses, path, dims)
+    model, block = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64).eval(), block_of_six()
+    seen = set()
+    for logprobs, _ in found:
+        for row, values in logprobs.items():
+            seen.add(row)
+            prompt, response = (part(row).astype(np.int64) for part in (block.prompt, block.response))
+            with torch.no_grad():
+                rows = model(torch.tensor(np.concatenate([prompt, response]))[None]).logits[0].log_softmax(-1)
+            expected = rows[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None])[:, 0]
+            np.testing.assert_allclose(values, expected.numpy(), atol=1e-3)
+    assert seen == set(range(6))
+    losses = [losses for _, losses in found if None not in losses]
+    assert losses and sum(after for _, after in losses) < sum(before for before, _ in losses)

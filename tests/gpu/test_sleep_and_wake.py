@@ -1,129 +1,131 @@
-"""GPU memory that an offloaded trainer and an offloaded engine release. Run with `pytest -m gpu`.
-
-Every program runs in a new process, because CUDA does not survive a fork.
-"""
+"""An offloaded trainer and an offloaded engine: the GPU memory that they release, and that they continue afterwards."""
 
 import importlib.util
-import subprocess
-import sys
+import threading
 
+import numpy as np
 import pytest
 from tiny_families import make_family
 
-TRAINER = """
-import sys
-import numpy as np, torch
-from mrl.algorithms.losses import CrossEntropy
-from mrl.algorithms.objective import token_weights
-from mrl.core.types import RankBatch, TokenBlock
-from mrl.workers.actor_critic import MegatronActor
 from models.architecture import ModelSpec
-from parallel import collectives, device, groups
-from parallel.dims import ParallelDims
-from parallel.trainer_config import OptimConfig
-from parallel.optimizer import optimizer_tensors
-
-collectives.init_process_group(0, 1, "127.0.0.1", 29513, 60)
-groups.initialize(ParallelDims(), 0)
-actor = MegatronActor(ModelSpec(sys.argv[1], ParallelDims(), "bfloat16", OptimConfig(lr=1e-3), {}))
-rng = np.random.default_rng(0)
-prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
-responses = [rng.integers(0, 40, 2 + i).tolist() for i in range(6)]
-block = TokenBlock.from_lists(prompts, responses)
-share = RankBatch((np.arange(6),), np.zeros(6, np.float32), token_weights(block.response_lengths, "token_mean"))
-
-def train():
-    actor.update(block, [share], CrossEntropy(), [1e-3])
-
-def everything():
-    return [t.detach().clone().cpu() for t in (*actor._weights(), *optimizer_tensors(actor.optimizer))]
-
-def free():
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
-
-train()
-total = torch.ones(1, device="cuda")
-torch.distributed.all_reduce(total)  # NCCL has its buffers
-weights = sum(p.numel() * p.element_size() for p in actor.chunks[0].module.parameters())
-state = sum(t.numel() * t.element_size() for t in optimizer_tensors(actor.optimizer))
-assert weights > 50e6 and state > 5 * weights
-before, loaded = everything(), free()
-kept = actor.offload(keep_weights=True)
-assert free() - loaded >= state, (free() - loaded, state)
-offloaded = actor.offload(keep_weights=False)
-assert free() - loaded >= weights + state, (free() - loaded, weights + state)
-assert kept - offloaded >= weights and offloaded < 0.2 * weights, (kept, offloaded, weights)
-host = [[block.data_ptr() for block in part._blocks] for part in (actor.offloader._weights, actor.offloader._state)]
-assert all(block.is_pinned() for part in (actor.offloader._weights, actor.offloader._state) for block in part._blocks)
-actor.load_to_device()
-torch.distributed.all_reduce(total)
-assert total.item() == 1.0
-assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-actor.offload(keep_weights=False)
-assert host == [[b.data_ptr() for b in part._blocks] for part in (actor.offloader._weights, actor.offloader._state)]
-actor.load_to_device()
-train()
-assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-"""
-
-ENGINE = """
-import sys, threading
-import torch
+from mrl.algorithms.losses import CrossEntropy
 from mrl.config.process_schema import PauseMode
+from mrl.core.types import TokenBlock, TrainBatch
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.server import EngineServer
-from mrl.rollout.engines.server_args import default_server_args
-from mrl.rollout.engines.server_args import memory_saver_args
+from mrl.rollout.engines.server_args import default_server_args, memory_saver_args
 from mrl.weight_sync.engine_control import EngineControl
-
-folder, log = sys.argv[1:]
-args = default_server_args("bfloat16", 512) | memory_saver_args() | {"model_path": folder, "mem_fraction_static": 0.3}
-with EngineServer(args, log) as server:
-    server.wait_ready(300)
-    client, control = EngineClient(server.url, 60), EngineControl(server.url, 60)
-    sampling = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
-    client.generate([[5, 6, 7]], sampling)
-    loaded, total = torch.cuda.mem_get_info()
-    control.pause(PauseMode.retract)
-    control.release_memory(["kv_cache", "weights"])
-    offloaded, _ = torch.cuda.mem_get_info()
-    assert offloaded - loaded > 0.2 * total, (loaded, offloaded, total)  # weights and KV cache are 0.3 of it
-    done = []
-    asking = threading.Thread(target=lambda: done.append(client.generate([[5, 6, 7]], sampling)))
-    asking.start()
-    control.resume_memory(["weights"])
-    client.update_weights_from_disk(folder)
-    assert torch.cuda.mem_get_info()[0] - loaded > 0.1 * total and not done
-    control.resume_memory(["kv_cache"])
-    control.resume()
-    asking.join(60)
-    assert len(done[0][0].token_ids) == 200
-"""
+from mrl.workers.dp_partition import Packing, partition_step
+from parallel.dims import ParallelDims
+from parallel.trainer_config import OptimConfig
 
 
-def run(code: str, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+def offload_and_load_trainer(rank: int, path: str, dims: ParallelDims) -> None:
+    import torch
+
+    from mrl.workers.actor_critic import MegatronActor
+    from parallel.device import device, has_cuda, release_cached_memory, synchronize
+    from parallel.optimizer import optimizer_tensors
+
+    actor = MegatronActor(ModelSpec(path, dims, "bfloat16", OptimConfig(lr=1e-3), {}))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
+    block = TokenBlock.from_lists(prompts, [rng.integers(0, 40, 2 + i).tolist() for i in range(6)])
+    step = partition_step(TrainBatch.of(block, None), dims, Packing(30), "token_mean")
+    batch = step.rank_batches[dims.coords(rank).dp]
+
+    def train() -> None:
+        actor.update(block, [batch], CrossEntropy(), [1e-3])
+
+    def everything() -> list[torch.Tensor]:
+        return [t.detach().clone().cpu() for t in (*actor._weights(), *optimizer_tensors(actor.optimizer))]
+
+    def free() -> int:
+        synchronize()
+        release_cached_memory()
+        return torch.cuda.mem_get_info()[0] if has_cuda() else 0
+
+    def host_copies() -> list:
+        return [block for part in (actor.offloader._weights, actor.offloader._state) for block in part._blocks]
+
+    train()
+    total = torch.ones(1, device=device())
+    torch.distributed.all_reduce(total)  # NCCL has its buffers
+    weights = sum(p.numel() * p.element_size() for p in actor.chunks[0].module.parameters())
+    state = sum(t.numel() * t.element_size() for t in optimizer_tensors(actor.optimizer))
+    before, loaded = everything(), free()
+    kept = actor.offload(keep_weights=True)
+    free_without_state = free()
+    offloaded = actor.offload(keep_weights=False)
+    if has_cuda():
+        assert weights > 50e6 / dims.world_size and state > 5 * weights / dims.world_size
+        assert free_without_state - loaded >= state, (free_without_state - loaded, state)
+        assert free() - loaded >= weights + state, (free() - loaded, weights + state)
+        assert offloaded < 0.2 * weights
+        assert all(block.is_pinned() for block in host_copies())
+    assert kept - offloaded >= weights, (kept, offloaded, weights)
+    addresses = [block.data_ptr() for block in host_copies()]
+    actor.load_to_device()
+    torch.distributed.all_reduce(total)
+    assert total.item() == dims.world_size**2
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    actor.offload(keep_weights=False)
+    assert addresses == [block.data_ptr() for block in host_copies()]
+    actor.load_to_device()
+    train()
+    assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    """A model of about 50 million parameters."""
-    path = tmp_path_factory.mktemp("qwen3")
-    sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, head_dim=128)
-    make_family("qwen3", path, **sizes, num_hidden_layers=4, max_position_embeddings=512)
-    return str(path)
+def offload_and_load_engine(folder: str, log: str) -> None:
+    import torch
+
+    from parallel.device import has_cuda
+
+    def free() -> int:
+        return torch.cuda.mem_get_info()[0] if has_cuda() else 0
+
+    args = default_server_args("bfloat16" if has_cuda() else "float32", 512, mem_fraction_static=0.3)
+    with EngineServer(args | memory_saver_args() | {"model_path": folder}, log) as server:
+        server.wait_ready(300)
+        client, control = EngineClient(server.url, 60), EngineControl(server.url, 60)
+        sampling = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
+        client.generate([[5, 6, 7]], sampling)
+        loaded = free()
+        control.pause(PauseMode.retract)
+        control.release_memory(["kv_cache", "weights"])
+        total = torch.cuda.mem_get_info()[1] if has_cuda() else 0
+        if has_cuda():  # on a CPU, nothing is freed; weights and KV cache are 0.3 of the GPU's memory
+            assert free() - loaded > 0.2 * total, (loaded, free(), total)
+        done = []
+        asking = threading.Thread(target=lambda: done.append(client.generate([[5, 6, 7]], sampling)))
+        asking.start()
+        control.resume_memory(["weights"])
+        client.update_weights_from_disk(folder)
+        assert not done
+        if has_cuda():
+            assert free() - loaded > 0.1 * total
+        control.resume_memory(["kv_cache"])
+        control.resume()
+        asking.join(60)
+        assert len(done[0][0].token_ids) == 200
 
 
-@pytest.mark.gpu
-def test_an_offloaded_trainer_releases_its_weights_and_optimizer_state(folder):
-    run(TRAINER, folder)
+@pytest.fixture
+def folder(device_type, tmp_path) -> str:
+    """A model; on a GPU, it has about 50 million parameters."""
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, head_dim=128, num_hidden_layers=4)
+    make_family("qwen3", tmp_path, max_position_embeddings=512, **(sizes if device_type == "cuda" else {}))
+    return str(tmp_path)
 
 
-@pytest.mark.gpu
-def test_an_offloaded_engine_releases_its_weights_and_kv_cache(folder, tmp_path):
-    if importlib.util.find_spec("torch_memory_saver") is None:
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(dp=2)], ids=["one", "dp"])
+def test_an_offloaded_trainer_releases_its_memory_and_continues(run_program, folder, dims):
+    run_program(dims, offload_and_load_trainer, folder, dims)
+
+
+def test_an_offloaded_engine_releases_its_memory_and_continues(start_process, device_type, folder, tmp_path):
+    if device_type == "cuda" and importlib.util.find_spec("torch_memory_saver") is None:
         pytest.skip("torch_memory_saver is not installed")
-    run(ENGINE, folder, str(tmp_path / "engine.log"))
+    process = start_process(offload_and_load_engine, folder, str(tmp_path / "engine.log"))
+    process.join(500)
+    assert process.exitcode == 0, process
