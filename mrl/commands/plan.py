@@ -13,11 +13,18 @@ from mrl.commands import plan_rollout, plan_search
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller.memory_check import MemoryAdvice, MemoryEstimator, advise
+from mrl.controller.plan_models import check_planned_transport
 from mrl.controller.plan_tools import plan_placement, plan_sync
 from mrl.placement.device_map import DeviceMap, draw_device_map, planned_device_map, render_device_map, summarize
 from mrl.placement.resource_pools import slots_per_node
 from mrl.planner.run_memory import GIB, GpuPhase, RunMemory
-from mrl.weight_sync.transfer_plan import LinkSpeeds, RankTraffic, TransferCost, estimate_transfer_cost
+from mrl.weight_sync.transfer_plan import (
+    LinkSpeeds,
+    RankTraffic,
+    TransferCost,
+    estimate_transfer_cost,
+    forwarded_bytes,
+)
 
 USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
        mrl plan rollout ...   (mrl plan rollout --help)
@@ -79,6 +86,8 @@ def _console(width: int = 100) -> Console:
 def _device_map(config: Config, weights: bool = True) -> DeviceMap:
     """Return the planned processes of each GPU. If `weights` is False, only config.json is read from each model's folder."""
     pools = plan_placement(config, weights)
+    if config.cluster.gpus_per_node:
+        check_planned_transport(config, pools, config.cluster.gpus_per_node)
     return planned_device_map(pools, slots_per_node(config.cluster, pools), config.cluster.nodes or 0)
 
 
@@ -105,19 +114,24 @@ def explain_placement(config: Config, as_json: bool = False) -> None:
 def explain_sync(config: Config, as_json: bool = False) -> None:
     """Print how many bytes each trainer rank sends, and each engine rank receives, in a weight sync."""
     with hydra_entry.exit_on_user_error():
-        model, transfer_plan = plan_sync(config)
-    shared = config.weight_sync.transport in ("shared_memory", "cuda_ipc")
+        sync = plan_sync(config)
+    shared = config.weight_sync.transport == "shared_memory"
     gb_per_s = config.plan.weight_sync_gb_per_s
     speeds = LinkSpeeds(gb_per_s, gb_per_s, config.plan.message_us)
-    cost = estimate_transfer_cost(transfer_plan, model.dims.world_size, speeds, shared)
-    show_transfer_cost(cost, f"{model.model_path} over {model.dims}", shared)
+    model = sync.model
+    cost = estimate_transfer_cost(sync.transfers, model.dims.world_size, speeds, shared, sync.steps)
+    how = "written once and read by every engine on the machine" if shared else "sent to each engine rank"
+    if sync.steps is not None:
+        inside, between = forwarded_bytes(sync.steps, sync.hosts)
+        how = (
+            f"passed on by trainer ranks ({inside:,} bytes inside nodes, {between:,} bytes between nodes), and are then read by "
+            "each engine rank from the trainer rank on its own GPU"
+        )
+    show_transfer_cost(cost, f"{model.model_path} over {model.dims}", how)
 
 
-def show_transfer_cost(cost: TransferCost, title: str, shared: bool) -> None:
-    """Print a table of ranks, and the totals.
-
-    `shared`: whether weights are written to shared memory, from which all engines on the machine read them.
-    """
+def show_transfer_cost(cost: TransferCost, title: str, how: str) -> None:
+    """Print a table of ranks, and the totals. `how`: the way in which the weights reach the engines."""
     table = Table("rank", title=title, title_justify="left")
     for column in ("bytes", "messages", "seconds"):
         table.add_column(column, justify="right")
@@ -127,7 +141,6 @@ def show_transfer_cost(cost: TransferCost, title: str, shared: bool) -> None:
         table.add_section()
     console = _console()
     console.print(table)
-    how = "written once and read by every engine on the machine" if shared else "sent to each engine rank"
     console.print(
         f"{cost.sent_bytes:,} bytes are {how}; the engines' weights have {cost.min_bytes:,} bytes; ratio {cost.ratio:.4f}\n"
         f"predicted {cost.seconds:.4f} s; the busiest sender sends {cost.imbalance:.3f} times the mean"

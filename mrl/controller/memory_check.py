@@ -14,6 +14,7 @@ from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
     check_layout,
+    check_planned_transport,
     engine_topology,
     make_input_files,
     parallel_layout,
@@ -24,6 +25,7 @@ from mrl.placement.resource_pools import check_capacity, gpus_of_nodes, with_nod
 from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, RoleModel, RunMemory, run_memory, trainer_settings
+from mrl.rollout.engines.server_args import has_cuda
 from mrl.weight_sync.engine_layout import Topology
 
 
@@ -96,7 +98,7 @@ def check_memory(plan: TrainPlan) -> None:
 
 
 def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
-    """Plan a training run. If the hardware is known, also check that the run's memory and GPUs suffice.
+    """Plan a training run. If the hardware is known, also check that memory and GPUs suffice, and that weights reach the engines.
 
     Without `check_hashes`, only the sizes of the files of a checkpoint are compared. Raises ValueError if the config has a
     mistake or the run does not fit.
@@ -105,6 +107,10 @@ def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_memory(plan)
     if cluster.scheduler and not cluster.address and cluster.gpus_per_node:
         check_capacity(plan.pools, gpus_of_nodes(with_node_count(cluster, plan.pools)), "GPU")
+    if cluster.scheduler and (most := max(gpus_of_nodes(cluster))):
+        check_planned_transport(config, plan.pools, most)
+    elif not cluster.scheduler and has_cuda():
+        check_planned_transport(config, plan.pools, plan.pools.size)
     if cluster.nodes and not (cluster.scheduler or cluster.address):
         raise ValueError(
             f"cluster.nodes={cluster.nodes}: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm."

@@ -19,11 +19,14 @@ from models.megatron_overrides import (
     check_megatron_overrides,
 )
 from mrl.config.instantiate import instantiate_callable
+from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
+from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, make_pools, slot_demands
 from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
+from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
 from parallel.dims import ParallelDims
 from parallel.trainer_config import LrSchedule, OptimConfig
@@ -207,6 +210,26 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
     family_of(actor.hf).check_engine(actor.hf, actor.arch)
     check_heads(actor.arch, topology)
     return topology
+
+
+def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:
+    """Return the transport of the weights between GPUs, and the locations of all trainer ranks and of all engine ranks.
+
+    A trainer rank is a rank of the actor. Raises ValueError if the weights cannot travel between these GPUs. The weight sync of
+    the run applies the same rule to the actual GPUs (mrl/weight_sync/session.py).
+    """
+    senders, receivers = (
+        [ProcessLocation(*place) for place in locate_ranks(devices, role)] for role in ("actor", "engines")
+    )
+    requested = config.weight_sync.transport
+    if requested == Transport.disk or not receivers:
+        return Transport.disk, senders, receivers
+    return choose_transport(requested, senders, receivers), senders, receivers
+
+
+def check_planned_transport(config: Config, pools: Pools, gpus_per_node: int) -> None:
+    """Raise ValueError if the weights cannot travel between the GPUs on which these pools would be placed."""
+    gpu_transport(config, planned_device_map(pools, gpus_per_node, config.cluster.nodes or 0))
 
 
 def make_input_files(config: Config) -> None:

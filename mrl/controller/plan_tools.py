@@ -4,24 +4,35 @@ Every function raises ValueError for a mistake in the config. No function starts
 """
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from mrl.algorithms.parts import build_algorithm
 from mrl.checkpoint.run_dir import check_unused
+from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
     engine_layout,
+    gpu_transport,
     make_input_files,
     plan_model,
     plan_models,
 )
 from mrl.controller.plan_train import check_supervised_data
+from mrl.placement.device_map import planned_device_map
 from mrl.placement.resource_pools import Pools
-from mrl.weight_sync.transfer_plan import TransferPlan, compile_transfer_plan, even_pipeline_stages, trainer_shards
+from mrl.weight_sync.transfer_plan import (
+    RelayStep,
+    TransferPlan,
+    compile_transfer_plan,
+    even_pipeline_stages,
+    relay_ranks,
+    relay_steps,
+    trainer_shards,
+)
 from parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -60,7 +71,17 @@ def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_d
     return replace(model, dims=dims)
 
 
-def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
+@dataclass(frozen=True)
+class SyncPlan:
+    """Planned weight sync of a run."""
+
+    model: ModelPlan
+    transfers: TransferPlan
+    steps: list[list[RelayStep]] | None  # by trainer rank; None: senders send to the engines themselves
+    hosts: list[str]  # node of each trainer rank; empty without GPUs
+
+
+def plan_sync(config: Config) -> SyncPlan:
     """Compile the transfer plan of the run's weight sync. Assumes pipeline stages with equal numbers of layers."""
     make_input_files(config)
     model = plan_model(config, config.model.path)
@@ -74,7 +95,15 @@ def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
     transfer_plan = compile_transfer_plan(
         shards, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes
     )
-    return model, transfer_plan
+    if not config.cluster.gpus_per_node or config.weight_sync.transport == Transport.shared_memory:
+        return SyncPlan(model, transfer_plan, None, [])
+    pools = plan_placement(config)
+    devices = planned_device_map(pools, config.cluster.gpus_per_node, config.cluster.nodes or 0)
+    transport, senders, receivers = gpu_transport(config, devices)
+    hosts = [location.host for location in senders]
+    if transport is not Transport.cuda_ipc:
+        return SyncPlan(model, transfer_plan, None, hosts)
+    return SyncPlan(model, transfer_plan, relay_steps(transfer_plan, relay_ranks(senders, receivers), hosts), hosts)
 
 
 def plan_placement(config: Config, weights: bool = True) -> Pools:

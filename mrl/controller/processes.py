@@ -1,6 +1,7 @@
 """All processes of an RL run: RunProcesses starts and ends them, ProcessRecovery restarts them after a loss."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
-from mrl.controller.plan_models import ModelPlan, chat_template
+from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
 from mrl.controller.plan_train import TrainPlan
 from mrl.controller.trainer import State
 from mrl.controller.worker_groups import ModelGroups, store_warm_start, stored_warm_start, train_supervised
@@ -24,7 +25,7 @@ from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.placement.resource_pools import Pools
-from mrl.rollout.engines.server_args import memory_saver_args
+from mrl.rollout.engines.server_args import memory_saver_args, nccl_environment
 from mrl.rollout.manager import RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec
 from mrl.tracking.console import Startup
@@ -235,17 +236,29 @@ def _closed_in_time() -> Iterator[ExitStack]:
 def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, RolePlacement]]:
     """Lock the run directory, connect to Ray and reserve devices. Yields the slots of each role.
 
-    Raises StartError if the cluster has too few devices.
+    Raises StartError if the cluster has too few devices, or if the weights cannot travel between the GPUs of the roles.
     """
     with ExitStack() as stack:
         stack.enter_context(lock_run_dir(Path(config.run.dir).resolve(), command, config_as_json(config)))
-        stack.enter_context(ray_cluster(config.cluster, pools.size))
+        stack.enter_context(ray_cluster(config.cluster, pools.size, shared_nccl_variables(config, pools)))
         try:
             placements = stack.enter_context(place_pools(pools, config.cluster.start_timeout_s))
+            devices = current_device_map(pools, placements)
+            if devices.unit == "GPU":
+                gpu_transport(config, devices)
         except (ValueError, PlacementError) as error:
             raise StartError(str(error)) from error
-        logger.info("placement:\n%s", device_map_text(current_device_map(pools, placements)))
+        logger.info("placement:\n%s", device_map_text(devices))
         yield placements
+
+
+def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
+    """Return the variables of NCCL that trainer ranks and engines must have in common, if they may join one NCCL group.
+
+    Roles that share a pool never join one group. NCCL then keeps its defaults in the trainer ranks.
+    """
+    engines, actor = pools.by_role.get("engines"), pools.by_role["actor"]
+    return nccl_environment(config.sglang, os.environ) if engines not in (None, actor) else {}
 
 
 MAX_PAUSE_S = 60.0  # longest time that the driver waits before it restarts lost processes

@@ -1,5 +1,6 @@
 """Device maps show which process is on which device of a real or planned cluster, as text or as a PNG file."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -57,6 +58,20 @@ def planned_device_map(pools: Pools, gpus_per_node: int, num_nodes: int = 0) -> 
     padded = {name: [*cells, *[None] * (gpus_per_node - len(cells))] for name, cells in nodes.items()}
     devices = _device_map(pools, named, padded, "GPU")
     return replace(devices, warnings=(*devices.warnings, *idle_gpus(padded)))
+
+
+def locate_ranks(devices: DeviceMap, role: str) -> list[tuple[str, str]]:
+    """Return the node and the device of each rank of a role, in the order of the ranks."""
+    places = {
+        tuple(map(int, re.findall(r"\d+", cell.processes[role]))): (
+            node.name,
+            f"{devices.unit} {number} of {node.name}",
+        )
+        for node in devices.nodes
+        for number, cell in enumerate(node.cells)
+        if cell and role in cell.processes
+    }
+    return [places[rank] for rank in sorted(places)]
 
 
 def idle_gpus(nodes: Mapping[str, Sequence[DeviceCell | None]]) -> Iterator[str]:

@@ -52,13 +52,15 @@ class _RunJobConfig(JobConfig):
 
 
 @contextmanager
-def ray_cluster(cluster: ClusterConfig, num_slots: int | None = None) -> Iterator[dict[str, Any]]:
+def ray_cluster(
+    cluster: ClusterConfig, num_slots: int | None = None, variables: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
     """Connect to the cluster at `cluster.address`, or start a cluster on this machine if the address is None.
 
     Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
     number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
-    independently of the number of cores. Raises ProcessesLostError if the local cluster does not start, and ValueError if
-    the folder for its files would not be private.
+    independently of the number of cores. `variables`: further environment variables of every process of the run. Raises
+    ProcessesLostError if the local cluster does not start, and ValueError if the folder for its files would not be private.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # generates the key, so that every process of the run inherits the same key
@@ -66,8 +68,9 @@ def ray_cluster(cluster: ClusterConfig, num_slots: int | None = None) -> Iterato
     since = time.time()
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     process_env = PROCESS_ENV | {"OMP_NUM_THREADS": str(cluster.cpu_threads)}
+    further = import_environment() | dict(variables or {})
     if cluster.address:
-        env = process_env | import_environment() | {"PYTHONPATH": python_path()}
+        env = process_env | further | {"PYTHONPATH": python_path()}
         # A function sets the key in each worker process: a variable in `env_vars` would appear in Ray's logs.
         ray.init(
             address=cluster.address,
@@ -81,7 +84,7 @@ def ray_cluster(cluster: ClusterConfig, num_slots: int | None = None) -> Iterato
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
         plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2, _temp_dir=str(private_ray_folder()))
         try:
-            with _variables(import_environment()):
+            with _variables(further):
                 ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **quiet)
         except ValueError:
             raise

@@ -260,8 +260,8 @@ class LayoutSearch:
         placement = self.space.fixed.get("placement")
         disaggregated, colocated = self._fastest_trainers(count)
         if placement != "disaggregated" and "sync" in self.modes:
-            for trainers in colocated.values():
-                yield from self._colocated(trainers, engines)
+            for gpus, trainers in colocated.items():
+                yield from self._colocated(gpus, trainers, engines)
         if placement != "colocated":
             for gpus, trainers in disaggregated.items():
                 yield from self._disaggregated(gpus, trainers, engines)
@@ -282,10 +282,13 @@ class LayoutSearch:
         fixed = self.space.fixed.get("num_engines", count)
         return fixed if fixed <= count else 0
 
-    def _colocated(self, trainers: Sequence[TrainerCandidate], engines: Sequence[EngineTime]) -> Iterator[RunCandidate]:
+    def _colocated(
+        self, gpus: int, trainers: Sequence[TrainerCandidate], engines: Sequence[EngineTime]
+    ) -> Iterator[RunCandidate]:
+        """Yield candidates whose engines use the trainers' GPUs only, because an engine gets its weights from its own GPU."""
         cluster, shape = self.space.cluster, self.space.shape
         for engine in engines:
-            if not (count := self._num_engines(engine, cluster.gpus)):
+            if not (count := self._num_engines(engine, gpus)):
                 continue
             rollout = self._rollout_time(engine, count, STALENESS["sync"])
             for trainer in trainers:

@@ -73,6 +73,11 @@ def header_key(push: str, bucket: str) -> str:
     return f"{push}/header/{bucket}"
 
 
+def chain_header_key(push: str, bucket: str) -> str:
+    """Return the key of the header that the first rank of a relay chain sets for the other ranks. `bucket` is RelayStep.chain."""
+    return f"{push}/chain/{bucket}"
+
+
 def ack_key(push: str, bucket: str, engine_rank: int) -> str:
     """Return the key that an engine rank sets after it has copied a bucket. This acknowledges the bucket."""
     return f"{push}/ack/{bucket}/{engine_rank}"

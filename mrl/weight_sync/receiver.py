@@ -38,14 +38,14 @@ from mrl.weight_sync.control_channel import (
     receiver_plan_key,
 )
 from mrl.weight_sync.sender import BucketHeader, checksum, chunk_views, decode_delta
-from mrl.weight_sync.transfer_plan import Bucket, Destination, TensorChunk
+from mrl.weight_sync.transfer_plan import Bucket, Destination, ProcessLocation, TensorChunk
 from mrl.weight_sync.transports import (
     ProcessGroupEndpoint,
     ProcessGroupSetup,
-    ProcessLocation,
     RecvEndpoint,
     SharedSlotsRecvEndpoint,
     SharedSlotsSetup,
+    location_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
     channel = ControlChannel.join(message["address"], message["port"], message["session"], message["timeout_s"])
     _session = ReceiverSession(channel, message["engine"] * message["tp"] + get_parallel().tp_rank)
     info = EngineRankInfo(
-        ProcessLocation.of(next(model.parameters()).device),
+        location_of(next(model.parameters()).device),
         {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in _parameters(model).items()},
     )
     channel.put(rank_info_key(_session.engine_rank), info)

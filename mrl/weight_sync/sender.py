@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import xxhash
 import zstandard
 from torch import Tensor
 
 from models.conversion.mapping import Box
-from mrl.weight_sync.control_channel import ControlChannel, ack_key, failure_key, header_key
-from mrl.weight_sync.transfer_plan import Bucket
+from mrl.weight_sync.control_channel import ControlChannel, ack_key, chain_header_key, failure_key, header_key
+from mrl.weight_sync.transfer_plan import Bucket, RelayStep
 from mrl.weight_sync.transports import NUM_SLOTS, SendEndpoint
 
 ZSTD_LEVEL = 1  # the lowest of 22 levels; a higher level takes more time than it saves on a network
@@ -101,6 +102,64 @@ class BucketSender:
                 self._failed.add(rank)
         self.channel.delete([header_key(push, bucket.key), *acks.values()])
         stats.waited_s += time.perf_counter() - start
+
+
+@dataclass
+class RelaySender(BucketSender):
+    """Sends over relays: trainer ranks pass each bucket on to each other, and each rank serves the engine rank on its own GPU.
+
+    Trainer ranks exchange bytes in the trainer's default process group. Call `send_all` on all ranks, while the communicators
+    of the trainer are not suspended (parallel.groups.suspend_communicators). A rank whose engine has failed still passes the
+    buckets on, so an engine that fails costs the push this engine only.
+    """
+
+    steps: Sequence[RelayStep] = ()  # one for each of `buckets`
+    # Index of a slot -> unfinished sends of this slot to the next trainer rank
+    _forwarding: dict[int, list[dist.Work]] = field(default_factory=dict)
+    _chain_headers: list[str] = field(default_factory=list)  # keys that this rank set in the last push
+
+    def send_all(self, push: str, read: ReadTensor, full: bool) -> SendStats:
+        """Process every step. `full` must be true, because an engine that shares its GPU does not keep the last weights."""
+        assert full and not self.delta, "engines that share their GPUs receive all weights, not differences"
+        # Every rank must take part in the first operation of an NCCL group. item() waits until all ranks have left the last push.
+        dist.all_reduce(ranks := torch.ones(1, device=self.send_endpoint.slots[0].device))
+        assert int(ranks.item()) == dist.get_world_size(), "every trainer rank takes part in a push"
+        self.channel.delete(self._chain_headers)
+        self._chain_headers.clear()
+        stats = super().send_all(push, read, full)
+        for slot in list(self._forwarding):
+            self._finish_forwarding(slot)
+        return stats
+
+    def _send(self, push: str, bucket: Bucket, read: ReadTensor, full: bool, stats: SendStats) -> None:
+        step, slot = self.steps[bucket.index], bucket.index % NUM_SLOTS
+        self._finish_forwarding(slot)
+        data, header = self.send_endpoint.slots[slot][: bucket.nbytes], None
+        if step.previous is None:
+            header = BucketHeader(bucket.nbytes, fill_buffer(data, bucket, read))
+            if step.next is not None:
+                self._chain_headers.append(chain_header_key(push, step.chain))
+                self.channel.put(
+                    self._chain_headers[-1], header
+                )  # before the bytes, so that it is set when they arrive
+        else:
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, data, step.previous)]):
+                work.wait()
+        if step.next is not None:
+            self._forwarding[slot] = dist.batch_isend_irecv([dist.P2POp(dist.isend, data, step.next)])
+        receivers = [rank for rank in bucket.receivers if rank not in self._failed]
+        if receivers:
+            self.send_endpoint.send(bucket.index, bucket.nbytes, receivers)  # waits until the bytes are in the slot
+            header = header or self.channel.get(chain_header_key(push, step.chain))
+            self.channel.put(header_key(push, bucket.key), header)
+            stats.sent_bytes += bucket.nbytes
+            stats.uncompressed_bytes += bucket.nbytes
+            stats.messages += 1
+
+    def _finish_forwarding(self, slot: int) -> None:
+        """Wait until the next rank has the bytes of this slot. On a GPU, only the current stream waits."""
+        for work in self._forwarding.pop(slot, []):
+            work.wait()
 
 
 def chunk_views(buffer: Tensor, bucket: Bucket) -> list[Tensor]:

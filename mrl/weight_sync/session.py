@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,17 +36,27 @@ from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
 from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, Topology, check_engine_parameters
 from mrl.weight_sync.receiver import EngineRankInfo
-from mrl.weight_sync.sender import BucketSender, ReadTensor
-from mrl.weight_sync.transfer_plan import Bucket, compile_transfer_plan, trainer_shards
+from mrl.weight_sync.sender import BucketSender, ReadTensor, RelaySender
+from mrl.weight_sync.transfer_plan import (
+    Bucket,
+    Destination,
+    ProcessLocation,
+    RelayStep,
+    TransferPlan,
+    choose_transport,
+    compile_transfer_plan,
+    relay_ranks,
+    relay_steps,
+    trainer_shards,
+)
 from mrl.weight_sync.transports import (
     CudaIpcSendEndpoint,
     ProcessGroupEndpoint,
     ProcessGroupSetup,
-    ProcessLocation,
     SendEndpoint,
     SharedMemorySendEndpoint,
     SharedSlotsSetup,
-    choose_transport,
+    location_of,
 )
 from parallel.dims import ParallelDims
 
@@ -95,12 +105,12 @@ class LiveSync:
             opener = _SessionOpener(urls, weights, settings, stack)
             channel, locations = opener.join_channel()
             choice = opener.ranks.on_rank_0(lambda: opener.distribute_plan(layout_of, channel, locations))
-            buckets: list[Bucket] = channel.get(sender_plan_key(opener.ranks.rank))
-            self.send_endpoint = opener.open_transport(choice, channel, buckets)
+            part: _SenderPart = channel.get(sender_plan_key(opener.ranks.rank))
+            self.send_endpoint = opener.open_transport(choice, channel, part.buckets)
             self._closing = stack.pop_all()  # closes everything that was opened
         self._ranks, self._coordinator = opener.ranks, opener.coordinator
-        self.sender = BucketSender(channel, self.send_endpoint, buckets, settings.delta)
-        self._num_tensors = len({chunk.name for bucket in buckets for chunk in bucket.chunks})
+        self.sender = part.sender(channel, self.send_endpoint, settings.delta)
+        self._num_tensors = len({chunk.name for bucket in part.buckets for chunk in bucket.chunks})
         self._verified_push: str | None = None  # the last push, if every engine has verified it
         self._version = -1
 
@@ -223,6 +233,44 @@ class _SessionInfo:
 
 
 @dataclass(frozen=True)
+class _SenderPart:
+    """One trainer rank's part of the plan."""
+
+    buckets: list[Bucket]  # buckets that this rank puts into its slots, in order
+    # One for each bucket. None: this rank sends its buckets to the receivers itself, and there are no relays
+    steps: list[RelayStep] | None = None
+
+    def sender(self, channel: ControlChannel, send_endpoint: SendEndpoint, delta: bool) -> BucketSender:
+        """Return the object that sends the buckets."""
+        if self.steps is None:
+            return BucketSender(channel, send_endpoint, self.buckets, delta)
+        return RelaySender(channel, send_endpoint, self.buckets, delta, steps=self.steps)
+
+
+type _ReceiverPart = list[tuple[Bucket, list[Destination]]]
+"""An engine rank's part of the plan: its buckets in order, each with the destinations of its chunks."""
+
+
+def _divide_plan(
+    plan: TransferPlan, senders: Sequence[ProcessLocation], receivers: Sequence[ProcessLocation], relayed: bool
+) -> tuple[list[_SenderPart], Iterator[_ReceiverPart]]:
+    """Return the part of every trainer rank and of every engine rank. If `relayed`, engine ranks read their own GPU only."""
+    parts = [plan.buckets_of_receiver(tp_rank) for tp_rank in range(plan.engine_tp)]  # the same in every engine
+    if not relayed:
+        by_sender = [_SenderPart(plan.buckets_of_sender(rank)) for rank in range(len(senders))]
+        return by_sender, (parts[rank % plan.engine_tp] for rank in range(len(receivers)))
+    relays = relay_ranks(senders, receivers)
+    steps = relay_steps(plan, relays, [location.host for location in senders])
+
+    def from_relay(rank: int) -> _ReceiverPart:
+        buckets = [step.bucket for step in steps[relays[rank]] if step.bucket.receivers]
+        return [(bucket, part[1]) for bucket, part in zip(buckets, parts[rank % plan.engine_tp], strict=True)]
+
+    by_sender = [_SenderPart([step.bucket for step in each], each) for each in steps]
+    return by_sender, map(from_relay, range(len(receivers)))
+
+
+@dataclass(frozen=True)
 class _TransportChoice:
     """The transport of the session, and what every trainer rank needs to open it."""
 
@@ -280,7 +328,7 @@ class _SessionOpener:
     def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
         """Connect every rank to the control channel. Returns the channel, and the location of every trainer rank."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        locations = self.ranks.on_every_rank(lambda: ProcessLocation.of(device))
+        locations = self.ranks.on_every_rank(lambda: location_of(device))
         address, hosts = self.session.connection["address"], {location.host for location in locations}
         if len(hosts) > 1 and address.startswith("127."):
             raise ValueError(
@@ -312,14 +360,14 @@ class _SessionOpener:
         shards = trainer_shards(weights.rows, weights.sizes, weights.dims, weights.stage)
         bucket_bytes = self.settings.bucket_bytes
         plan = compile_transfer_plan(shards, layout, len(infos) // tp, dtypes.__getitem__, bucket_bytes)
-        for rank in range(self.ranks.size):
-            channel.put(sender_plan_key(rank), plan.buckets_of_sender(rank))
-        for tp_rank in range(tp):  # rank `tp_rank` of every engine receives the same buckets
-            buckets = plan.buckets_of_receiver(tp_rank)
-            for rank in range(tp_rank, len(infos), tp):
-                channel.put(receiver_plan_key(rank), buckets)
+        receivers = [infos[rank].location for rank in range(len(infos))]
+        transport = choose_transport(self.settings.transport, locations, receivers)
+        by_sender, by_receiver = _divide_plan(plan, locations, receivers, relayed=transport is Transport.cuda_ipc)
+        for rank, part in enumerate(by_sender):
+            channel.put(sender_plan_key(rank), part)
+        for rank, buckets in enumerate(by_receiver):
+            channel.put(receiver_plan_key(rank), buckets)
         self.coordinator.check_plan()
-        transport = choose_transport(self.settings.transport, locations, [info.location for info in infos.values()])
         logger.info("weight sync by %s: %s", transport, plan)
         return _TransportChoice(transport, "cuda" if infos[0].location.gpu is not None else "cpu", len(infos))
 

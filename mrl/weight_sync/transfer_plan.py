@@ -1,4 +1,4 @@
-"""Transfer plan: which trainer rank sends which part of which tensor to which engine ranks.
+"""Transfer plan: which trainer rank sends which part of which tensor to which engine ranks, and by which transport.
 
 The plan is computed once per session. It depends only on the layouts of trainer and engines, not on the values of the weights.
 
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from models.conversion.mapping import Box, ParamMapping
+from mrl.config.process_schema import Transport
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard
 from parallel.dims import ParallelDims
 
@@ -259,6 +261,124 @@ def _buckets(
         index += 1
 
 
+class ProcessLocation(NamedTuple):
+    """Host and GPU that hold the weights of one rank."""
+
+    host: str
+    gpu: str | None  # UUID of the GPU; None: the weights are on a CPU
+
+
+def choose_transport(
+    requested: str, senders: Sequence[ProcessLocation], receivers: Sequence[ProcessLocation]
+) -> Transport:
+    """Check weight_sync.transport against the locations of all ranks, and resolve `auto`.
+
+    If every engine rank shares its GPU with a trainer rank, `auto` becomes CUDA IPC, on any number of machines. If all ranks
+    are on the CPUs of one machine, `auto` becomes shared memory. Otherwise, `auto` becomes a process group. Raises ValueError
+    if the requested transport cannot work. Plans call this function with planned locations, before any process starts.
+    """
+    transport = Transport(requested)
+    num_hosts = len({host for host, _ in [*senders, *receivers]})
+    on_gpus = any(gpu is not None for _, gpu in [*senders, *receivers])
+    num_shared = len(relay_ranks(senders, receivers))
+    if 0 < num_shared < len(receivers):
+        raise ValueError(
+            f"weight_sync.transport={transport}: {num_shared} of {len(receivers)} engine ranks share their GPUs with ranks of "
+            f"the actor, and the others do not. Use at most {len(senders)} engine ranks (rollout.num_engines x "
+            "rollout.engine_tp), as many as the actor has, or placement=disaggregated, or weight_sync.transport=disk."
+        )
+    if transport is Transport.auto:
+        needs_group = on_gpus or num_hosts > 1
+        fitting = Transport.process_group if needs_group else Transport.shared_memory
+        return Transport.cuda_ipc if num_shared else fitting
+    if transport is Transport.process_group and num_shared:
+        raise ValueError(
+            "weight_sync.transport=process_group: NCCL cannot join two processes on one GPU; use cuda_ipc."
+        )
+    if (transport is Transport.shared_memory and on_gpus) or (transport is Transport.cuda_ipc and not on_gpus):
+        raise ValueError(f"weight_sync.transport={transport} does not fit the device of the weights; use auto.")
+    if transport is Transport.cuda_ipc and not num_shared:
+        raise ValueError(
+            "weight_sync.transport=cuda_ipc: no engine shares a GPU with the actor, and an engine can open only memory of its "
+            "own GPUs; use process_group."
+        )
+    if transport is Transport.shared_memory and num_hosts > 1:
+        raise ValueError(
+            f"weight_sync.transport=shared_memory: trainers and engines are on {num_hosts} machines; use process_group or disk."
+        )
+    return transport
+
+
+def relay_ranks(senders: Sequence[ProcessLocation], receivers: Sequence[ProcessLocation]) -> dict[int, int]:
+    """Return engine rank -> trainer rank on the same GPU, for each engine rank that shares its GPU with a trainer rank."""
+    rank_on = {gpu: rank for rank, (_, gpu) in enumerate(senders) if gpu is not None}
+    return {rank: rank_on[gpu] for rank, (_, gpu) in enumerate(receivers) if gpu in rank_on}
+
+
+@dataclass(frozen=True)
+class RelayStep:
+    """One trainer rank's part in passing a bucket on to the trainer ranks that share their GPUs with the bucket's receivers.
+
+    These trainer ranks form a chain that begins with the sender of the bucket. Each rank receives the bytes from the rank before
+    it, sends them to the rank after it, and keeps them in a slot for the engine rank on its own GPU.
+    """
+
+    # The bucket as the engine rank on this GPU sees it: this trainer rank is the sender, `index` counts the steps of this rank,
+    # and the only receiver is this engine rank. There is no receiver if no engine rank on this GPU needs the bucket.
+    bucket: Bucket
+    chain: str  # Bucket.key of the bucket in the transfer plan
+    previous: int | None  # trainer rank from which this rank receives the bytes; None: this rank has the weights
+    next: int | None  # trainer rank to which this rank sends the bytes; None: this rank is the last of the chain
+
+
+def relay_steps(plan: TransferPlan, relays: Mapping[int, int], hosts: Sequence[str]) -> list[list[RelayStep]]:
+    """Return the steps of every trainer rank, in order.
+
+    `relays`: engine rank -> trainer rank on the same GPU. `hosts`: host of each trainer rank. Every rank processes the buckets
+    in the order of (index, sender). So a rank only ever waits for ranks at an earlier bucket, or for earlier ranks of the same
+    chain, and the ranks cannot wait for each other in a circle.
+    """
+    steps: list[list[RelayStep]] = [[] for _ in hosts]
+    for bucket in sorted(plan.buckets, key=lambda b: (b.index, b.sender)):
+        receiver_on = {relays[engine_rank]: engine_rank for engine_rank in bucket.receivers}
+        chain = _relay_chain(bucket.sender, receiver_on, hosts)
+        for before, rank, after in zip([None, *chain], chain, [*chain[1:], None], strict=False):
+            receivers = (receiver_on[rank],) if rank in receiver_on else ()
+            own = replace(bucket, sender=rank, index=len(steps[rank]), receivers=receivers)
+            steps[rank].append(RelayStep(own, bucket.key, before, after))
+    return steps
+
+
+def forwarded_bytes(steps: Sequence[Sequence[RelayStep]], hosts: Sequence[str]) -> tuple[int, int]:
+    """Return the bytes that trainer ranks send to each other in one push: inside a host, and from host to host."""
+    inside = between = 0
+    for rank, each in enumerate(steps):
+        for step in each:
+            if step.next is not None and hosts[step.next] == hosts[rank]:
+                inside += step.bucket.nbytes
+            elif step.next is not None:
+                between += step.bucket.nbytes
+    return inside, between
+
+
+def _relay_chain(sender: int, relays: Iterable[int], hosts: Sequence[str]) -> list[int]:
+    """Return the sender, and then every other rank of `relays`.
+
+    The ranks of a host are consecutive, so the bytes enter each host only once. Different senders enter a host at different
+    ranks, so that the network cards of all ranks are used.
+    """
+    ranks_on: dict[str, list[int]] = {host: [] for host in hosts}  # in the order of the ranks
+    for rank in sorted(set(relays) - {sender}):
+        ranks_on[hosts[rank]].append(rank)
+    order, chain = list(ranks_on), [sender]
+    first = order.index(hosts[sender])
+    for host in order[first:] + order[:first]:
+        ranks = ranks_on[host]
+        start = sender % max(1, len(ranks))
+        chain += ranks[start:] + ranks[:start]
+    return chain
+
+
 @dataclass(frozen=True)
 class LinkSpeeds:
     """Network speeds that the cost estimate assumes for each rank."""
@@ -301,14 +421,20 @@ class TransferCost:
     def imbalance(self) -> float:
         """Bytes of the sender that sends most, divided by the average over all senders."""
         sent = [traffic.bytes for traffic in self.senders]
-        return max(sent) * len(sent) / sum(sent)
+        return max(sent) * len(sent) / sum(sent) if any(sent) else 1.0
 
 
-def estimate_transfer_cost(plan: TransferPlan, num_senders: int, speeds: LinkSpeeds, shared: bool) -> TransferCost:
+def estimate_transfer_cost(
+    plan: TransferPlan,
+    num_senders: int,
+    speeds: LinkSpeeds,
+    shared: bool,
+    steps: Sequence[Sequence[RelayStep]] | None = None,
+) -> TransferCost:
     """Estimate bytes, messages and seconds of a plan, without running it.
 
-    `shared` is true for shared memory and CUDA IPC: the sender writes one copy, which all receivers read. Otherwise the sender
-    sends one copy to each receiver.
+    `shared` is true for shared memory: the sender writes one copy, which all receivers read. Otherwise the sender sends one copy
+    to each receiver. With `steps` (see relay_steps), a sender sends what it passes on to the next trainer rank.
     """
 
     def traffic(rank: str, sizes: list[int], gb_per_s: float) -> RankTraffic:
@@ -321,6 +447,8 @@ def estimate_transfer_cost(plan: TransferPlan, num_senders: int, speeds: LinkSpe
         senders[bucket.sender] += [bucket.nbytes] * (1 if shared else len(bucket.receivers))
         for rank in bucket.receivers:
             receivers[rank].append(bucket.nbytes)
+    if steps is not None:
+        senders = [[step.bucket.nbytes for step in each if step.next is not None] for each in steps]
     return TransferCost(
         [traffic(f"trainer {n}", sizes, speeds.send_gb_per_s) for n, sizes in enumerate(senders)],
         [

@@ -1,13 +1,15 @@
 """Transports: how a bucket gets from its sender (a trainer rank) to its receivers (engine ranks).
 
 A transfer slot, here called slot, is a memory area of a sender that holds one bucket. A sender writes its buckets alternately
-into two slots. It reuses a slot after all receivers have acknowledged the bucket in this slot. On one machine, the receivers map
-the slots into their own processes (shared memory, or GPU memory through CUDA IPC). Otherwise, a process group sends the bytes.
+into two slots. It reuses a slot after all receivers have acknowledged the bucket in this slot. On the CPUs of one machine, the
+receivers map the slots into their own processes (shared memory). If every engine rank shares its GPU with a trainer rank, the
+bytes travel in two hops: the trainer ranks pass a bucket on to each other, and each engine rank reads it from a slot of the
+trainer rank on its own GPU (CUDA IPC), because an engine sees no other GPUs. Otherwise, a process group sends the bytes.
 
-To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport and a class for
-each endpoint in this file; `open_transport` in session.py; `_connect` in receiver.py; and the table in
-docs/concepts/placement.md. A transport that sends no buckets, such as `disk`, has its own class, which `connect_engines` in
-mrl/workers/megatron_model.py chooses.
+To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport in
+mrl/weight_sync/transfer_plan.py; a class for each endpoint in this file; `open_transport` in session.py; `_connect` in
+receiver.py; and the table in docs/concepts/placement.md. A transport that sends no buckets, such as `disk`, has its own class,
+which `connect_engines` in mrl/workers/megatron_model.py chooses.
 """
 
 from __future__ import annotations
@@ -21,60 +23,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.config.process_schema import Transport
+from mrl.weight_sync.transfer_plan import ProcessLocation
 
 NUM_SLOTS = 2  # transfer slots of each sender
 SHARED_MEMORY = Path("/dev/shm")  # folder for files that contain slots
 _DEVICE_ARGUMENT = 6  # position of the device index among the arguments of torch's rebuild_cuda_tensor
 
 
-class ProcessLocation(NamedTuple):
-    """Host and GPU that hold the weights of one rank."""
-
-    host: str
-    gpu: str | None  # UUID of the GPU; None: the weights are on a CPU
-
-    @classmethod
-    def of(cls, device: torch.device) -> ProcessLocation:
-        """Return the location of this process, whose weights are on `device`."""
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        return cls(socket.gethostname(), gpu)
-
-
-def choose_transport(
-    requested: str, senders: Sequence[ProcessLocation], receivers: Sequence[ProcessLocation]
-) -> Transport:
-    """Check weight_sync.transport against the locations of all ranks, and resolve `auto`.
-
-    If trainer and engines share a GPU, `auto` becomes CUDA IPC. If all ranks are on the CPUs of one machine, `auto` becomes
-    shared memory. Otherwise, `auto` becomes a process group. Raises ValueError if the requested transport cannot work.
-    """
-    hosts = {host for host, _ in [*senders, *receivers]}
-    gpus = [{gpu for _, gpu in side if gpu is not None} for side in (senders, receivers)]
-    colocated = bool(gpus[0] & gpus[1])
-    transport = Transport(requested)
-    if transport is Transport.auto and colocated:
-        transport = Transport.cuda_ipc
-    elif transport is Transport.auto:
-        transport = Transport.process_group if any(gpus) or len(hosts) > 1 else Transport.shared_memory
-    if transport is not Transport.process_group and len(hosts) > 1:
-        raise ValueError(
-            f"weight_sync.transport={transport}: trainers and engines are on {len(hosts)} machines; use process_group if they "
-            "have separate GPUs, or disk."
-        )
-    if transport is not Transport.process_group and (transport is Transport.cuda_ipc) != all(gpus):
-        raise ValueError(f"weight_sync.transport={transport} does not fit the device of the weights; use auto.")
-    if transport is Transport.process_group and colocated:
-        raise ValueError(
-            "weight_sync.transport=process_group: NCCL cannot join two processes on one GPU; use cuda_ipc."
-        )
-    return transport
+def location_of(device: torch.device) -> ProcessLocation:
+    """Return the location of this process, whose weights are on `device`."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    return ProcessLocation(socket.gethostname(), gpu)
 
 
 class SendEndpoint(Protocol):
@@ -203,7 +168,10 @@ def _open_handle(handle: Any) -> Sequence[Tensor]:
     rebuild, arguments = pickle.loads(data)
     devices = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if device_uuid not in devices:
-        raise RuntimeError(f"the sender's GPU {device_uuid} is not visible to this engine.")
+        raise RuntimeError(
+            f"the slots are on GPU {device_uuid}, but this engine sees only {', '.join(devices) or 'no GPUs'}; each engine rank "
+            "must read the slots of the trainer rank on its own GPU."
+        )
     arguments = (*arguments[:_DEVICE_ARGUMENT], devices[device_uuid], *arguments[_DEVICE_ARGUMENT + 1 :])
     return rebuild(*arguments).split(slot_bytes)
 

@@ -96,7 +96,7 @@ def best_of_all(search, family):
 
     for gpus, trained in all_trainers(search).items():
         for engine in all_engines(search, family):
-            count = cluster.gpus // engine.tp
+            count = gpus // engine.tp
             if count and "sync" in search.modes:
                 sampling = rollout_of(engine, count, 0)
                 if cluster.gpus <= cluster.gpus_per_node:
@@ -130,6 +130,8 @@ def test_the_search_finds_the_best_of_all_configurations(nodes, hardware, modes)
     result = search.run(3)
     assert result.best[0].step_s == pytest.approx(best_of_all(search, family), rel=1e-12)
     assert result.excluded["trainer does not fit in memory"]
+    shared = [candidate for candidate in search._candidates(3) if candidate.placement == "colocated"]
+    assert all(each.engine_gpus <= each.trainers.gpus for each in shared), "engines get their weights on their own GPUs"
     assert [candidate.step_s for candidate in result.best] == sorted(candidate.step_s for candidate in result.best)
 
 

@@ -1,11 +1,22 @@
 """Checks and defaults of SGLang's server arguments."""
 
+import ast
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mrl.rollout.engines.server_args import RESERVED_ARGS, check_server_args, default_server_args, server_arg_names
+from mrl.rollout.engines.server_args import (
+    NCCL_VARIABLES,
+    RESERVED_ARGS,
+    check_server_args,
+    default_server_args,
+    nccl_environment,
+    server_arg_names,
+)
 
 
 def test_argument_names_from_the_source_are_those_of_the_class():
@@ -47,3 +58,26 @@ def test_the_check_does_not_import_sglang_or_torch():
         "sys.exit(bool({'sglang', 'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def sglang_environment(environment: dict[str, str], **server_args) -> dict[str, str]:
+    """Run the statements with which SGLang's source sets variables of NCCL, and return the environment of the engine."""
+    source = Path(find_spec("sglang").submodule_search_locations[0], "srt/entrypoints/engine.py").read_text()
+    (function,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == "_set_envs_and_config"]
+    statements = [node for node in function.body if any(repr(name) in ast.dump(node) for name in NCCL_VARIABLES)]
+    statements = [node for node in statements if "is_mnnvl_fabric_device" not in ast.dump(node)]
+    assert len(statements) == len(NCCL_VARIABLES)
+    cfg = SimpleNamespace(**dict(enable_symm_mem=False, enable_nccl_nvls=False) | server_args)
+    names = dict(os=SimpleNamespace(environ=environment), cfg=cfg, kv_shard_symmetric_scratch=False)
+    exec(compile(ast.Module(statements, []), "engine.py", "exec"), names)
+    return environment
+
+
+@pytest.mark.parametrize("server_args", [{}, dict(enable_symm_mem=True), dict(enable_nccl_nvls=True)], ids=str)
+@pytest.mark.parametrize("user", [{}, dict(NCCL_CUMEM_ENABLE="1"), dict(NCCL_NVLS_ENABLE="0")], ids=str)
+def test_trainer_ranks_and_engines_have_the_same_nccl_variables(user, server_args):
+    trainer = user | nccl_environment(server_args, user)
+    engine = sglang_environment(dict(trainer), **server_args)
+    assert engine == trainer and trainer.keys() == NCCL_VARIABLES.keys()
+    if not server_args and not user:
+        assert sglang_environment({}) == trainer, "the values that SGLang would choose"

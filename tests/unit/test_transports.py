@@ -6,7 +6,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from mrl.weight_sync import transports
-from mrl.weight_sync.transports import ProcessLocation, SharedMemorySendEndpoint, choose_transport
+from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
+from mrl.weight_sync.transports import SharedMemorySendEndpoint
 
 CPU_A, CPU_B = ProcessLocation("a", None), ProcessLocation("b", None)
 GPUS = [ProcessLocation("a", "g0"), ProcessLocation("a", "g1"), ProcessLocation("b", "g2")]
@@ -18,6 +19,7 @@ GPUS = [ProcessLocation("a", "g0"), ProcessLocation("a", "g1"), ProcessLocation(
         ([CPU_A, CPU_A], [CPU_A], "shared_memory"),
         ([CPU_A], [CPU_B], "process_group"),
         ([GPUS[0], GPUS[1]], [GPUS[1]], "cuda_ipc"),
+        (GPUS, [GPUS[2], GPUS[0]], "cuda_ipc"),
         ([GPUS[0]], [GPUS[1]], "process_group"),
         ([GPUS[0]], [GPUS[2]], "process_group"),
     ],
@@ -30,10 +32,12 @@ def test_auto_chooses_the_transport_that_fits_the_devices(senders, receivers, tr
     ("requested", "senders", "receivers", "message"),
     [
         ("shared_memory", [CPU_A], [CPU_B], "2 machines; use process_group"),
+        ("cuda_ipc", [GPUS[0]], [GPUS[1]], "no engine shares a GPU with the actor"),
         ("cuda_ipc", [CPU_A], [CPU_A], "does not fit the device"),
         ("shared_memory", [GPUS[0]], [GPUS[1]], "does not fit the device"),
         ("process_group", [GPUS[0]], [GPUS[0]], "NCCL cannot join two processes on one GPU"),
-        ("auto", [GPUS[0], GPUS[2]], [GPUS[0]], "2 machines"),
+        ("process_group", GPUS, [GPUS[2]], "NCCL cannot join two processes on one GPU"),
+        ("auto", [GPUS[0]], [GPUS[0], GPUS[1]], "1 of 2 engine ranks share .* at most 1 engine ranks"),
     ],
 )
 def test_a_transport_that_cannot_work_is_refused(requested, senders, receivers, message):

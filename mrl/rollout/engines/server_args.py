@@ -64,6 +64,25 @@ def check_server_args(overrides: Mapping[str, Any]) -> None:
             raise ValueError(f"sglang.{name} is not an argument of this SGLang; {hint}")
 
 
+NCCL_VARIABLES = {
+    "NCCL_CUMEM_ENABLE": ("enable_symm_mem",),
+    "NCCL_NVLS_ENABLE": ("enable_symm_mem", "enable_nccl_nvls"),
+}
+"""Variable of NCCL that SGLang sets -> server arguments with which SGLang sets the variable to 1 in every case."""
+
+
+def nccl_environment(server_args: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of NCCL that must be the same in trainer ranks and engines, because both join one NCCL group.
+
+    SGLang (0.5.23, _set_envs_and_config) sets a variable to 0 if it is not in the environment. A value that the user has set in
+    `environment` applies to both sides. `server_args`: the config section `sglang`.
+    """
+    return {
+        name: "1" if any(server_args.get(argument) for argument in arguments) else environment.get(name, "0")
+        for name, arguments in NCCL_VARIABLES.items()
+    }
+
+
 def has_cuda() -> bool:
     """Return whether the CUDA driver sees a device, with respect to CUDA_VISIBLE_DEVICES. Does not import torch."""
     count = ctypes.c_int(0)

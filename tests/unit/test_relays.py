@@ -1,0 +1,207 @@
+"""Weights of engines that share GPUs with the trainer: each engine rank gets every byte from the trainer rank on its own GPU."""
+
+import itertools
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+from planned_runs import config_of
+from test_transfer_plan import LAYERS, SIZES, architecture, engine_parameters, tensors_of
+
+from models.families.qwen import QWEN3, QWEN3_MOE
+from mrl.commands import plan
+from mrl.config.process_schema import ClusterConfig, Transport, WeightSyncConfig
+from mrl.controller import memory_check, plan_tools
+from mrl.controller.plan_models import gpu_transport
+from mrl.controller.processes import shared_nccl_variables
+from mrl.placement.device_map import planned_device_map
+from mrl.placement.resource_pools import SlotDemand, make_pools
+from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.session import _divide_plan
+from mrl.weight_sync.transfer_plan import (
+    ProcessLocation,
+    choose_transport,
+    compile_transfer_plan,
+    even_pipeline_stages,
+    forwarded_bytes,
+    relay_steps,
+    trainer_shards,
+)
+from mrl.weight_sync.transports import NUM_SLOTS
+from parallel.dims import ParallelDims
+
+DENSE = [dict(dp=8), dict(tp=2, dp=4), dict(tp=2, pp=2, dp=2), dict(tp=4, cp=2)]
+MOE = [dict(tp=2, dp=4, ep=2, etp=1), dict(pp=2, dp=4, ep=4)]
+ENGINES = [(Topology(1), 8), (Topology(1), 5), (Topology(2), 4), (Topology(4), 2), (Topology(4, dp=2), 1)]
+MOE_ENGINES = [(Topology(2, 2), 4), (Topology(4, 4), 1), (Topology(4, 2, 2), 2)]
+CASES = [(QWEN3, *case) for case in itertools.product(DENSE, ENGINES)] + [
+    (QWEN3_MOE, *case) for case in itertools.product(MOE, MOE_ENGINES)
+]
+
+
+def plan_of(family, axes, topology, num_engines, bucket_bytes=400):
+    arch, dims = architecture(family), ParallelDims(**axes)
+    shards = trainer_shards(family.param_mappings(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
+    layout = EngineLayout.of(family, arch, topology)
+    return arch, layout, compile_transfer_plan(shards, layout, num_engines, lambda _: ("float32", 4), bucket_bytes)
+
+
+def locations(num_engine_ranks, nodes, seed):
+    """Trainer ranks fill the GPUs of the nodes; engine ranks are on some of these GPUs, in any order."""
+    trainers = [ProcessLocation(f"node {rank * nodes // 8}", f"gpu {rank}") for rank in range(8)]
+    return trainers, random.Random(seed).sample(trainers, num_engine_ranks)
+
+
+@pytest.mark.extended_except("2")
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_every_engine_rank_gets_every_byte_once_from_the_trainer_rank_on_its_own_gpu(nodes):
+    for seed, (family, axes, (topology, num_engines)) in enumerate(CASES):
+        arch, layout, transfers = plan_of(family, axes, topology, num_engines)
+        tensors = tensors_of(family, arch)
+        trainers, engines = locations(num_engines * topology.tp, nodes, seed)
+        assert choose_transport("auto", trainers, engines) is Transport.cuda_ipc
+        by_sender, by_receiver = _divide_plan(transfers, trainers, engines, relayed=True)
+        for engine_rank, part in enumerate(by_receiver):
+            handles = {bucket.sender for bucket, _ in part}  # receiver._connect opens the slots of these trainer ranks
+            assert {trainers[rank].gpu for rank in handles} == {engines[engine_rank].gpu}, "no other GPU is visible"
+            filled = {
+                n: tensors["model.norm.weight"].new_full(s, float("nan"))
+                for n, s in layout.param_shapes(engine_rank % topology.tp).items()
+            }
+            for bucket, destinations in part:
+                assert bucket.receivers == (engine_rank,)
+                assert bucket is by_sender[bucket.sender].buckets[bucket.index], "both ends use the same slot and keys"
+                for chunk, destination in zip(bucket.chunks, destinations, strict=True):
+                    target = filled[destination.param][destination.box.slices]
+                    assert target.isnan().all(), "nothing arrives twice"
+                    target.copy_(tensors[chunk.name][chunk.box.slices].view(destination.box.sizes))
+            for name, expected in engine_parameters(layout, engine_rank % topology.tp, tensors).items():
+                assert expected.equal(filled[name].nan_to_num(0.0)), name
+
+
+def steps_of(case, nodes, seed):
+    family, axes, (topology, num_engines) = case
+    _, _, transfers = plan_of(family, axes, topology, num_engines)
+    trainers, engines = locations(num_engines * topology.tp, nodes, seed)
+    relays = {rank: trainers.index(location) for rank, location in enumerate(engines)}
+    hosts = [location.host for location in trainers]
+    return transfers, relays, hosts, relay_steps(transfers, relays, hosts)
+
+
+@pytest.mark.parametrize("number", range(0, len(CASES), 7))
+def test_a_chain_begins_with_the_sender_and_enters_each_host_at_most_once(number):
+    transfers, relays, hosts, steps = steps_of(CASES[number], nodes=4, seed=1)
+    chains = defaultdict(list)
+    for rank, each in enumerate(steps):
+        for step in each:
+            chains[step.chain].append((rank, step))
+    for bucket in transfers.buckets:
+        members = dict(chains[bucket.key])
+        rank, visited = bucket.sender, [bucket.sender]
+        assert members[rank].previous is None
+        while (following := members[rank].next) is not None:
+            assert members[following].previous == rank
+            rank = following
+            visited.append(rank)
+        assert len(visited) == len(set(visited)) and set(visited) == {relays[r] for r in bucket.receivers} | {
+            bucket.sender
+        }
+        entered = [host for host, _ in itertools.groupby(hosts[rank] for rank in visited)]
+        assert len(entered) == len(set(entered)), "the bytes go over the network once for each host"
+    inside, between = forwarded_bytes(steps, hosts)
+    copies = sum(b.nbytes * len({relays[r] for r in b.receivers} - {b.sender}) for b in transfers.buckets)
+    assert inside + between == copies and between > 0
+
+
+@pytest.mark.parametrize("number", range(0, len(CASES), 5))
+@pytest.mark.parametrize("dead", [(), (0,)], ids=["all alive", "one engine rank dead"])
+def test_relays_cannot_wait_for_each_other_in_a_circle(number, dead):
+    """Sends block until the next rank receives, which is the strictest case. Dead engine ranks acknowledge nothing."""
+    _, _, _, steps = steps_of(CASES[number], nodes=2, seed=2)
+    position = [0] * len(steps)  # steps that each rank has finished
+    holding = [False] * len(steps)  # whether the rank has the bytes of its current step
+    acknowledged = [set() for _ in steps]
+    moved = True
+    while moved:
+        moved = False
+        for rank, each in enumerate(steps):
+            if position[rank] == len(each):
+                continue
+            step = each[position[rank]]
+            earlier = each[max(0, position[rank] - NUM_SLOTS)].bucket if position[rank] >= NUM_SLOTS else None
+            if earlier and set(earlier.receivers) - set(dead) and earlier.index not in acknowledged[rank]:
+                continue
+            if step.previous is None:
+                holding[rank] = True
+            if not holding[rank]:
+                continue
+            if step.next is not None:
+                other = steps[step.next]
+                behind = position[step.next]
+                if behind == len(other) or other[behind].chain != step.chain:
+                    continue
+                holding[step.next] = True
+            acknowledged[rank].add(step.bucket.index)
+            position[rank], holding[rank], moved = position[rank] + 1, False, True
+    assert position == [len(each) for each in steps]
+
+
+SHARED = {"all": ["actor", "critic", "engines"]}
+APART = {"train": ["actor", "critic"], "serve": ["engines"]}
+
+
+@pytest.mark.parametrize(
+    ("pools", "actor", "critic", "engines", "engine_tp", "transport"),
+    [
+        (SHARED, 16, 0, 16, 1, Transport.cuda_ipc),
+        (SHARED, 16, 0, 8, 4, Transport.cuda_ipc),
+        (SHARED, 16, 32, 16, 16, Transport.cuda_ipc),
+        (APART, 16, 0, 16, 2, Transport.process_group),
+        (SHARED, 8, 0, 16, 1, None),
+        (SHARED, 8, 16, 16, 8, None),
+    ],
+)
+def test_plans_and_runs_refuse_engines_of_which_only_a_part_shares_gpus_with_the_actor(
+    monkeypatch, pools, actor, critic, engines, engine_tp, transport
+):
+    demands = {"actor": SlotDemand(actor, 2), "engines": SlotDemand(engines, engine_tp)}
+    made = make_pools(pools, demands | ({"critic": SlotDemand(critic)} if critic else {}))
+    run = SimpleNamespace(pools=made)
+    monkeypatch.setattr(memory_check, "plan_training", lambda config, check_hashes: run)
+    monkeypatch.setattr(memory_check, "check_memory", lambda plan: None)
+    local = SimpleNamespace(cluster=ClusterConfig(), weight_sync=WeightSyncConfig(), sglang={})
+    job = SimpleNamespace(cluster=ClusterConfig(scheduler="slurm"), weight_sync=WeightSyncConfig(), sglang={})
+    monkeypatch.setattr(memory_check, "has_cuda", lambda: False)
+    assert memory_check.plan_fitting_run(local) is run, "CPUs have no such rule"
+    monkeypatch.setattr(memory_check, "has_cuda", lambda: True)
+    monkeypatch.setattr(plan, "plan_placement", lambda config, weights: made)
+    for call in (memory_check.plan_fitting_run, plan._device_map):
+        for config in (local, job):
+            if transport:
+                call(config)
+                continue
+            with pytest.raises(
+                ValueError, match=f"{actor} of {engines} engine ranks share .* at most {actor} engine ranks"
+            ):
+                call(config)
+    if transport:
+        assert gpu_transport(local, planned_device_map(made, 8))[0] is transport
+        names = {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"} if transport is Transport.process_group else set()
+        assert set(shared_nccl_variables(local, made)) == names, "only one NCCL group needs equal variables"
+
+
+@pytest.mark.extended
+def test_plan_sync_shows_the_bytes_of_both_hops(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    layout = ["parallel.dp=2", "parallel.tp=2", "rollout.num_engines=4", "cluster.gpus_per_node=2"]
+    config = config_of(None, tmp_path, *layout, "placement=colocated", experiment="quickstart")
+    sync = plan_tools.plan_sync(config)
+    inside, between = forwarded_bytes(sync.steps, sync.hosts)
+    assert between == inside / 2 == sync.transfers.sent_bytes / 4, (
+        "3 of 4 copies are passed on, one of them between nodes"
+    )
+    plan.explain_sync(config)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{inside:,} bytes inside nodes, {between:,} bytes between nodes" in printed
+    assert "from the trainer rank on its own GPU" in printed
