@@ -221,7 +221,7 @@ class EngineLifecycle:
         self.scheduler.load(ENGINES)
 
     def offload(self) -> int:
-        """Pause the engines, put their running requests back into their queues, and release weights and KV cache.
+        """Pause the engines, put their running requests back into their queues, and release the memory of all MemoryTags.
 
         Returns 0, because engines do not report the bytes that stay allocated. Raises EngineError if an engine fails.
         """
@@ -231,13 +231,13 @@ class EngineLifecycle:
 
     def load_weights(self) -> None:
         """Allocate the engines' memory for weights."""
-        self._control_all(lambda engine, record: _allocate(engine, record, "weights"))
+        self._control_all(lambda engine, record: _allocate(engine, record, ["weights"]))
 
     def load_kv_cache(self) -> None:
-        """Allocate the engines' KV cache, and resume generation."""
+        """Allocate the engines' KV cache and the memory of their CUDA graphs, and resume generation."""
 
         def resume(engine: EngineControl, record: EngineRecord) -> None:
-            _allocate(engine, record, "kv_cache")
+            _allocate(engine, record, ["cuda_graph", "kv_cache"])
             engine.resume()
 
         self._control_all(resume)
@@ -267,16 +267,16 @@ class EngineLifecycle:
 def _release(engine: EngineControl, record: EngineRecord) -> None:
     record.was_offloaded = True
     engine.pause(PauseMode.retract)
-    tags: list[MemoryTag] = ["kv_cache", "weights"]
+    tags: list[MemoryTag] = ["kv_cache", "weights", "cuda_graph"]
     if tags := [tag for tag in tags if tag not in record.released]:
         engine.release_memory(tags)
         record.released.update(tags)
 
 
-def _allocate(engine: EngineControl, record: EngineRecord, tag: MemoryTag) -> None:
-    if tag in record.released:  # SGLang exits when memory is allocated twice
-        engine.resume_memory([tag])
-        record.released.discard(tag)
+def _allocate(engine: EngineControl, record: EngineRecord, tags: Sequence[MemoryTag]) -> None:
+    if tags := [tag for tag in tags if tag in record.released]:  # SGLang exits when memory is allocated twice
+        engine.resume_memory(tags)
+        record.released.difference_update(tags)
 
 
 def _push_metrics(reports: Sequence[SyncReport], version: int, num_replaced: int, attempts: int) -> Metrics:

@@ -24,8 +24,11 @@ CONNECT_RETRIES = 3  # attempts to open a connection; a request is sent only aft
 WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 """Value of the server argument `custom_weight_loader`, with which engines must be started for live weight sync."""
 
-MemoryTag = Literal["kv_cache", "weights"]
-"""Parts of an engine's GPU memory that can be released and allocated again. Releasing a part loses its contents."""
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+"""Parts of an engine's GPU memory that can be released and allocated again.
+
+Releasing the KV cache or the weights loses their contents. SGLang keeps the contents of the memory of CUDA graphs on the host.
+"""
 
 
 @cache

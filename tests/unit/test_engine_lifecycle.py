@@ -3,6 +3,7 @@
 import pytest
 from scripted_lifecycle import scripted_lifecycle
 
+from mrl.controller import engine_lifecycle
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.core.types import SyncReport
 from mrl.weight_sync.engine_control import WeightSyncError
@@ -45,3 +46,29 @@ def test_an_engine_that_fails_during_a_replacement_is_replaced_too_but_not_forev
     again.push(4)
     with pytest.raises(WeightSyncError, match="weight version 4 did not reach every engine in 2 attempts"):
         again.restore({"old": "hangs"})
+
+
+def test_offloaded_engines_release_all_their_memory_and_allocate_each_part_once(monkeypatch):
+    calls: list = []
+
+    class Control:
+        def __init__(self, url: str, timeout_s: float) -> None:
+            self.pause = lambda mode: calls.append("pause")
+            self.resume = lambda: calls.append("resume")
+            self.release_memory = lambda tags: calls.append(("release", *tags))
+            self.resume_memory = lambda tags: calls.append(("allocate", *tags))
+
+        def __enter__(self) -> "Control":
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(engine_lifecycle, "EngineControl", Control)
+    engines = lifecycle([], [])
+    engines._engines.pop("other")
+    for act in (engines.offload, engines.offload, engines.load_weights, engines.load_kv_cache, engines.load_kv_cache):
+        act()
+    assert calls == [
+        *("pause", ("release", "kv_cache", "weights", "cuda_graph"), "pause"),
+        *(("allocate", "weights"), ("allocate", "cuda_graph", "kv_cache"), "resume", "resume"),
+    ]

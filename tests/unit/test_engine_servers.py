@@ -39,8 +39,9 @@ def test_an_engine_has_equally_many_ranks_on_each_of_its_nodes():
         group_by_node(slots("a0", "a1", "a2", "b0"))
 
 
-def environment(folder, **more) -> dict[str, str]:
-    server = EngineServer(dict(model_path="m", **more), folder / "log")
+def environment(folder, **arguments) -> dict[str, str]:
+    """Return the environment variables of a server."""
+    server = EngineServer(dict(model_path="m", **arguments), folder / "log")
     try:
         return server._environment(folder)
     finally:
@@ -66,6 +67,14 @@ def test_the_processes_of_an_engine_get_their_titles_when_they_change_variables(
     command = [sys.executable, "-c", SET_TITLE]
     found = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.split() == ["sglang::scheduler", "True"], "the hang report finds the scheduler by its title"
+
+
+def test_an_engine_that_can_be_offloaded_can_release_the_memory_of_its_cuda_graphs(tmp_path, monkeypatch):
+    variable = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    assert environment(tmp_path, enable_memory_saver=True)[variable] == "1"
+    assert variable not in environment(tmp_path)
+    monkeypatch.setenv(variable, "0")
+    assert environment(tmp_path, enable_memory_saver=True)[variable] == "0", "a user's value wins"
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
-"""Seeded sampling on a CPU uses MurmurHash3 as published, and its numbers look random."""
+"""SGLang's platform plug-in: seeded sampling on a CPU uses MurmurHash3 as published, and paused schedulers sleep."""
 
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from sglang.srt.plugins.hook_registry import HookType
 
-from mrl.rollout.cpu.sglang_platform import murmur_hash32
+from mrl.rollout.cpu import sglang_platform
+from mrl.rollout.cpu.sglang_platform import PAUSED_LOOP, murmur_hash32, sleep_while_paused
 
 
 def murmur3(data: bytes) -> int:
@@ -41,3 +44,15 @@ def test_neighbouring_columns_and_seeds_are_independent():
     between = np.corrcoef(uniform.T) - np.eye(50)
     assert np.abs(between).max() < 0.12, "five standard errors for 2000 seeds"
     assert abs(np.corrcoef(uniform[:-1].ravel(), uniform[1:].ravel())[0, 1]) < 0.02, "neighbouring seeds"
+
+
+def test_a_paused_scheduler_of_a_gpu_sleeps_too(monkeypatch):
+    """SGLang spawns its processes on a GPU, so each process registers the hook when it looks for a platform."""
+    registered: list = []
+    monkeypatch.setattr(sglang_platform.HookRegistry, "register", lambda *args: registered.append(args))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert sglang_platform.activate() is None
+    assert registered == [(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)]
+    calls: list[str] = []
+    sleep_while_paused(None, SimpleNamespace(maybe_sleep_on_idle=lambda: calls.append("slept")))
+    assert calls == ["slept"]

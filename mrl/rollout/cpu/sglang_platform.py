@@ -6,6 +6,7 @@ SGLang finds the plug-in through the entry point `sglang.srt.platforms` (setup.p
 
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -16,10 +17,22 @@ from sglang.srt.arg_groups.choices import (
 )
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, dump_stacks_on_signal
 from mrl.rollout.cpu import ATTENTION_BACKEND
+
+PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+"""Method that the loop of a paused scheduler calls in each iteration."""
+
+
+def sleep_while_paused(result: None, scheduler: Any) -> None:
+    """Let a paused scheduler sleep until a request arrives. Hook in the scheduler's loop.
+
+    Without the hook, a paused scheduler would keep a CPU core busy that the trainer and the weight sync need.
+    """
+    scheduler.maybe_sleep_on_idle()
 
 
 def activate() -> str | None:
@@ -31,6 +44,7 @@ def activate() -> str | None:
     if REGISTRY_FOLDER_ENV in os.environ:
         dump_stacks_on_signal(Path(os.environ[REGISTRY_FOLDER_ENV]) / f"{os.environ[REGISTRY_NAME_ENV]}.txt")
     if torch.accelerator.is_available():
+        HookRegistry.register(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)  # SGLang spawns its processes on a GPU
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])

@@ -32,7 +32,6 @@ from mrl.rollout.engines.leases import SHARED_MEMORY_LIST
 # Modules and classes of SGLang in which hooks replace or extend functions
 ENGINE = "sglang.srt.entrypoints.engine"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SAMPLER = "sglang.srt.layers.sampler"
 SERVER_ARGS = "sglang.srt.server_args"
@@ -106,12 +105,10 @@ def serve(fields: dict[str, Any]) -> None:
     HookRegistry.register(f"{HTTP_SERVER}._freeze_gc_after_server_warmup", wait_until_listening, HookType.BEFORE)
     if not torch.cuda.is_available():
         import mrl.rollout.cpu.sdpa_attention  # noqa: F401  imported before the fork, so that children need not import it
-        from mrl.rollout.cpu.sglang_platform import murmur_hash32
+        from mrl.rollout.cpu.sglang_platform import PAUSED_LOOP, murmur_hash32, sleep_while_paused
 
         HookRegistry.register(f"{ENGINE}._set_envs_and_config", use_fork, HookType.AFTER)
-        HookRegistry.register(
-            f"{SCHEDULER}._record_scheduler_state_for_paused_engine", sleep_while_paused, HookType.AFTER
-        )
+        HookRegistry.register(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)
         HookRegistry.register(
             f"{MODEL_RUNNER}.maybe_enable_batch_invariant_mode", skip_batch_invariant_kernels, HookType.REPLACE
         )
@@ -163,14 +160,6 @@ def get_cpu_module(*_: object) -> Any:
     import torch
 
     return torch.cpu
-
-
-def sleep_while_paused(result: None, scheduler: Any) -> None:
-    """Let a paused scheduler sleep until a request arrives. Hook in the scheduler's loop.
-
-    Without the hook, a paused scheduler would keep a CPU core busy that the weight sync needs.
-    """
-    scheduler.maybe_sleep_on_idle()
 
 
 def wait_until_listening(server_args: Any) -> None:
