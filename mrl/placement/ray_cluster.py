@@ -7,17 +7,20 @@ command before the driver.
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray import cloudpickle
 from ray._private import ray_constants  # private: Ray has no public way to bind a local cluster to loopback
+from ray._private.utils import estimate_available_memory  # private: the memory with which Ray compares the object store
 from ray.job_config import JobConfig
 
 from mrl.config.process_schema import ClusterConfig
@@ -33,6 +36,8 @@ from mrl.placement.ray_folder import private_ray_folder
 # of a run by their environment.
 PROCESS_ENV = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 PROCESS_ENV |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "SPT_NOENV": "1"}
+SHARED_MEMORY = Path("/dev/shm")  # folder in which Ray creates the object store
+MIN_OBJECT_STORE_BYTES = 512 * 1024**2  # smallest object store of a local cluster
 POLL_INTERVAL_S = 0.5  # missing_nodes waits this long between two reads of the list of nodes
 
 
@@ -82,7 +87,8 @@ def ray_cluster(
         os.environ.update(process_env)  # every process of a local cluster inherits these variables
         _restrict_to_loopback()
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
-        plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2, _temp_dir=str(private_ray_folder()))
+        store = object_store_bytes(estimate_available_memory(), _free_bytes(SHARED_MEMORY))
+        plain = dict(include_dashboard=False, object_store_memory=store, _temp_dir=str(private_ray_folder()))
         try:
             with _variables(further):
                 ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **quiet)
@@ -97,6 +103,21 @@ def ray_cluster(
     finally:
         with shutdown_deadline("Ray", since):
             ray.shutdown()
+
+
+def object_store_bytes(memory: int, shared_memory: int) -> int:
+    """Return the size of a local cluster's object store, from the free memory of the machine and the free space of /dev/shm.
+
+    The store gets a tenth of the memory, but at most half of /dev/shm, in which engines and NCCL have buffers too. It gets at
+    least MIN_OBJECT_STORE_BYTES. Ray puts a store that does not fit in /dev/shm on the disk. The store uses memory only for the
+    objects in it.
+    """
+    return max(MIN_OBJECT_STORE_BYTES, min(memory // 10, shared_memory // 2))
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the free space of a folder, or 0 if the folder does not exist."""
+    return shutil.disk_usage(folder).free if folder.is_dir() else 0
 
 
 @contextmanager

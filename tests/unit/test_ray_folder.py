@@ -105,3 +105,11 @@ def test_every_process_of_a_run_gets_the_runs_variables(short_folder, monkeypatc
     with pytest.raises(ValueError, match="no cluster in this test"), cluster:
         pass
     assert given["NCCL_CUMEM_ENABLE"] == "0" and "NCCL_CUMEM_ENABLE" not in os.environ
+
+
+def test_the_object_store_grows_with_the_machine_but_is_never_smaller_than_512_mib():
+    gib = 2**30
+    assert ray_cluster.object_store_bytes(2000 * gib, 1000 * gib) == 200 * gib
+    assert ray_cluster.object_store_bytes(2000 * gib, 64 * gib) == 32 * gib
+    for memory, shared_memory in ((2000 * gib, 64 * 2**20), (2 * gib, 2 * gib), (64 * gib, 0), (-gib, gib)):
+        assert ray_cluster.object_store_bytes(memory, shared_memory) == gib // 2
