@@ -1,7 +1,8 @@
 """Builds this rank's part of a Megatron model from a Hugging Face config."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
@@ -35,7 +36,12 @@ from parallel import groups
 from parallel.attention import PackedAttention
 from parallel.device import capabilities, has_cuda
 from parallel.dims import ParallelDims
-from parallel.megatron_layers import PackedLatentAttention, PackedRotaryEmbedding, spec_provider
+from parallel.megatron_layers import (
+    AmplifiedRotaryEmbedding,
+    PackedLatentAttention,
+    PackedRotaryEmbedding,
+    spec_provider,
+)
 from parallel.moe_router import PackedRouter
 from parallel.rope import Rope
 
@@ -78,8 +84,8 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         calculate_per_token_loss=True,  # losses are sums over tokens, already divided by the mini-batch's denominator
         **_layout_fields(dims),
         # Fused kernels need NVIDIA's libraries. Without these libraries, Megatron uses plain torch.
-        apply_rope_fusion=False,  # the fused kernel has one angle for each position, but packs need one for each token
-        gradient_accumulation_fusion=libraries.fused_wgrad,
+        apply_rope_fusion=False,  # see can_fuse_rope
+        gradient_accumulation_fusion=libraries.fused_wgrad or libraries.transformer_engine,
         bias_activation_fusion=libraries.transformer_engine,
         bias_dropout_fusion=libraries.transformer_engine,
         masked_softmax_fusion=False,
@@ -93,6 +99,15 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         values |= dict(moe_router_bias_update_rate=0.0)
     config_class = MLATransformerConfig if arch.has_latent_attention else TransformerConfig
     return config_class(**(values | arch.transformer | overrides))
+
+
+def can_fuse_rope(arch: Architecture, packed_attention: bool) -> bool:
+    """Whether Transformer Engine's fused RoPE computes the rotation of this model. Otherwise Megatron uses torch.
+
+    The kernel counts positions from the start of each sequence, but with shared prompts, packs need one angle for each token.
+    It knows neither an amplitude nor latent attention.
+    """
+    return not packed_attention and not arch.has_latent_attention and arch.rope.amplitude == 1.0
 
 
 def _layout_fields(dims: ParallelDims) -> dict:
@@ -126,7 +141,7 @@ def _latent_attention(provider: BackendSpecProvider, rope: Rope) -> ModuleSpec:
     linear, norm = provider.column_parallel_linear(), provider.layer_norm(rms_norm=True, for_qk=True)
     return ModuleSpec(
         module=PackedLatentAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "rope": rope},
+        params={"attn_mask_type": AttnMaskType.causal, "rotary": AmplifiedRotaryEmbedding(rope)},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=linear,
             q_layernorm=norm,
@@ -237,11 +252,29 @@ def build_model(
     arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
     packed_attention = share_prompts or not capabilities().transformer_engine
+    config.apply_rope_fusion = can_fuse_rope(arch, packed_attention)
     stages = range(dims.vpp) if dims.vpp > 1 else [None]
     build = partial(_build_stage, arch, config, head, packed_attention)
-    chunks = [build(stage).to(dtype) for stage in stages]
+    with _wgrad_fusion_of_transformer_engine(config):
+        chunks = [build(stage).to(dtype) for stage in stages]
     logger.info("%s from %s over %s: %s", hf.architecture, hf.path, dims, arch)
     return chunks
+
+
+@contextmanager
+def _wgrad_fusion_of_transformer_engine(config: TransformerConfig) -> Iterator[None]:
+    """Context in which Megatron's own matrices are built without fused weight gradients, if Apex's extension is missing.
+
+    Megatron's output layer refuses to be built with fusion without the extension, although mrl computes its gradient itself.
+    `parallel.optimizer.wrap_ddp` turns on the fusion of Transformer Engine's matrices, which need no extension.
+    """
+    fused, libraries = config.gradient_accumulation_fusion, capabilities()
+    if libraries.transformer_engine and not libraries.fused_wgrad:
+        config.gradient_accumulation_fusion = False
+    try:
+        yield
+    finally:
+        config.gradient_accumulation_fusion = fused
 
 
 def _build_stage(

@@ -5,16 +5,25 @@ backward pass reduce-scatters the gradients of keys and values. In shapes, L is 
 numbers of query heads and key/value heads on this rank, and d is the number of channels per head.
 """
 
+import logging
 import math
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from parallel import groups
-from parallel.packing import AttentionCall, PackedSequences
+from parallel.device import has_cuda
+from parallel.packing import AttentionCall, ChunkBounds, PackedSequences
+
+logger = logging.getLogger(__name__)
 
 
 class PackedAttention(torch.nn.Module):
@@ -56,45 +65,94 @@ class PackedAttention(torch.nn.Module):
         if pack.query_index is not None:
             query = query.index_select(0, pack.query_index)
         if pack.key_index is not None:
-            key, value = key.index_select(0, pack.key_index), value.index_select(0, pack.key_index)
+            key, value = (_GatherRows.apply(rows, pack.key_index, _gradient_sum_dtype(rows)) for rows in (key, value))
         dropout = self.dropout if self.training else 0.0
-        attend = _attend_varlen if _supports_varlen(query) and not dropout else _attend_batched
-        out = attend(query, key, value, pack.calls, self.scale, dropout).flatten(1)
+        if pack.chunks is not None and supports_varlen(query.device, query.dtype) and not dropout:
+            out = _attend_varlen(query, key, value, pack.chunks, self.scale).flatten(1)
+        else:
+            out = _attend_batched(query, key, value, pack.calls, self.scale, dropout).flatten(1)
         if pack.query_index is None:
             return out
         return torch.empty_like(out).index_copy(0, pack.query_index, out)
 
 
-def _supports_varlen(query: Tensor) -> bool:
-    """Whether torch's variable-length flash-attention kernel supports this tensor."""
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+def supports_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's variable-length flash-attention kernel supports tensors of this device and dtype."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
+class _GatherRows(torch.autograd.Function):
+    """`index_select` of rows. The backward pass sums the gradients of a row that several chunks read, in `sum_dtype`."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, sum_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows, ctx.sum_dtype = len(rows), sum_dtype
+        return rows.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=ctx.sum_dtype)
+        return total.index_add_(0, index, grad.to(ctx.sum_dtype)).to(grad.dtype), None, None
+
+
+def _gradient_sum_dtype(rows: Tensor) -> torch.dtype:
+    """Return the dtype in which the gradients of shared keys and values are summed.
+
+    On a GPU, this is float32 for 16-bit tensors: the atomic additions of `index_add_` round each partial sum, and G responses
+    add up to G gradients to every key of their prompt.
+    """
+    return torch.promote_types(rows.dtype, torch.float32) if rows.is_cuda else rows.dtype
+
+
+def has_flash_attention_3() -> bool:
+    """Whether the package of FlashAttention-3 is installed and this process computes on a Hopper GPU, which it needs."""
+    return has_cuda() and torch.cuda.get_device_capability() == (9, 0) and find_spec("flash_attn_interface") is not None
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Any]:
+    """Return torch's flash-attention kernel for sequences of variable length.
+
+    torch uses FlashAttention-2. With the package of FlashAttention-3 on a Hopper GPU, torch is told to use that package.
+    """
+    from torch.nn.attention import activate_flash_attention_impl
+    from torch.nn.attention.varlen import varlen_attn  # imports Triton
+
+    if has_flash_attention_3():
+        try:
+            activate_flash_attention_impl("FA3")
+        except (ImportError, OSError, RuntimeError) as error:
+            logger.warning("FlashAttention-3 is installed but cannot be used, so FlashAttention-2 is: %s", error)
+    return varlen_attn
 
 
 def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, calls: tuple[AttentionCall, ...], scale: float, dropout: float
-) -> Tensor:  # [L, n, d]
-    """Run all calls in one flash-attention kernel. Its causal mask aligns last query and last key, as AttentionCall needs."""
-    from torch.nn.attention.varlen import varlen_attn  # imports Triton
+    query: Tensor, key: Tensor, value: Tensor, chunks: ChunkBounds, scale: float
+) -> Tensor:  # [L, n, channels of value]
+    """Compute all chunks in one flash-attention kernel. Its causal mask aligns the last query and the last key of a chunk.
 
-    def cumulative(sizes: list[int]) -> Tensor:
-        return torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
-
-    num_queries = [call.num_queries for call in calls for _ in range(call.count)]
-    num_keys = [call.num_keys for call in calls for _ in range(call.count)]
-    out = varlen_attn(
+    The kernel needs values with as many channels as keys, which latent attention does not have: the values are padded with zeros.
+    """
+    width = value.size(2)
+    if width != key.size(2):
+        value = F.pad(value, (0, key.size(2) - width))
+    out = _varlen_kernel()(
         query,
         key,
         value,
-        cumulative(num_queries),
-        cumulative(num_keys),
-        max(num_queries),
-        max(num_keys),
+        chunks.queries,
+        chunks.keys,
+        chunks.max_queries,
+        chunks.max_keys,
         scale=scale,
         window_size=(-1, 0),
         enable_gqa=query.size(1) != key.size(1),
     )
     assert isinstance(out, Tensor), "no auxiliary output was requested"
-    return out
+    return out[..., :width]
 
 
 def _attend_batched(

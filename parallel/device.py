@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils._device
@@ -42,6 +43,15 @@ def backend() -> str:
 def host_memory(nbytes: int) -> torch.Tensor:
     """Allocate uint8 [nbytes] on the host, pinned if this process computes on a GPU."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_cuda())
+
+
+def copy_to_device(values: np.ndarray, target: torch.device) -> torch.Tensor:
+    """Copy an array to `target`. For a GPU, the array passes through pinned memory, so the host does not wait for the copy.
+
+    On a CPU, the tensor shares its memory with the array.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(target, non_blocking=True) if target.type == "cuda" else tensor.to(target)
 
 
 def synchronize() -> None:
@@ -73,14 +83,14 @@ class Capabilities:
     cuda: bool
     transformer_engine: bool
     apex: bool  # NVIDIA's Apex, built with its extensions; the package named apex on PyPI is a different one
-    fused_wgrad: bool  # weight gradients are added directly to the fp32 gradient buffers
+    fused_wgrad: bool  # Apex's kernel adds weight gradients directly to the fp32 gradient buffers
 
     def __str__(self) -> str:
         kernels = "Transformer Engine" if self.transformer_engine else "torch"
         fused = "Transformer Engine's" if self.transformer_engine else "Apex's" if self.apex else "torch's"
         return (
             f"{'CUDA' if self.cuda else 'CPU'}: {kernels} layers, {fused} fused Adam, "
-            f"gradient accumulation {'fused' if self.fused_wgrad else 'not fused'}"
+            f"gradient accumulation {'fused' if self.fused_wgrad or self.transformer_engine else 'not fused'}"
         )
 
 

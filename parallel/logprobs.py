@@ -6,6 +6,8 @@ again (as in Cut Cross-Entropy, Wijmans et al. 2024). In addition to the inputs 
 `[chunk_size, V/tp]` exist at a time. Without entropies, there are at most two, and for 16-bit inputs also a 16-bit tensor of this
 shape.
 
+For 16-bit inputs, a GPU returns the float32 sums of the matrix products. Other devices round these sums to 16 bits first.
+
 Formulas for the logits x = hidden @ weight.T / temperature, with p = softmax(x) and log p_j = x_j - log sum_k exp x_k:
     entropy E = -sum_j p_j log p_j = log sum_k exp x_k - sum_j p_j x_j
     d log p_t / d x_j = [j = t] - p_j        d E / d x_j = -p_j (log p_j + E)
@@ -38,7 +40,7 @@ def linear_logprobs(  # noqa: PLR0913  terms of one formula
 ) -> tuple[Tensor, Tensor]:  # log-probabilities [T], entropies [T] in nats (zeros without `needs_entropy`)
     """Compute the log-probability of each target and the entropy of softmax(hidden @ weight.T / temperature).
 
-    Matrix products use the dtype of the inputs. Everything else and both results are in float32 (float64 for float64 inputs).
+    Matrix products read the dtype of the inputs. Everything else and both results are in float32 (float64 for float64 inputs).
     Both results are differentiable with respect to `hidden` and `weight`. All ranks of the group must pass the same number of
     positions, and all get the same results.
     """
@@ -67,8 +69,7 @@ class _Head:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return logits / temperature [n, V/tp] of hidden [n, H], in float32 or wider."""
-        logits = hidden @ weight.T
-        logits = logits.to(_accumulation_dtype(logits.dtype))
+        logits = _product(hidden, weight.T)
         if self.temperature != 1.0:
             logits.div_(self.temperature)
         if self.real_rows < logits.size(1):
@@ -201,7 +202,20 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         return left @ right
     if total.dtype == left.dtype == _accumulation_dtype(left.dtype):
         return total.addmm_(left, right)
-    return total.to(_accumulation_dtype(total.dtype)).add_(left @ right)
+    return total.to(_accumulation_dtype(total.dtype)).add_(_product(left, right))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the matrix product left @ right in float32 or wider."""
+    wide = _accumulation_dtype(left.dtype)
+    if left.dtype != wide and returns_float32_products(left.device):
+        return torch.mm(left, right, out_dtype=wide)
+    return (left @ right).to(wide)
+
+
+def returns_float32_products(device: torch.device) -> bool:
+    """Whether torch has a kernel of this device that multiplies 16-bit matrices and returns the sums in float32."""
+    return device.type == "cuda" and "dtype" in torch.ops.aten.mm.overloads()
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

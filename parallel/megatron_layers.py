@@ -48,12 +48,16 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """RoPE with one angle per token of the pack, so that Megatron rotates all sequences in one operation."""
+    """RoPE with one angle per token of the pack, so that Megatron rotates all sequences in one operation.
+
+    The angles of the last pack are kept: all layers of a virtual stage, and the recomputation of their activations, use them.
+    """
 
     def __init__(self, rope: Rope) -> None:
         # Megatron moves the frequencies to the device at the first use.
         super().__init__(rope.dim, 1.0, use_cpu_initialization=True)
         self.inv_freq = rope.inv_freq()
+        self._angles: tuple[Tensor, Tensor] | None = None  # (position_ids of the last pack, its angles)
 
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, config, packed=None, **unused
@@ -64,7 +68,10 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> Tensor:
         """Return the angles [L, 1, d] for the pack that the last call of `get_rotary_seq_len` received."""
-        return self.get_emb(max_seq_len, offset)[self._packed.position_ids, 0]
+        positions = self._packed.position_ids
+        if self._angles is None or self._angles[0] is not positions:
+            self._angles = positions, self.get_emb(max_seq_len, offset)[positions, 0]
+        return self._angles[1]
 
 
 def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:
@@ -138,7 +145,12 @@ class PackedLatentAttention(MLASelfAttention):
     """
 
     def __init__(
-        self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args, rope: Rope, **kwargs
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        *args,
+        rotary: AmplifiedRotaryEmbedding,  # the layers of a virtual stage share it
+        **kwargs,
     ) -> None:
         temporary = dict(
             linear_q_down_proj=ColumnParallelLinear, linear_kv_down_proj=ColumnParallelLinear
@@ -151,7 +163,7 @@ class PackedLatentAttention(MLASelfAttention):
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = DownProjection(width, config.q_lora_rank, config)
         self.linear_kv_down_proj = DownProjection(width, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
-        self.rotary_pos_emb = AmplifiedRotaryEmbedding(rope)
+        self.rotary_pos_emb = rotary
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, type]:
         """Return exactly the modules in `submodules`. Megatron would add a query norm if queries have no down-projection."""

@@ -1,4 +1,6 @@
-"""Offloads a Megatron model from its device to the host and loads it back bit-exactly, so that processes can share a GPU.
+"""Copies of a Megatron model on the host: to offload the model, so that processes can share a GPU, and to exchange its weights.
+
+An offloaded model is loaded back bit-exactly.
 
 Parameters, buffers and optimizer state are copied to the host. Gradients are dropped, because each optimizer step accumulates new
 ones from zero. Storages are then resized to zero in place, so all tensors and views over them stay valid. Parameters are views of
@@ -116,12 +118,57 @@ class ModelOffloader:
         return sum(storage.nbytes() for storage in ours)
 
 
-class _HostCopy:
-    """Host copies of offloaded storages. The host memory stays allocated for the next offload."""
+class WeightsOnHost:
+    """A copy of a model's weights on the host, with which the weights on the device can be overwritten.
+
+    On a GPU, both copies are queued like kernels: the host does not wait for them, and only work that is queued later sees them.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        """`chunks` are this rank's virtual stages."""
+        self._chunks, self._memory = chunks, _HostMemory()
+        self._spans: list[list[Tensor]] = []  # for each storage of weights, the host memory with its copy
+
+    def save(self) -> None:
+        """Copy the weights from the device to the host. The host memory of the last copy is used again."""
+        storages = self._storages()
+        if not self._spans:
+            self._spans = [list(self._memory.take(storage.nbytes())) for storage in storages]
+        for storage, spans in zip(storages, self._spans, strict=True):
+            _copy_to_host(storage, spans)
+
+    def load(self) -> None:
+        """Overwrite the weights on the device by the last saved copy."""
+        for storage, spans in zip(self._storages(), self._spans, strict=True):
+            _copy_from_host(storage, spans)
+
+    def _storages(self) -> list[UntypedStorage]:
+        return _storages(_weight_tensors(self._chunks))
+
+
+class _HostMemory:
+    """Blocks of host memory, pinned if this process computes on a GPU. They stay allocated when their bytes are free again."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._used = 0  # bytes used in the blocks
+        self.used = 0  # bytes used in the blocks
+
+    def take(self, nbytes: int) -> Iterator[Tensor]:
+        """Yield the next `nbytes` bytes in spans that do not cross blocks."""
+        while nbytes:
+            number, start = divmod(self.used, BLOCK_BYTES)
+            if number == len(self._blocks):
+                self._blocks.append(host_memory(BLOCK_BYTES))
+            span = self._blocks[number][start : start + nbytes]
+            self.used, nbytes = self.used + span.numel(), nbytes - span.numel()
+            yield span
+
+
+class _HostCopy(_HostMemory):
+    """Host copies of offloaded storages. The host memory stays allocated for the next offload."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._offloaded: list[
             tuple[UntypedStorage, int, list[Tensor]]
         ] = []  # (storage, its bytes, spans with the copy)
@@ -132,16 +179,15 @@ class _HostCopy:
 
     def offload(self, storages: Iterable[UntypedStorage]) -> None:
         """Copy storages to the host, then resize them to zero. Storages that are empty or not resizable stay unchanged."""
-        used, copied = self._used, []
+        used, copied = self.used, []
         try:
             for storage in filter(_can_offload, storages):
-                spans = list(self._spans(storage.nbytes()))
-                for span, piece in zip(spans, _pieces(storage, spans), strict=True):
-                    span.copy_(piece, non_blocking=True)
+                spans = list(self.take(storage.nbytes()))
+                _copy_to_host(storage, spans)
                 copied.append((storage, storage.nbytes(), spans))
             synchronize()
         except BaseException:  # for example, too little host memory; no storage has been resized yet
-            self._used = used
+            self.used = used
             raise
         for storage, _, _ in copied:
             storage.resize_(0)
@@ -152,21 +198,10 @@ class _HostCopy:
         while self._offloaded:
             storage, nbytes, spans = self._offloaded[-1]
             storage.resize_(nbytes)
-            for span, piece in zip(spans, _pieces(storage, spans), strict=True):
-                piece.copy_(span, non_blocking=True)
+            _copy_from_host(storage, spans)
             self._offloaded.pop()
-        self._used = 0
+        self.used = 0
         synchronize()  # before the host memory is overwritten
-
-    def _spans(self, nbytes: int) -> Iterator[Tensor]:
-        """Yield the next `nbytes` bytes of host memory in spans that do not cross blocks."""
-        while nbytes:
-            number, start = divmod(self._used, BLOCK_BYTES)
-            if number == len(self._blocks):
-                self._blocks.append(host_memory(BLOCK_BYTES))
-            span = self._blocks[number][start : start + nbytes]
-            self._used, nbytes = self._used + span.numel(), nbytes - span.numel()
-            yield span
 
 
 def _weight_tensors(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
@@ -209,6 +244,16 @@ def _can_offload(storage: UntypedStorage) -> bool:
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _copy_to_host(storage: UntypedStorage, spans: Sequence[Tensor]) -> None:
+    for span, piece in zip(spans, _pieces(storage, spans), strict=True):
+        span.copy_(piece, non_blocking=True)
+
+
+def _copy_from_host(storage: UntypedStorage, spans: Sequence[Tensor]) -> None:
+    for span, piece in zip(spans, _pieces(storage, spans), strict=True):
+        piece.copy_(span, non_blocking=True)
 
 
 def _pieces(storage: UntypedStorage, spans: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -30,7 +30,12 @@ ShardedDescription = ShardedTensor | ShardedTensorFactory
 
 
 def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
-    """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged."""
+    """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged.
+
+    The reduction does not overlap with the backward pass. Overlap needs the same parameters to get gradients in the last
+    micro-batch of every rank, but a replica may have no micro-batch at all. It also needs several buckets, see
+    `_shared_embeddings_in_common_buckets`.
+    """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False
     )
@@ -41,11 +46,20 @@ def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
         ]
     for chunk in wrapped:
         chunk.broadcast_params()
+        _fuse_weight_gradients(chunk)
     # Losses are already divided by the denominator of the mini-batch, so the reduction must not divide gradients by token counts.
     chunks[0].config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
         model, None, force_all_reduce=kwargs.get("force_all_reduce", False)
     )
     return wrapped
+
+
+def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
+    """Let Transformer Engine's matrices add their gradients directly to the gradient buffers, if the config says so."""
+    if chunk.config.gradient_accumulation_fusion:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):  # Linear, LayerNormLinear and GroupedLinear of version 2.20
+                module.fuse_wgrad_accumulation = True  # type: ignore[missing-attribute]
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
+from parallel.device import copy_to_device
+
 Ints = NDArray[np.int64]
 
 
@@ -44,6 +46,27 @@ class AttentionCall:
     num_keys: int
 
 
+@dataclass(frozen=True)
+class ChunkBounds:
+    """Positions at which the chunks of a pack begin, as kernels for sequences of variable length expect them.
+
+    Chunk i consists of the queries `queries[i]` to `queries[i + 1]` and of the keys `keys[i]` to `keys[i + 1]`, in the order in
+    which the attention calls read them.
+    """
+
+    queries: Tensor  # [chunks + 1] int32, on the device
+    keys: Tensor  # [chunks + 1] int32, on the device
+    max_queries: int  # largest number of queries of a chunk
+    max_keys: int  # largest number of keys of a chunk
+
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[int, int]], device: torch.device) -> "ChunkBounds":
+        """Return the bounds of chunks with these numbers of (queries, keys)."""
+        sizes = np.array([(0, 0), *shapes])
+        queries, keys = copy_to_device(np.ascontiguousarray(sizes.cumsum(0).T.astype(np.int32)), device)
+        return cls(queries, keys, *sizes.max(0).tolist())
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's description of a pack, with additional fields for PackedAttention and PackedRotaryEmbedding.
@@ -56,6 +79,7 @@ class PackedSequences(PackedSeqParams):
     # [L] index of the token among the S real tokens; -1: padding
     source: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     calls: tuple[AttentionCall, ...] = ()  # together, they compute the attention of all L queries
+    chunks: ChunkBounds | None = None  # the chunks of all calls, in order
     # [L] indices of the queries, in the order in which the calls read them; None: the queries are in this order
     query_index: Tensor | None = None
     # [K] indices of the keys, in the order in which the calls read them; None: the keys are in this order. The indices count
@@ -82,20 +106,28 @@ def pack(
     cp_size: int = 1,
     multiple: int = 1,
     cu_seqlens: bool = False,
+    in_order: bool = False,
 ) -> PackedSequences:
     """Return the description of a pack of these segments, for context-parallel rank `cp_rank`.
 
     Padding after the last segment makes L a multiple of `multiple`. For sequence parallelism, `multiple` must be a multiple of
     the tensor-parallel size, and FP8 kernels need a larger multiple. With `cu_seqlens`, the fields for Transformer Engine's
-    attention are set. That attention does not support segments with a parent. Raises ValueError if the pack or a segment is
-    empty, or if a parent does not precede its child.
+    attention are set. That attention does not support segments with a parent.
+
+    By default, chunks of equal shape are brought together, so that one batched call computes them. With `in_order`, the chunks
+    keep the order of the tokens, so that the queries need no permutation, and without shared prompts and context parallelism
+    the keys need none either. A kernel for sequences of variable length computes chunks in any order.
+
+    Raises ValueError if the pack or a segment is empty, or if a parent does not precede its child.
     """
     _check_segments(segments)
     assert not cu_seqlens or all(s.parent is None for s in segments), "cu_seqlens cannot describe shared prompts"
     layout = _PackLayout.of(segments, cp_size, multiple)
     source, positions = layout.tokens(cp_rank)
     shapes, queries, keys = layout.attention(cp_rank)
-    order = sorted(range(len(shapes)), key=lambda chunk: shapes[chunk])
+    order = list(range(len(shapes)))
+    if not in_order:
+        order.sort(key=lambda chunk: shapes[chunk])
     calls: list[AttentionCall] = []
     for chunk in order:
         shape = shapes[chunk]
@@ -107,12 +139,13 @@ def pack(
     is_padding = source < 0
     packed = PackedSequences(
         qkv_format="thd",
-        position_ids=torch.from_numpy(positions).to(device),
+        position_ids=copy_to_device(positions, device),
         source=source,
         calls=tuple(calls),
+        chunks=ChunkBounds.of([shapes[chunk] for chunk in order], device),
         query_index=_index([queries[chunk] for chunk in order], local, device),
         key_index=_index([keys[chunk] for chunk in order], total, device),
-        padding=torch.from_numpy(is_padding).to(device) if layout.padded.sum() > layout.lengths.sum() else None,
+        padding=copy_to_device(is_padding, device) if layout.padded.sum() > layout.lengths.sum() else None,
         num_tokens=int(layout.lengths.sum()),
         max_position=int(positions.max()),
     )
@@ -136,7 +169,7 @@ def _index(parts: list[Ints], size: int, device: torch.device) -> Tensor | None:
     index = np.concatenate(parts)
     if len(index) == size and (index == np.arange(size)).all():
         return None
-    return torch.from_numpy(index).to(device)
+    return copy_to_device(index, device)
 
 
 @dataclass(frozen=True)
@@ -211,4 +244,4 @@ class _PackLayout:
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """Return the cumulative lengths of the whole segments for Transformer Engine, padding on all ranks included."""
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)).to(device)
+        return copy_to_device(np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32), device)

@@ -65,7 +65,7 @@ class HostMemory:
 
     processes: int  # the processes themselves, with their libraries
     offloaded: int  # models of offloaded roles, in pinned memory
-    reference: int  # model weights of the reference
+    reference: int  # model weights of the reference, and the actor's weights while the actor computes with those of the reference
     checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
     delta: int  # copy of the last pushed weights, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store that are not trained yet
@@ -323,7 +323,7 @@ def _host_memory(
     return HostMemory(
         processes=PROCESS_BYTES * (sum(on_node.values()) + 2),
         offloaded=offloaded,
-        reference=on_node["actor"] * rank_weights if reference else 0,
+        reference=2 * on_node["actor"] * rank_weights if reference else 0,
         checkpoint=checkpoint * on_node["actor"] // world_size,
         delta=weights * on_node["actor"] // world_size if config.weight_sync.delta else 0,
         rollouts=tokens_in_flight * ROLLOUT_TOKEN_BYTES,

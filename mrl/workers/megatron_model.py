@@ -29,10 +29,11 @@ from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync
 from mrl.workers.micro_batch import MicroBatch
 from parallel import checkpoint, groups
+from parallel.attention import supports_varlen
 from parallel.checkpoint_writer import CheckpointSave
 from parallel.collectives import all_reduce_sum
 from parallel.device import capabilities, device
-from parallel.offload import ModelOffloader
+from parallel.offload import ModelOffloader, WeightsOnHost
 from parallel.optimizer import build_optimizer, set_learning_rate, wrap_ddp
 from parallel.packing import pack
 from parallel.schedule import LossFunction, OutputHead, run_forward_backward
@@ -79,7 +80,8 @@ class MegatronModel:
         self.chunks = wrap_ddp(chunks)
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(self.chunks, spec.optimizer)
-        self._reference: list[Tensor] | None = None  # the reference policy's weights, on the host
+        self._reference: WeightsOnHost | None = None  # the reference policy's weights
+        self._own_weights = WeightsOnHost(self.chunks)  # the model's weights while it has those of the reference policy
         self._save: CheckpointSave | None = None  # the checkpoint that is being written
         self.offloader = ModelOffloader(self.chunks, lambda: self.optimizer if spec.optimizer is not None else None)
         self._pack = partial(
@@ -90,6 +92,7 @@ class MegatronModel:
             multiple=(spec.dims.tp if spec.dims.sequence_parallel else 1)
             * (FP8_MULTIPLE if spec.overrides.get("fp8") else 1),
             cu_seqlens=capabilities().transformer_engine and not spec.share_prompts,
+            in_order=supports_varlen(device(), getattr(torch, spec.dtype)),
         )
 
     # Forward and backward passes.
@@ -195,27 +198,24 @@ class MegatronModel:
 
     def copy_weights_to_reference(self) -> None:
         """Copy the current weights to the host. The copy becomes the reference policy."""
-        self._reference = [tensor.to("cpu", copy=True) for tensor in self._weights()]
+        if self._reference is None:
+            self._reference = WeightsOnHost(self.chunks)
+        self._reference.save()
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Context in which the model has the weights of the reference policy. Afterwards it has its own weights again."""
         assert self._reference is not None, "copy_weights_to_reference() comes first"
-        self._swap_weights(self._reference)
+        self._own_weights.save()
         try:
+            self._reference.load()
             yield
         finally:
-            self._swap_weights(self._reference)
+            self._own_weights.load()
 
     def _weights(self) -> Iterator[Tensor]:
         for chunk in self.chunks:
             yield from (tensor.data for tensor in (*chunk.module.parameters(), *chunk.module.buffers()))
-
-    def _swap_weights(self, others: Sequence[Tensor]) -> None:
-        for tensor, other in zip(self._weights(), others, strict=True):
-            current = tensor.to("cpu", copy=True)
-            tensor.copy_(other)
-            other.copy_(current)
 
     # Export and weight sync.
 
@@ -321,6 +321,7 @@ class MegatronModel:
         self.copy_weights_to_reference()
         with self.reference_weights():
             checkpoint.load_weights(folder, self.chunks)
+            self.copy_weights_to_reference()
 
     def load_weights(self, folder: str | Path) -> None:
         """Load only the weights of a checkpoint, which may have been written under any layout.

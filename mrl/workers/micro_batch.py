@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mrl.algorithms.inputs import Responses
 from mrl.core.types import RankBatch, TokenBlock
+from parallel.device import copy_to_device
 from parallel.packing import PackedSequences, Segment
 
 Ints = NDArray[np.int64]
@@ -68,7 +68,7 @@ class MicroBatch:
             index_in_block = np.full(1, -1)
 
         def to_device(values: NDArray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(packed.position_ids.device)
+            return copy_to_device(np.ascontiguousarray(values), packed.position_ids.device)
 
         tokens = np.where(packed.source >= 0, part.tokens[packed_tokens][packed.source], 0)
         routing = None if part.routed_experts is None else _routing(part, packed_tokens, packed.source)

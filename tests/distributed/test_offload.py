@@ -269,6 +269,48 @@ def test_the_reference_weights_survive_offloading(run_ranks, tmp_path):
     assert any(run_ranks(ParallelDims(tp=2), reference, tmp_path, ParallelDims(tp=2)))
 
 
+def exchange_weights(rank: int, path, dims: ParallelDims) -> dict[str, list[int]]:
+    """Return, for two uses of the reference, how many storages were copied, and how many blocks of host memory allocated."""
+    from parallel import offload
+
+    actor = make_actor(path, dims, "bfloat16")
+    actor.copy_weights_to_reference()
+    reference = [raw(weight) for weight in weights(actor)]
+    train(actor, dims, rank)
+    own = [raw(weight) for weight in weights(actor)]
+    counts: dict[str, list[int]] = {}
+
+    def count(name: str) -> None:
+        function = getattr(offload, name)
+
+        def counted(*args):
+            counts[name][-1] += 1
+            return function(*args)
+
+        counts[name] = []
+        setattr(offload, name, counted)
+
+    for name in ("_copy_to_host", "_copy_from_host", "host_memory"):
+        count(name)
+    storages = len(offload._storages(offload._weight_tensors(actor.chunks)))
+    for _ in range(2):
+        for numbers in counts.values():
+            numbers.append(0)
+        with actor.reference_weights():
+            assert [raw(weight) for weight in weights(actor)] == reference
+            for weight in weights(actor):
+                weight.zero_()  # the copy of the reference does not change
+        assert [raw(weight) for weight in weights(actor)] == own
+    assert counts["_copy_to_host"] == [storages] * 2 and counts["_copy_from_host"] == [2 * storages] * 2
+    return counts
+
+
+def test_the_copy_of_the_reference_is_only_read_and_its_memory_is_used_again(run_ranks, tmp_path):
+    make("dense", tmp_path)
+    (counts,) = run_ranks(ParallelDims(), exchange_weights, tmp_path, ParallelDims())
+    assert counts["host_memory"] == [1, 0]
+
+
 def save_then_sleep(rank: int, path, folder, dims: ParallelDims):
     """Save asynchronously; the writers start after the model was offloaded, loaded and trained."""
     from test_checkpoints import hold_writers

@@ -15,6 +15,7 @@ from parallel import device
 device.patch_megatron_for_cpu()  # before the first import from Megatron
 
 from segment_trees import ancestors, dense_attention, positions, visible  # noqa: E402
+from varlen_kernel import varlen_attn  # noqa: E402
 
 from parallel.packing import PackedSequences, Segment, pack  # noqa: E402
 
@@ -177,6 +178,28 @@ def test_an_invalid_pack_raises_an_error(segments, message):
         pack(segments, CPU)
 
 
+@many
+@given(trees(), cp_sizes, st.booleans())
+def test_the_bounds_of_chunks_are_those_of_the_calls(segments, cp_size, in_order):
+    packed = pack(segments, CPU, cp_size=cp_size, in_order=in_order)
+    shapes = [(call.num_queries, call.num_keys) for call in packed.calls for _ in range(call.count)]
+    queries, keys = (bounds.diff().tolist() for bounds in (packed.chunks.queries, packed.chunks.keys))
+    assert list(zip(queries, keys, strict=True)) == shapes
+    assert (packed.chunks.max_queries, packed.chunks.max_keys) == tuple(map(max, zip(*shapes, strict=True)))
+
+
+@many
+@given(trees(), cp_sizes, tp_multiples)
+def test_a_pack_in_order_needs_no_permutation_of_queries(segments, cp_size, tp_multiple):
+    assert pack(segments, CPU, cp_size=cp_size, multiple=tp_multiple, in_order=True).query_index is None
+
+
+@many
+@given(trees(parents=False), tp_multiples)
+def test_a_pack_in_order_without_shared_prompts_needs_no_permutation_of_keys(segments, tp_multiple):
+    assert pack(segments, CPU, multiple=tp_multiple, in_order=True).key_index is None
+
+
 def attend(query, key, value, packed: PackedSequences):
     from parallel.attention import PackedAttention
 
@@ -186,10 +209,71 @@ def attend(query, key, value, packed: PackedSequences):
     return module(query, key, value, packed_seq_params=packed)
 
 
+heads_of_queries_and_keys = st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)])
+
+
 @many
-@given(trees(), st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)]), tp_multiples, st.integers(0, 99))
+@given(trees(), heads_of_queries_and_keys, tp_multiples, st.integers(0, 99))
 def test_attention_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, seed):
-    packed = pack(segments, CPU, multiple=tp_multiple)
+    check_attention(segments, pack(segments, CPU, multiple=tp_multiple), heads, seed)
+
+
+@many
+@given(trees(), heads_of_queries_and_keys, tp_multiples, st.integers(0, 99))
+def test_the_attention_of_gpus_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, seed):
+    from parallel import attention
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "supports_varlen", lambda device, dtype: True)
+        patch.setattr(attention, "_varlen_kernel", lambda: varlen_attn)
+        packed = pack(segments, CPU, multiple=tp_multiple, in_order=True)
+        check_attention(segments, packed, heads, seed)
+
+
+def test_the_attention_of_gpus_accepts_values_with_fewer_channels_than_keys(monkeypatch):
+    from parallel import attention
+
+    packed = pack([Segment(3), Segment(2, 0)], CPU, in_order=True)
+    query, key, value = (torch.randn(5, 2, width, dtype=torch.float64) for width in (6, 6, 4))
+    expected = attend(query, key, value, packed)
+    monkeypatch.setattr(attention, "supports_varlen", lambda device, dtype: True)
+    monkeypatch.setattr(attention, "_varlen_kernel", lambda: varlen_attn)
+    torch.testing.assert_close(attend(query, key, value, packed), expected)
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "activated"), [(True, (9, 0), ["FA3"]), (True, (8, 0), []), (False, (9, 0), [])]
+)
+def test_flash_attention_3_is_used_on_a_hopper_gpu_if_it_is_installed(monkeypatch, installed, capability, activated):
+    import sys
+
+    from torch.nn import attention as torch_attention
+
+    from parallel import attention
+
+    found: list[str] = []
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=varlen_attn))
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", found.append)
+    monkeypatch.setattr(attention, "has_cuda", lambda: True)
+    monkeypatch.setattr(attention, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert attention._varlen_kernel.__wrapped__() is varlen_attn and found == activated
+
+
+def test_gradients_of_shared_keys_are_summed_in_float32_on_gpus():
+    from parallel.attention import _GatherRows, _gradient_sum_dtype
+
+    on_gpu = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True)
+    assert _gradient_sum_dtype(on_gpu) is torch.float32
+    assert _gradient_sum_dtype(torch.ones(1, dtype=torch.bfloat16)) is torch.bfloat16
+    prompt = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    gathered = _GatherRows.apply(prompt, torch.zeros(300, dtype=torch.int64), torch.float32)
+    gathered.sum().backward()
+    assert prompt.grad.item() == 300, "a sum of ones in bfloat16 stops at 256"
+
+
+def check_attention(segments: list[Segment], packed: PackedSequences, heads: tuple[int, int], seed: int) -> None:
+    """Compare outputs and gradients with those of attention with a dense mask."""
     generator, width = torch.Generator().manual_seed(seed), 3
 
     def random(*shape: int) -> torch.Tensor:
