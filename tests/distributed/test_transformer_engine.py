@@ -1,0 +1,182 @@
+"""Transformer Engine's own modules and optimizer compute what torch's modules compute. Their kernels are a stand-in in torch.
+
+The ranks of `te_ranks` take the decisions of a GPU with Transformer Engine. See tests/te_process.py.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models_for_layouts import make
+from safetensors.numpy import load_file
+from te_process import missing_python, run_forked, te_process
+from test_checkpoints import load_and_continue, load_and_go_on, save_and_continue, save_and_go_on
+from test_layouts import export
+from test_offload import train_awake, train_between_sleeps
+from test_parity import layouts, trace
+
+from models.architecture import ModelSpec
+from mrl.workers.trace_comparison import TOLERANCES as PARITY
+from mrl.workers.trace_comparison import StepTrace, compare_traces
+from parallel.dims import ParallelDims
+from parallel.trainer_config import OptimConfig
+
+pytestmark = [pytest.mark.extended, pytest.mark.skipif(bool(missing_python()), reason=missing_python())]
+ONE = ParallelDims()
+TOLERANCES = replace(PARITY["float32"], outputs=1e-5, scalars=1e-5, gradients=1e-5, weights=1e-5)
+ON_GPU = {"use_cpu_initialization": False}  # Megatron's config of a GPU run
+STEPS = [
+    *[("dense", d) for d in (ONE, *layouts("tp2", "tp2 sp0", "pp2", "cp2", "tp2 pp2", "pp2 vpp2", "tp2 dp2"))],
+    *[("tied", d) for d in layouts("pp2", "tp2")],
+    *[("moe", d) for d in (ONE, *layouts("dp2 ep2", "tp2 ep2 etp1", "tp2 etp2", "pp2 dp2 ep2"))],
+    *[("mixtral", d) for d in layouts("tp2 ep2 etp1")],
+    *[(kind, d) for kind in ("biased", "qkv_biased") for d in layouts("tp2")],
+    *[("glm", d) for d in (ONE, *layouts("tp2 ep2 etp1", "pp2"))],
+    *[("deepseek", d) for d in layouts("dp2 ep2", "tp2", "pp2")],
+    *[("critic", d) for d in layouts("tp2")],
+]
+
+
+@pytest.fixture(scope="module")
+def te_ranks():
+    """`te_ranks(dims, fn, *args)` -> [fn(rank, *args) of each rank], computed with Transformer Engine's modules."""
+    with te_process() as process:
+        yield lambda dims, fn, *args: process.submit(run_forked, dims, fn, *args).result()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """`models(kind)` -> folder with the tiny model of this kind."""
+    folders = {}
+
+    def model(kind: str):
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            make("dense" if kind == "critic" else kind, folders[kind])
+        return folders[kind]
+
+    return model
+
+
+def choices(rank: int, path, share_prompts: bool) -> tuple[dict[str, bool], set[str], str]:
+    """Return the switches in Megatron's config, the names of Transformer Engine's modules, and the optimizer's class."""
+    from mrl.workers.actor_critic import MegatronActor
+
+    spec = ModelSpec(str(path), ONE, "bfloat16", OptimConfig(), {}, share_prompts=share_prompts)
+    actor = MegatronActor(spec)
+    model = actor.chunks[0].module
+    switches = {name: value for name, value in vars(model.config).items() if isinstance(value, bool)}
+    classes = {type(module) for module in model.modules()}
+    found = {c.__name__ for c in classes if "transformer_engine" in c.__module__}
+    optimizer = type(actor.optimizer.chained_optimizers[0].optimizer)
+    return switches, found, f"{optimizer.__module__}.{optimizer.__name__}"
+
+
+MODULES = {
+    "dense": {"RMSNorm", "TERowParallelLinear", "TELayerNormColumnParallelLinear"},
+    "moe": {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"},
+    "deepseek": {"TEColumnParallelLinear"},
+}
+MODULES["moe"] |= MODULES["dense"]
+MODULES["deepseek"] |= MODULES["moe"]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_gpu_run_takes_these_modules_fusions_and_this_optimizer(te_ranks, models, kind):
+    for share_prompts in (True, False):
+        ((switches, modules, optimizer),) = te_ranks(ONE, choices, models(kind), share_prompts)
+        attention = {"TEDotProductAttention"} if not share_prompts and kind != "deepseek" else set()
+        assert {name for name in modules if name.startswith(("TE", "RMSNorm"))} == MODULES[kind] | attention
+        fusions = ("bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm")
+        assert {name: switches[name] for name in fusions} == dict.fromkeys(fusions, True) | {
+            "moe_grouped_gemm": kind != "dense"
+        }
+        assert switches["gradient_accumulation_fusion"]
+        assert switches["apply_rope_fusion"] == (not share_prompts and kind != "deepseek")
+        assert optimizer == "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+
+
+@pytest.fixture(scope="module")
+def differences(run_ranks, te_ranks, models):
+    """`differences(kind, dims, **options)` -> differences of one step with and without Transformer Engine's modules."""
+
+    def compare(kind: str, dims: ParallelDims, **options) -> list:
+        expected, found = (
+            StepTrace.merge(ranks(dims, trace, models(kind), dims, kind == "critic", options | {"megatron": overrides}))
+            for ranks, overrides in ((run_ranks, {}), (te_ranks, ON_GPU))
+        )
+        assert found.gradients.keys() == expected.gradients.keys() and found.weights.keys() == expected.weights.keys()
+        assert all(gradient.any() for gradient in expected.gradients.values())
+        return [difference for difference in compare_traces(expected, found, TOLERANCES) if not difference.within][:5]
+
+    return compare
+
+
+@pytest.mark.parametrize(("kind", "dims"), STEPS, ids=str)
+def test_a_step_computes_what_torch_modules_compute(differences, kind, dims):
+    """Building the model also checks the names and the shards of all parameters against the family's table of weights."""
+    assert differences(kind, dims) == []
+
+
+@pytest.mark.parametrize(("kind", "dims"), [("dense", ONE), *[("moe", d) for d in layouts("tp2 ep2 etp1")]], ids=str)
+def test_without_shared_prompts_transformer_engines_attention_computes_the_same(differences, kind, dims):
+    assert differences(kind, dims, share_prompts=False) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [
+        *[("biased", d) for d in layouts("tp2 pp2")],
+        *[("moe", d) for d in layouts("tp2 ep2 etp1")],
+        *[("glm", d) for d in layouts("dp2 ep2")],
+        *[("deepseek", d) for d in layouts("tp2")],
+    ],
+    ids=str,
+)
+def test_an_export_is_bit_equal_to_the_loaded_weights(te_ranks, models, tmp_path, kind, dims):
+    te_ranks(dims, export, models(kind), tmp_path / "hf", dims)
+    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", models(kind)))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "dtype"),
+    [("dense", ParallelDims(tp=2), "float32"), ("moe", ParallelDims(dp=2, ep=2), "bfloat16")],
+    ids=str,
+)
+def test_training_with_offloading_between_steps_is_bit_exact(te_ranks, models, kind, dims, dtype):
+    expected = te_ranks(dims, train_awake, models(kind), dims, dtype)
+    assert te_ranks(dims, train_between_sleeps, models(kind), dims, dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "asynchronous"),
+    [("dense", ParallelDims(tp=2), True), ("moe", ParallelDims(dp=2, ep=2), False)],
+    ids=str,
+)
+def test_a_checkpoint_continues_bit_exactly(te_ranks, models, tmp_path, kind, dims, asynchronous):
+    folder = tmp_path / "checkpoint"
+    expected = te_ranks(dims, save_and_go_on, models(kind), folder, dims, 1, asynchronous)
+    assert te_ranks(dims, load_and_go_on, models(kind), folder, dims) == expected
+
+
+@pytest.mark.parametrize("writer", ["torch", "Transformer Engine"])
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [("dense", layouts("tp2", "pp2")), ("moe", layouts("dp2 ep2", "tp2 ep2 etp1")), ("deepseek", [ONE, ONE])],
+    ids=lambda value: " to ".join(map(str, value)) if isinstance(value, list) else value,
+)
+def test_torch_modules_continue_a_checkpoint_of_transformer_engine_and_vice_versa(
+    run_ranks, te_ranks, models, tmp_path, kind, dims, writer
+):
+    before, after = dims
+    save, load = (run_ranks, te_ranks) if writer == "torch" else (te_ranks, run_ranks)
+    path, folder = models(kind), tmp_path / "checkpoint"
+    expected = save(before, save_and_continue, kind, path, folder, before)
+    found = load(after, load_and_continue, kind, path, folder, before, after)
+    losses, its_losses = (np.sum([losses for losses, _ in ranks], 0) for ranks in (expected, found))
+    np.testing.assert_allclose(its_losses, losses, atol=2e-5, rtol=0)
+    for name, tensor in expected[0][1].items():
+        np.testing.assert_allclose(found[0][1][name], tensor, atol=2e-5, err_msg=name)
