@@ -11,6 +11,7 @@ from rich.table import Table
 
 from mrl.commands import plan_rollout, plan_search
 from mrl.config import hydra_entry
+from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.controller.memory_check import MemoryAdvice, MemoryEstimator, advise
 from mrl.controller.plan_models import check_planned_transport
@@ -86,7 +87,7 @@ def _console(width: int = 100) -> Console:
 def _device_map(config: Config, weights: bool = True) -> DeviceMap:
     """Return the planned processes of each GPU. If `weights` is False, only config.json is read from each model's folder."""
     pools = plan_placement(config, weights)
-    if config.cluster.gpus_per_node:
+    if config.cluster.gpus_per_node and config.weight_sync.transport != Transport.shared_memory:  # this one is for CPUs
         check_planned_transport(config, pools, config.cluster.gpus_per_node)
     return planned_device_map(pools, slots_per_node(config.cluster, pools), config.cluster.nodes or 0)
 
@@ -115,7 +116,7 @@ def explain_sync(config: Config, as_json: bool = False) -> None:
     """Print how many bytes each trainer rank sends, and each engine rank receives, in a weight sync."""
     with hydra_entry.exit_on_user_error():
         sync = plan_sync(config)
-    shared = config.weight_sync.transport == "shared_memory"
+    shared = config.weight_sync.transport == Transport.shared_memory
     gb_per_s = config.plan.weight_sync_gb_per_s
     speeds = LinkSpeeds(gb_per_s, gb_per_s, config.plan.message_us)
     model = sync.model

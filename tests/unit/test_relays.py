@@ -191,6 +191,18 @@ def test_plans_and_runs_refuse_engines_of_which_only_a_part_shares_gpus_with_the
         assert set(shared_nccl_variables(local, made)) == names, "only one NCCL group needs equal variables"
 
 
+def test_a_plan_of_a_run_with_shared_memory_is_one_of_cpus(monkeypatch):
+    """Without other settings, plans have nodes with GPUs, on which shared memory cannot be the transport."""
+    made = make_pools(SHARED, {"actor": SlotDemand(1), "engines": SlotDemand(2)})
+    monkeypatch.setattr(plan, "plan_placement", lambda config, weights: made)
+    weight_sync = WeightSyncConfig(transport=Transport.shared_memory)
+    devices = plan._device_map(SimpleNamespace(cluster=ClusterConfig(), weight_sync=weight_sync))
+    assert [cell.processes for cell in devices.nodes[0].cells if cell] == [
+        {"actor": "actor 0", "engines": "engine 0"},
+        {"engines": "engine 1"},
+    ]
+
+
 @pytest.mark.extended
 def test_plan_sync_shows_the_bytes_of_both_hops(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
