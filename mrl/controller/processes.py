@@ -178,7 +178,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         request_timeout_s=rollout.request_timeout_s,
         record=rollout.record,
         replay=str(Path(rollout.replay).resolve()) if rollout.replay else None,
-        server_args=plan.server_args | (memory_saver_args() if engines_are_colocated else {}),
+        server_args=(memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}) | plan.server_args,
     )
 
 

@@ -16,7 +16,7 @@ from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines import hosts, server
 from mrl.rollout.engines.hosts import EngineServers, group_by_node, visible_devices_env
 from mrl.rollout.engines.server import EngineServer
-from mrl.rollout.engines.server_args import check_server_args
+from mrl.rollout.engines.server_args import check_server_args, memory_saver_args
 
 KILLED, FAILED, READY = "killed", "failed", "ready"
 
@@ -70,11 +70,12 @@ def test_the_processes_of_an_engine_get_their_titles_when_they_change_variables(
 
 
 def test_an_engine_that_can_be_offloaded_can_release_the_memory_of_its_cuda_graphs(tmp_path, monkeypatch):
-    variable = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
-    assert environment(tmp_path, enable_memory_saver=True)[variable] == "1"
+    variable, saver = "SGLANG_MEMORY_SAVER_CUDA_GRAPH", memory_saver_args("cuda")
+    assert environment(tmp_path, **saver)[variable] == "1"
     assert variable not in environment(tmp_path)
+    assert variable not in environment(tmp_path, **saver | dict(cuda_graph_backend_prefill="breakable"))
     monkeypatch.setenv(variable, "0")
-    assert environment(tmp_path, enable_memory_saver=True)[variable] == "0", "a user's value wins"
+    assert environment(tmp_path, **saver)[variable] == "0", "a user's value wins"
 
 
 @pytest.fixture

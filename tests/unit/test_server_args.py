@@ -14,7 +14,9 @@ from mrl.rollout.engines.server_args import (
     RESERVED_ARGS,
     check_server_args,
     default_server_args,
+    memory_saver_args,
     nccl_environment,
+    releases_cuda_graphs,
     server_arg_names,
 )
 
@@ -81,3 +83,57 @@ def test_trainer_ranks_and_engines_have_the_same_nccl_variables(user, server_arg
     assert engine == trainer and trainer.keys() == NCCL_VARIABLES.keys()
     if not server_args and not user:
         assert sglang_environment({}) == trainer, "the values that SGLang would choose"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        memory_saver_args("cuda"),
+        dict(cuda_graph_backend_prefill="full"),
+        dict(cuda_graph_backend_prefill="breakable"),
+        dict(disable_prefill_cuda_graph=True),
+        dict(disable_prefill_cuda_graph=True, cuda_graph_backend_decode="breakable"),
+        dict(disable_cuda_graph=True),
+        dict(cuda_graph_config=dict(prefill=dict(backend="disabled"))),
+        dict(cuda_graph_backend_prefill="disabled", cuda_graph_config=dict(prefill=dict(backend="breakable"))),
+    ],
+    ids=str,
+)
+def test_only_engines_that_sglang_can_start_release_the_memory_of_their_cuda_graphs(monkeypatch, chosen):
+    """SGLang's own code chooses the kinds of graphs, and refuses the memory saver for some of them."""
+    from sglang.srt.arg_groups import cuda_graph_hook
+    from sglang.srt.model_executor.runner_backend import breakable_cuda_graph_backend, full_cuda_graph_backend, utils
+
+    resolved: dict = {}
+    monkeypatch.setattr("sglang.srt.utils.is_cuda", lambda: True)
+    monkeypatch.setattr(cuda_graph_hook, "resolving_view", lambda args: args)
+    monkeypatch.setattr(cuda_graph_hook, "declare_resolution", lambda *_, **fields: resolved.update(fields))
+    cuda_graph_hook.parse_cuda_graph_config(SimpleNamespace(**dict.fromkeys(server_arg_names()) | chosen))
+    phases = resolved["cuda_graph_config"]
+    execution = SimpleNamespace(
+        graph=SimpleNamespace(cuda_graph_config=phases, debug_cuda_graph=False),
+        features=SimpleNamespace(enable_memory_saver=True),
+    )
+    monkeypatch.setattr(utils, "get_exec", lambda: execution)
+    saver = SimpleNamespace(create=lambda enable: SimpleNamespace(enabled=enable))
+    for module in (full_cuda_graph_backend, breakable_cuda_graph_backend):
+        monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(tp_group=None), raising=False)
+        monkeypatch.setattr(module, "TorchMemorySaverAdapter", saver)
+    model = SimpleNamespace(device="cuda", tp_group=None)
+    runner = SimpleNamespace(device_module=None, model_runner=model)
+
+    def build_graphs(variable: str) -> None:
+        monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", variable)
+        if phases.prefill.backend != "disabled":
+            utils.resolve_prefill_backend(runner)
+        if phases.decode.backend != "disabled":
+            utils.resolve_decode_backend(runner)
+
+    build_graphs("0")
+    if releases_cuda_graphs(chosen | dict(enable_memory_saver=True)):
+        build_graphs("1")
+    else:
+        with pytest.raises(NotImplementedError, match="not compatible with memory saver"):
+            build_graphs("1")
+    assert not releases_cuda_graphs(chosen | dict(enable_memory_saver=False))

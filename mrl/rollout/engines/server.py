@@ -22,7 +22,7 @@ import psutil
 
 from mrl.config.secrets import engine_key
 from mrl.rollout.engines.leases import PortLease, ScratchDir
-from mrl.rollout.engines.server_args import DETERMINISTIC
+from mrl.rollout.engines.server_args import DETERMINISTIC, releases_cuda_graphs
 from mrl.weight_sync.engine_control import EngineControl
 
 POLL_INTERVAL_S = 0.05  # seconds between two checks whether an EngineServer is ready
@@ -120,7 +120,7 @@ class EngineServer:
             # The ranks meet through a file, because torch's TCP store would listen on every network interface and unpickle
             # what it receives.
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
-        if self.server_args.get("enable_memory_saver"):
+        if releases_cuda_graphs(self.server_args):
             # Otherwise the memory of CUDA graphs stays allocated while the engine is offloaded.
             env.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         # Without cached byte code, each import of SGLang takes 12 more CPU-seconds.

@@ -96,9 +96,27 @@ def has_cuda() -> bool:
 def memory_saver_args(device: str | None = None) -> dict[str, Any]:
     """Return the ServerArgs fields that allow an engine to be offloaded. Returns an empty dict for a CPU.
 
-    `device`: "cuda" or "cpu"; None stands for "cuda" if there is a GPU, and for "cpu" otherwise.
+    `device`: "cuda" or "cpu"; None stands for "cuda" if there is a GPU, and for "cpu" otherwise. A user may choose other CUDA
+    graphs for the prefill, see `releases_cuda_graphs`.
     """
-    return dict(enable_memory_saver=True) if (device or ("cuda" if has_cuda() else "cpu")) == "cuda" else {}
+    if (device or ("cuda" if has_cuda() else "cpu")) != "cuda":
+        return {}
+    return dict(enable_memory_saver=True, cuda_graph_backend_prefill="disabled")
+
+
+def releases_cuda_graphs(server_args: Mapping[str, Any]) -> bool:
+    """Return whether an offloaded engine can also release the memory of its CUDA graphs.
+
+    SGLang (0.5.23) cannot release the memory of graphs of the kind "breakable": with SGLANG_MEMORY_SAVER_CUDA_GRAPH, it ends at
+    the start. This kind is SGLang's default for the prefill.
+    """
+    explicit = server_args.get("cuda_graph_config") or {}
+    for phase, default in (("prefill", "breakable"), ("decode", "full")):
+        is_off = server_args.get("disable_cuda_graph") or server_args.get(f"disable_{phase}_cuda_graph")
+        chosen = explicit.get(phase, {}).get("backend") or server_args.get(f"cuda_graph_backend_{phase}")
+        if (chosen or ("disabled" if is_off else default)) == "breakable":
+            return False
+    return bool(server_args.get("enable_memory_saver"))
 
 
 def default_server_args(
