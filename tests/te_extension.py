@@ -18,11 +18,11 @@ DType = enum.IntEnum("DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E
 _TORCH_DTYPES = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 _GEMMS = [f"GEMM{index}_{part}" for index in (1, 2, 3) for part in ("INPUT", "WEIGHT", "OUTPUT")]
 _GRADIENTS = [f"{part}{index}" for index in (1, 2, 3) for part in ("GRAD_OUTPUT", "GRAD_INPUT")]
-FP8FwdTensors = enum.IntEnum("FP8FwdTensors", _GEMMS, start=0)
-FP8BwdTensors = enum.IntEnum("FP8BwdTensors", _GRADIENTS, start=0)
+FP8FwdTensors = enum.IntEnum("FP8FwdTensors", _GEMMS, start=0)  # type: ignore[invalid-argument]
+FP8BwdTensors = enum.IntEnum("FP8BwdTensors", _GRADIENTS, start=0)  # type: ignore[invalid-argument]
 
 _BACKENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
-NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", _BACKENDS)
+NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", _BACKENDS)  # type: ignore[invalid-argument]
 
 
 class _Constants(type):
