@@ -1,6 +1,6 @@
-"""GLM-4.5: grouped-query attention, RoPE on a part of each head; dense layers, then layers with sigmoid and shared experts.
+"""GLM-4.5: grouped-query attention, RoPE on a part of each head; first dense layers, then MoE layers.
 
-decoder_blocks.py explains sigmoid experts.
+The MoE layers have shared experts and a router with sigmoid scores, which decoder_blocks.py explains.
 """
 
 from dataclasses import replace

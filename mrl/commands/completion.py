@@ -90,7 +90,10 @@ def values_of_keys() -> dict[str, list[str]]:
 
 
 def key_words() -> list[str]:
-    """Return the words that complete an argument: KEY= and GROUP=."""
+    """Return the words that complete an argument: KEY= and GROUP=.
+
+    A section such as model= is no word: its keys are.
+    """
     sections = {field.name for field in fields(Config)}
     names = [name for name, _ in key_fields()]
     return [f"{name}=" for name in [*names, *(group for group in groups() if group not in sections | set(names))]]

@@ -24,9 +24,9 @@ RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info
 class Function:
     """Scores each response by `compute_score(data_source, solution_str, ground_truth, extra_info, **args)`.
 
-    The function returns a number, a bool, or a dict with the key `score`. Other numbers in the dict become parts of the
-    score. A coroutine function is called for up to `concurrency` responses at the same time, and each call may take
-    `timeout_s` seconds.
+    The function returns a number, a bool, or a dict with the key `score`. Other numbers in the dict become named parts
+    of the score, which appear in the metrics and samples. A coroutine function is called for up to `concurrency` responses
+    at the same time, and each call may take `timeout_s` seconds.
 
     Raises ValueError if the file or module cannot be imported, if it has no function `name`, or if the function does not
     accept these arguments.
@@ -46,7 +46,7 @@ class Function:
 
     @property
     def per_sample(self) -> bool:
-        """Whether each call of this reward gets one response. With a coroutine function, a call gets many responses."""
+        """Whether `__call__` gets one response at a time. It gets many if the user's function is a coroutine function."""
         return not inspect.iscoroutinefunction(_load(self.path, self.name))
 
     def __call__(self, responses: list[Response]) -> Any:
@@ -140,5 +140,5 @@ def _check_signature(function: Callable[..., Any], name: str, args: dict[str, An
     except TypeError as error:
         raise ValueError(
             f"name={name}: {name}{signature} cannot be called as "
-            f"{name}({', '.join((*RESPONSE_ARGUMENTS, *args))}), by keyword: {error}."
+            f"{name}({', '.join((*RESPONSE_ARGUMENTS, *args))}): {error}. mrl passes these arguments by keyword."
         ) from error

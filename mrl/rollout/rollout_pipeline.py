@@ -51,7 +51,7 @@ class GroupSampler:
         self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent)
 
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
-        """Return the prompt requests of each HTTP request, in the order of sending.
+        """Divide the prompt requests into lists. Each list is sent as one HTTP request, in this order.
 
         If a step waits for all its groups, several groups share one HTTP request, because fewer requests cost the engines less
         CPU.
@@ -110,8 +110,8 @@ class GroupSampler:
     ) -> list[Trajectory]:
         """Sample one response to each prompt, spread the prompts over all engines, and wait for the responses.
 
-        `response_ids`: for each prompt, the argument `response_id` of `response_seed`. Must not be called in the event
-        loop, because this call would block the loop.
+        `response_ids`: for each prompt, numbers that identify its response and determine its seed (response_seed). Must not be
+        called in the event loop, because this call would block the loop.
         """
         sampling = self._sampling_params(temperature, response_ids)
         if self._conversation:
@@ -300,7 +300,7 @@ class RolloutPipeline:
                 self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """Make `wait_step` raise this error, unless an earlier error is stored. Any error replaces a stored NoEngineError."""
+        """Make `wait_step` raise this error, unless an earlier error other than NoEngineError is stored."""
         if self._error is None or isinstance(self._error, NoEngineError):
             self._error = error
         self._changed.notify_all()

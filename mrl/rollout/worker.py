@@ -76,9 +76,9 @@ class RolloutWorker:
         buffer: StalenessBuffer[Group] = StalenessBuffer(
             groups_per_step=size,
             staleness=spec.staleness,
-            extra_groups=spec.extra_groups,
+            extra_groups=spec.extra_groups,  # groups that are sampled in addition (over-sampling)
             in_order=spec.in_order,
-            max_replaced=(spec.max_rounds - 1) * size,
+            max_replaced=(spec.max_rounds - 1) * size,  # rejected groups of a step that are replaced
         )
         self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._passes_filter)
         self._length_bias = LengthBias()
@@ -146,7 +146,8 @@ class RolloutWorker:
     def _read_log(self, step: int) -> StepGroups[Group] | None:
         """Return the groups of the step from the rollout log, and remove their prompt requests from the pipeline.
 
-        Returns None if the log does not have the step. An entry with other prompts than this run draws is deleted.
+        Returns None if the log does not have the step. If the prompts of the entry are not those that this run has
+        drawn, the entry is deleted.
         """
         logged = self._logged or self._log.get(step)
         if logged is None:
@@ -166,7 +167,7 @@ class RolloutWorker:
         If no response of the step could be scored, nothing is written or deleted. The run then ends. A resumed run scores the
         cached completions again.
         """
-        if None in score_failures([*groups.groups, *groups.filtered]):
+        if None in score_failures([*groups.groups, *groups.filtered]):  # None: the response was scored
             groups = self._log.put(step, groups)
             self._cache.discard(step - self.spec.staleness + 1)
         return groups
@@ -326,7 +327,7 @@ class RolloutWorker:
 
 
 def text_samples(groups: Sequence[Group], count: int, data: PromptDataset) -> list[TextSample]:
-    """Return `count` of the responses as text, best first. Their rewards cover the whole range."""
+    """Return `count` responses as text, best first. Their rewards are spread evenly between the best and the worst."""
     samples = [sample for group in groups for sample in group.samples]
     chosen = [samples[index] for index in spread([sample.score.value for sample in samples], count)]
     prompts = data.decode([sample.prompt for sample in chosen])

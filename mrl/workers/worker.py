@@ -45,8 +45,8 @@ def requires_on_device[W: _HasModel, **P, R](
             current = self.model.offloader.level
             if current < level:
                 raise RuntimeError(
-                    f"{method.__name__}() needs the model {level.name.lower()}, but it is "
-                    f"{current.name.lower()}; call load_to_device() first."
+                    f"{method.__name__}() needs offload level {level.name}, but the model is at "
+                    f"{current.name}; call load_to_device() first."
                 )
             return method(self, *args, **kwargs)
 
@@ -106,7 +106,7 @@ class TrainWorker:
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, critic: bool = False
     ) -> None:
         """Join the process group and build this rank's part of the model."""
-        # This import loads Megatron, which __init__ has patched for a CPU.
+        # These modules import Megatron. They are imported here, after __init__ has called patch_megatron_for_cpu.
         from mrl.workers.actor_critic import MegatronActor, MegatronCritic
         from parallel import collectives, groups
 
@@ -278,7 +278,9 @@ class TrainWorker:
             self._sync.close()
         self._sync = None
         try:
-            self._sync = self.model.connect_engines(urls, settings, folder) if urls else None  # a replay has no engines
+            self._sync = (
+                self.model.connect_engines(urls, settings, folder) if urls else None
+            )  # `mrl replay` has no engines
         except WeightSyncError as error:
             if not error.failed:
                 raise
@@ -297,7 +299,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
-        """Write the current weights as a Hugging Face folder. `notes`: name of a further file in this folder -> its text."""
+        """Write the current weights as a Hugging Face folder. Each entry of `notes` becomes a text file of this name."""
         self.model.export_hf(folder, notes or {})
 
     # Checkpoints.
@@ -309,7 +311,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def load(self, folder: str) -> bool:
-        """Load a distributed checkpoint. Returns whether RNG states were restored, too: only if this layout wrote them."""
+        """Load a distributed checkpoint. Returns whether this layout wrote it: only then are RNG states restored."""
         return self.model.load(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
