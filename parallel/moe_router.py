@@ -40,7 +40,7 @@ class PackedRouter(TopKRouter):
         """Choose experts for logits [L, 1, experts]; `padding_mask` [L, 1] is True at padding tokens."""
         if self.is_aux_loss_enabled():
             real = logits[..., 0].numel() if padding_mask is None else (~padding_mask).sum()
-            total = torch.as_tensor(real, dtype=torch.float32, device=logits.device)
+            total = logits.new_zeros((), dtype=torch.float32) + real  # a tensor made of a number would wait for the GPU
             dist.all_reduce(total, group=self.tp_cp_group)
             self._tokens_per_rank = total / self.tp_cp_group.size()  # Megatron multiplies by the number of ranks
         return super().routing(logits, padding_mask)

@@ -9,6 +9,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from parallel import groups, moe_router
+from parallel.device import device
 from parallel.packing import PackedSequences
 
 
@@ -58,7 +59,8 @@ def run_forward_backward[O](
     With `all_reduce_gradients`, every replica gets the whole summed gradient, and not only the shard that its optimizer needs.
     """
     config = chunks[0].config
-    config.moe_grad_scale_func = lambda: aux_scale
+    # Megatron would copy a number to the GPU for each micro-batch, and the host would wait for the copy.
+    config.moe_grad_scale_func = lambda: torch.full((), aux_scale, device=device())
     if not micro_batches:
         if not forward_only:
             config.finalize_model_grads_func(chunks, force_all_reduce=all_reduce_gradients)

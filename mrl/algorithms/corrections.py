@@ -168,16 +168,20 @@ def mismatch_sums(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
     the engine reported NaN are only counted. The results are float64 scalars. The caller adds the sums of all micro-batches
     and ranks.
     """
-    known = ~rollout.isnan()
-    log_ratio = (old.detach().double() - rollout.double())[known]
+    unknown = (
+        rollout.isnan()
+    )  # masked and not removed: on a GPU, the host would wait for the number of remaining tokens
+    log_ratio = (old.detach().double() - rollout.double()).masked_fill(unknown, 0.0)
     ratio = log_ratio.exp()
+    k3 = ratio - 1 - log_ratio
+    ratio = ratio.masked_fill(unknown, 0.0)
     return {
-        "mismatch/count": log_ratio.new_tensor(float(len(log_ratio))),
+        "mismatch/count": (~unknown).double().sum(),
         "mismatch/log_ratio": log_ratio.sum(),
         "mismatch/ratio": ratio.sum(),
         "mismatch/ratio_squared": ratio.square().sum(),
-        "mismatch/k3_sum": (ratio - 1 - log_ratio).sum(),
-        "mismatch/nan": (~known).double().sum(),
+        "mismatch/k3_sum": k3.sum(),
+        "mismatch/nan": unknown.double().sum(),
     }
 
 

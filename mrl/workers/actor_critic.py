@@ -100,11 +100,12 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
     loss_weights = micro.weights.to(per_token.dtype)
     total = (per_token * loss_weights).sum()
     mismatch = (inputs.old_logprobs - micro.rollout_logprobs).abs()
-    mismatch = mismatch[~mismatch.isnan()]  # NaN: no engine sampled the token
-    largest_mismatch = mismatch.max() if mismatch.numel() else mismatch.new_full((), float("-inf"))
+    unknown = mismatch.isnan()  # no engine reported a log-probability of the token
+    nothing = float("-inf")
+    largest_mismatch = mismatch.masked_fill(unknown, nothing).max() if len(mismatch) else mismatch.new_full((), nothing)
     sums = {
         "loss": total.detach(),
-        "mismatch_abs": mismatch.sum(),
+        "mismatch_abs": mismatch.masked_fill(unknown, 0.0).sum(),
         "entropy": entropy.detach().sum(),
         "tokens": torch.tensor(len(logprobs)),
         **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),

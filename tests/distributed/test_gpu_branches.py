@@ -1,81 +1,133 @@
 """Code for GPUs, run on a CPU with replacements for CUDA kernels and libraries."""
 
-import traceback
+from functools import partial
 
 import pytest
-from tiny_families import make_family
+from tiny_families import FAMILIES, make_family
 
+from models.architecture import ModelSpec
+from mrl.core.types import TrainBatch
 from parallel.dims import ParallelDims
+from parallel.trainer_config import OptimConfig
 
-HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "tensor", "as_tensor"}
-HOST_READS |= {"__bool__", "__int__", "__float__", "__index__"}
+MOE = "megatron/core/transformer/moe"
+# The functions through which the host learns how many tokens each expert gets, which messages and matrices need. On a GPU, the
+# first two functions copy the numbers to the host and wait once in each layer; the others read the copies.
+TOKENS_PER_EXPERT = [
+    ("parallel/device.py", "to_cpu"),
+    (f"{MOE}/token_dispatcher.py", "_maybe_dtoh_and_synchronize"),
+    (f"{MOE}/experts.py", "forward"),
+    (f"{MOE}/moe_utils.py", "sort_chunks_by_idxs"),
+]
+# On a GPU, these functions move a tensor to the device at their first call only. On a CPU, the tensor always seems to need it.
+MOVED_ONCE = [
+    ("megatron/core/models/common/embeddings/rotary_pos_embedding.py", "get_emb"),
+    (f"{MOE}/router.py", "gating"),
+]
+STAND_INS = [
+    ("tests/te_extension.py", ""),
+    ("tests/te_process.py", ""),
+]  # kernels of Transformer Engine, as torch functions
 
 
-def run_layers(rank: int, folder) -> tuple[list[str], int, float]:
-    """Run a model forward and backward with the attention of GPUs.
+def use_attention_of_gpus() -> None:
+    """Let this process take the branches of a GPU in 16 bits, with a replacement of the attention kernel."""
+    from varlen_kernel import varlen_attn
 
-    Returns the reads of tensors by the host within layers, the number of tables of angles, and the largest difference of a logit
-    from the attention of CPUs. On a GPU, each read would wait for the device.
+    from mrl.workers import megatron_model
+    from parallel import attention
+
+    attention.supports_varlen = megatron_model.supports_varlen = lambda device, dtype: True
+    attention._varlen_kernel = lambda: varlen_attn
+
+
+def run_layers(rank: int, folder) -> tuple[int, float]:
+    """Run a model with the attention of GPUs.
+
+    Returns the number of tables of angles, and the largest difference of a logit from the attention of CPUs.
     """
     import torch
     from test_logits import LENGTHS, load, sequences
-    from torch.overrides import TorchFunctionMode
-    from varlen_kernel import varlen_attn
 
-    from parallel import attention
     from parallel.megatron_layers import PackedRotaryEmbedding
     from parallel.packing import Segment, pack
-
-    class Reads(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.found: list[str] = []
-            self.in_layers = False
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if self.in_layers and func.__name__ in HOST_READS:
-                stack = [frame.filename for frame in traceback.extract_stack()]
-                if not any(
-                    "/transformer/moe/" in name for name in stack
-                ):  # the host needs the sizes of messages to experts
-                    self.found.append(f"{func.__name__} called by {stack[-3:]}")
-            return func(*args, **(kwargs or {}))
-
-    reads, tables = Reads(), []
-
-    def set_in_layers(value: bool):
-        def hook(*unused) -> None:
-            reads.in_layers = value
-
-        return hook
 
     def logits():
         packed = pack([Segment(length) for length in LENGTHS], torch.device("cpu"), in_order=True)
         return model(torch.cat(sequences())[None], packed.position_ids[None], None, packed_seq_params=packed)
 
     model, _ = load(folder)
-    for layer in model.decoder.layers:
-        layer.register_forward_pre_hook(set_in_layers(True))
-        layer.register_forward_hook(set_in_layers(False))
-    logits()  # moves RoPE's frequencies to the device
     with torch.no_grad():
         expected = logits()
-    get_emb = PackedRotaryEmbedding.get_emb
+    tables, get_emb = [], PackedRotaryEmbedding.get_emb
     PackedRotaryEmbedding.get_emb = lambda *args: tables.append(args) or get_emb(*args)
-    attention.supports_varlen, attention._varlen_kernel = lambda device, dtype: True, lambda: varlen_attn
-    with reads:
-        found = logits()
-        reads.in_layers = True
-        found.square().sum().backward()
-    return reads.found, len(tables), float((found - expected).detach().abs().max())
+    use_attention_of_gpus()
+    found = logits()
+    return len(tables), float((found - expected).detach().abs().max())
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
-def test_layers_never_wait_for_the_device(run_ranks, tmp_path, name):
-    ((reads, tables, difference),) = run_ranks(ParallelDims(), run_layers, make_family(name, tmp_path))
-    assert reads == []
-    assert tables == 1, "the layers share the angles of a pack"
-    assert difference < 1e-5
+def test_layers_share_the_angles_of_a_pack_and_the_attention_of_gpus_is_exact(run_ranks, tmp_path, name):
+    ((tables, difference),) = run_ranks(ParallelDims(), run_layers, make_family(name, tmp_path))
+    assert tables == 1 and difference < 1e-5
+
+
+def waits_of_an_update(rank: int, folder, critic: bool, overrides: dict, share_prompts: bool = True) -> list[str]:
+    """Return where the host would wait for the GPU, from the rows of a batch to the gradients of the model.
+
+    The first batch is not observed: some tensors, such as RoPE's frequencies, are copied to the device only once.
+    """
+    from host_waits import HostWaits
+    from models_for_layouts import groups_of_responses
+
+    from mrl.algorithms.losses import PPOClip, ValueLoss
+    from mrl.workers.actor_critic import MegatronActor, MegatronCritic, policy_loss, value_loss
+    from mrl.workers.dp_partition import Packing, partition_step
+
+    use_attention_of_gpus()
+    spec = ModelSpec(
+        str(folder), ParallelDims(), "float32", OptimConfig(lr=1e-4), overrides, share_prompts=share_prompts
+    )
+    model = MegatronCritic(spec) if critic else MegatronActor(spec)
+    head = model.head if critic else partial(model.head, temperature=0.7)
+    loss = partial(value_loss, loss=ValueLoss()) if critic else partial(policy_loss, loss=PPOClip())
+    block, groups = groups_of_responses()
+    packing = Packing(60, share_prompts)
+    (batch,) = partition_step(TrainBatch.of(block, groups), ParallelDims(), packing, "token_mean").rank_batches
+    assert len(batch.micro_batches) > 1
+    with HostWaits(*TOKENS_PER_EXPERT, *MOVED_ONCE, *STAND_INS, recording=False) as waits:
+        for waits.recording in (False, True):
+            model.compute_column(block, batch, head)
+            model.accumulate_gradients(model.micro_batches(block, batch), head, loss, batch)
+    return waits.found
+
+
+BALANCED = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1, moe_z_loss_coeff=1e-3)
+RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+@pytest.mark.extended_except("qwen3", "deepseek_v3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_forward_and_backward_pass_never_waits_for_the_device(run_ranks, tmp_path, name):
+    """Hand-over of packs, layers, log-probability head, loss and metrics of every family; only experts may wait."""
+    (waits,) = run_ranks(ParallelDims(), waits_of_an_update, make_family(name, tmp_path), False, {})
+    assert waits == []
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "critic", "overrides", "share_prompts"),
+    [
+        pytest.param("qwen3", True, {}, True, id="critic"),
+        pytest.param("qwen3", False, {}, False, id="no shared prompts"),
+        pytest.param("qwen3", False, RECOMPUTED, True, id="recomputation"),
+        pytest.param("glm4_moe", False, BALANCED, True, id="balancing losses"),
+    ],
+)
+def test_no_option_makes_the_host_wait_for_the_device(run_ranks, tmp_path, name, critic, overrides, share_prompts):
+    folder = make_family(name, tmp_path)
+    (waits,) = run_ranks(ParallelDims(), waits_of_an_update, folder, critic, overrides, share_prompts)
+    assert waits == []
 
 
 def build_with_transformer_engine(rank: int, folder):

@@ -11,6 +11,7 @@ from models_for_layouts import make
 from safetensors.numpy import load_file
 from te_process import missing_python, run_forked, te_process
 from test_checkpoints import load_and_continue, load_and_go_on, save_and_continue, save_and_go_on
+from test_gpu_branches import waits_of_an_update
 from test_layouts import export
 from test_offload import train_awake, train_between_sleeps
 from test_parity import layouts, trace
@@ -121,6 +122,16 @@ def test_a_step_computes_what_torch_modules_compute(differences, kind, dims):
 @pytest.mark.parametrize(("kind", "dims"), [("dense", ONE), *[("moe", d) for d in layouts("tp2 ep2 etp1")]], ids=str)
 def test_without_shared_prompts_transformer_engines_attention_computes_the_same(differences, kind, dims):
     assert differences(kind, dims, share_prompts=False) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "share_prompts"),
+    [("dense", True), ("dense", False), ("biased", True), ("moe", True), ("glm", True), ("deepseek", True)],
+    ids=str,
+)
+def test_a_forward_and_backward_pass_never_waits_for_the_device(te_ranks, models, kind, share_prompts):
+    (waits,) = te_ranks(ONE, waits_of_an_update, models(kind), False, ON_GPU, share_prompts)
+    assert waits == []
 
 
 @pytest.mark.parametrize(

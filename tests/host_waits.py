@@ -1,0 +1,138 @@
+"""Finds the operations that would make the host wait for the GPU, in code that runs on a CPU.
+
+A GPU works through a queue of kernels while the host adds further kernels. If the host needs a value, a number of elements, or a
+copy between host and device without pinned memory, it must wait until the queue is empty, and then the GPU waits for the host.
+"""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+# Kernels whose result is a Python value, or has a number of elements that depends on the values of a tensor.
+WAITING_KERNELS = {
+    aten._local_scalar_dense,  # item(), bool(), int(), float(), and a tensor as an index, a size or a condition
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
+    aten.equal,
+    aten.allclose,
+}
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+# Functions that read a tensor on the CPU without a kernel. On a GPU they copy the tensor to the host.
+COPIES_TO_HOST = {"tolist", "numpy", "cpu", "__array__"}
+# Functions that make a tensor from Python numbers; with a device they copy it from pageable memory, which waits.
+COPIES_FROM_HOST = {"tensor", "as_tensor", "new_tensor"}
+# The places at which the code waits on purpose: (end of the file's path, function).
+PINNED_COPY = ("parallel/device.py", "copy_to_device")
+
+
+class HostWaits(AbstractContextManager):
+    """Context that records in `found` every operation on which the host would wait, with the lines that call it.
+
+    Every tensor counts as a tensor on the GPU. `recording` switches the record on and off. `allowed` are the functions that may
+    wait, each as (end of the file's path, name of the function or "" for all). A function that such a function calls may not.
+    """
+
+    def __init__(self, *allowed: tuple[str, str], recording: bool = True) -> None:
+        self.found: list[str] = []
+        self.recording = recording
+        self._allowed = (PINNED_COPY, *allowed)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "HostWaits":
+        for context in (_Functions(self), _Kernels(self), *self._synchronizations()):
+            self._stack.enter_context(context)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which nothing is recorded."""
+        recording, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = recording
+
+    def record(self, operation: str) -> None:
+        """Add an operation, unless its caller may wait."""
+        if not self.recording:
+            return
+        stack = traceback.extract_stack()
+        callers = [frame for frame in stack if frame.filename != __file__ and "/torch/" not in frame.filename]
+        caller = callers[-1]
+        if not any(caller.filename.endswith(end) and name in ("", caller.name) for end, name in self._allowed):
+            places = [f"{frame.filename}:{frame.lineno}" for frame in callers[-3:]]
+            self.found.append(f"{operation} called by {', '.join(places)}")
+
+    def _synchronizations(self) -> Iterator[AbstractContextManager]:
+        """Replace the functions that wait for the whole device, a stream or an event."""
+        places = [(torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize")]
+        for owner, name in places:
+            yield mock.patch.object(owner, name, lambda *args: self.record("synchronize"), create=True)
+
+        def cuda(tensor: torch.Tensor, *args, non_blocking: bool = False, **kwargs) -> torch.Tensor:
+            if not non_blocking:
+                self.record("cuda")
+            return tensor
+
+        yield mock.patch.object(torch.Tensor, "cuda", cuda)
+
+
+class _Functions(TorchFunctionMode):
+    """Sees calls of torch's Python functions."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in COPIES_TO_HOST or (name in COPIES_FROM_HOST and _makes_tensor_on_device(name, args, kwargs)):
+            self._waits.record(name)
+        elif name == "to" and _names_device(args[1:], kwargs) and not kwargs.get("non_blocking"):
+            self._waits.record("to(device)")
+        return func(*args, **kwargs)
+
+
+def _makes_tensor_on_device(name: str, args: tuple, kwargs: dict) -> bool:
+    values = args[1] if name == "new_tensor" else args[0] if args else kwargs.get("data")
+    return not isinstance(values, torch.Tensor) and (name == "new_tensor" or kwargs.get("device") is not None)
+
+
+def _names_device(args: tuple, kwargs: dict) -> bool:
+    return any(isinstance(value, torch.device | str) for value in (*args, kwargs.get("device")))
+
+
+class _Kernels(TorchDispatchMode):
+    """Sees calls of kernels, also of those that C++ code and the backward pass call."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, packet = kwargs or {}, func.overloadpacket
+        needs_size = packet is aten.repeat_interleave and kwargs.get("output_size") is None
+        if packet in WAITING_KERNELS or needs_size or (packet in INDEXING and _counts_true_elements(packet, args)):
+            self._waits.record(packet.__name__)
+        return func(*args, **kwargs)
+
+
+def _counts_true_elements(packet, args: tuple) -> bool:
+    """Whether indexing needs the number of true elements of a mask. An assignment of one number becomes `masked_fill`."""
+    has_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    assigns_number = "put" in packet.__name__ and args[2].numel() == 1
+    return has_mask and not assigns_number
