@@ -45,6 +45,7 @@ lock: setup ## resolve both locks from setup.py; with UPGRADE=--upgrade, take th
 	$(COMPILE) setup.py --extra train --extra dev --extra optuna --extra gpu $(UPGRADE) -o requirements-gpu.txt
 	$(COMPILE) setup.py --extra train --extra dev --extra optuna --override requirements/overrides-cpu.txt -c requirements-gpu.txt -o requirements.txt
 	$(COMPILE) requirements/uv.in $(UPGRADE) -o requirements/uv.txt
+	PATH=".uv/bin:$$PATH" UV_SYSTEM_CERTS=1 scripts/check_wheels.sh uv $(BIN)/python requirements-gpu.txt
 
 COMPILE = PATH=".uv/bin:$$PATH" UV_SYSTEM_CERTS=1 UV_CUSTOM_COMPILE_COMMAND="make lock" \
 	uv pip compile --quiet --no-annotate --generate-hashes --python-version 3.12

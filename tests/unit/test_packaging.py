@@ -162,12 +162,55 @@ def test_the_gpu_lock_has_the_headers_that_transformer_engine_is_compiled_with()
     assert "transformer-engine-torch" in cuda_only() or "transformer-engine-torch" not in locked("requirements.txt")
 
 
+CUDA_PARTS = ("cccl", "crt", "cupti", "nvcc", "nvrtc", "runtime")
+
+
 def test_the_locked_cuda_compiler_has_the_version_of_the_cuda_headers_that_torch_pins():
     """CUDA's C++ library refuses a compiler of another version, so no kernel of an engine would compile."""
     pins = {str(name): version.release[:2] for name, version in locked("requirements-gpu.txt").items()}
-    toolkit = ["nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cuda-runtime", "nvidia-nvvm"]
-    versions = {name: pins[name] for name in toolkit}
+    versions = {name: pins[name] for name in [*(f"nvidia-cuda-{part}" for part in CUDA_PARTS), "nvidia-nvvm"]}
     assert set(versions.values()) == {pins["cuda-toolkit"]}, versions
+    (image,) = re.findall(r"^FROM nvidia/cuda:(\d+)\.(\d+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert tuple(map(int, image)) == pins["cuda-toolkit"], "engines in the image compile with the toolkit of the image"
+
+
+def test_all_locked_binaries_are_for_the_cuda_of_torch():
+    """Packages with the suffix -cu13 are built for CUDA 13. Libraries of another CUDA cannot be loaded beside those of torch."""
+    pins = locked("requirements-gpu.txt")
+    of_torch = str(pins["cuda-toolkit"].major)
+    built_for = {name: found[1] for name in pins if (found := re.search(r"-cu(\d\d)$", name))}
+    built_for.pop("nvidia-cutlass-dsl-libs-cu12")  # nvidia-cutlass-dsl installs both and loads the one that fits
+    assert len(built_for) > 6 and set(built_for.values()) == {of_torch}, built_for
+
+
+@pytest.mark.parametrize("name", ["torch", "sglang"])
+def test_the_gpu_lock_has_the_versions_that_torch_and_sglang_are_built_for(name):
+    """The wheels that compile kernels (flashinfer, deep-gemm, triton) and that contain them (sglang-kernel) fit each other."""
+    pins = locked("requirements-gpu.txt")
+    wanted = [requirement for requirement in needs(name) if applies(requirement, ())]
+    unfit = {str(one): str(pins.get(canonicalize_name(one.name))) for one in wanted if not fits(one, pins)}
+    assert len(wanted) > 10 and unfit == {}
+
+
+def fits(requirement, pins):
+    version = pins.get(canonicalize_name(requirement.name))
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def test_engines_accept_the_locked_kernels_when_they_start():
+    """SGLang ends with an error if these packages are older than the versions in its source."""
+    source = Path(str(distribution("sglang").locate_file("sglang/srt/entrypoints/engine.py"))).read_text()
+    least = dict(re.findall(r'assert_pkg_version\(\s*"([\w-]+)",\s*"([\w.]+)"', source))
+    assert {"flashinfer_python", "sglang-kernel"} <= least.keys()
+    pins = locked("requirements-gpu.txt")
+    assert all(pins[canonicalize_name(name)] >= Version(version) for name, version in least.items()), least
+
+
+def test_transformer_engine_is_compiled_against_the_library_of_its_own_version():
+    pins = locked("requirements-gpu.txt")
+    cuda = pins["cuda-toolkit"].major
+    assert pins["transformer-engine"] == pins["transformer-engine-torch"] == pins[f"transformer-engine-cu{cuda}"]
+    assert f"/nvidia/cu{cuda}/include" in (ROOT / "scripts/install_lock.sh").read_text()
 
 
 FAKE_UV = """#!/bin/bash
@@ -201,6 +244,24 @@ def test_packages_are_installed_with_hashes_and_transformer_engine_is_compiled_l
     assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in compiled["environment"], "otherwise a wheel is downloaded from GitHub"
     assert "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in compiled["environment"]
     assert re.search(r"^CPLUS_INCLUDE_PATH=.*/nvidia/cu13/include/cccl", compiled["environment"], re.MULTILINE)
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_new_lock_has_wheels_of_all_packages_that_are_not_built(tmp_path, status):
+    (tmp_path / "uv").write_text(f"{FAKE_UV}exit {status}\n")
+    (tmp_path / "uv").chmod(0o755)
+    command = [ROOT / "scripts/check_wheels.sh", tmp_path / "uv", sys.executable, "requirements-gpu.txt"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    arguments, packages = ((tmp_path / "call.0" / name).read_text() for name in ("arguments", "packages"))
+    for option in ("--dry-run", "--no-deps", "--require-hashes", "--only-binary :all:"):
+        assert option in arguments
+    assert (
+        packages.count("==") == len(entries("requirements-gpu.txt")) - 1 and "transformer-engine-torch" not in packages
+    )
+    assert done.returncode == bool(status) and ("install_lock.sh needs its compiler" in done.stderr) == bool(status)
+    assert re.search(
+        r"^lock:.*\n(\t.*\n)*\t.*check_wheels\.sh uv .*requirements-gpu", (ROOT / "Makefile").read_text(), re.M
+    )
 
 
 def test_make_setup_and_the_image_install_the_lock_in_the_same_way():

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Checks that PyPI has a wheel for this platform of each package of a lock, except of the packages that are built during the
+# installation. So a new version of a package cannot need a compiler or headers unnoticed. `make lock` runs it after it has resolved
+# the locks. It needs the network and installs nothing.
+#   scripts/check_wheels.sh UV PYTHON LOCK     PYTHON: interpreter for which the wheels must be
+set -euo pipefail
+uv=$1 python=$2 lock=$3
+folder=$(mktemp -d)
+trap 'rm -r "$folder"' EXIT
+
+# scripts/install_lock.sh compiles this package. To read its metadata, uv would need torch.
+awk '/^[^ ]/ { keep = !/^transformer-engine-torch==/ } keep' "$lock" >"$folder/packages"
+# PyPI has only the sources of these packages, which are pure Python.
+pure_python=(antlr4-python3-runtime yattag)
+"$uv" pip install --dry-run --quiet --no-deps --require-hashes --only-binary :all: "${pure_python[@]/#/--no-binary=}" \
+    --python "$python" --target "$folder/target" -r "$folder/packages" ||
+    { echo "check_wheels: $lock: see the package above. If it has only sources and they are pure Python, add it to pure_python in $0;" \
+        "if it must be compiled, scripts/install_lock.sh needs its compiler and headers" >&2; exit 1; }
