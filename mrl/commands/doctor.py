@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mrl.doctor.checks.software_checks import describe_libraries
 from mrl.doctor.examine import CHECKS, DoctorReport, ExamineOptions, examine_host, examine_hosts
 from mrl.doctor.findings import exit_status, print_findings, summarize, to_json
 from mrl.doctor.host_facts import Requirements
@@ -150,7 +151,7 @@ def main(argv: list[str], clock: Callable[[], float] = time.time) -> int:
     elif prints_report:
         console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
         summary = summarize(report.cluster, report.findings, len(CHECKS), time.perf_counter() - begun)
-        print_findings(console, report.findings, summary)
+        print_findings(console, report.findings, "\n".join([*describe_libraries(report.cluster), summary]))
     return exit_status(report.findings)
 
 

@@ -33,6 +33,7 @@ class SoftwareFacts:
     packages: dict[str, str | None]  # package -> installed version; None: not installed
     source_checksum: str  # checksum of the code of mrl, models and parallel
     foreign_apex: str | None = None  # folder that `import apex` finds, if it is not NVIDIA's apex
+    apex_extensions: list[str] = field(default_factory=list)  # compiled modules of NVIDIA's Apex that are installed
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ FAULTS = [
     Fault("another version than tested", "versions", r"transformers 4\.9\.9 is installed; version 5\.", "make setup LOCK=requirements.txt",
           {0: distribution("transformers", "4.9.9")}, status=1),
     Fault("Transformer Engine missing on a GPU host", "versions", "transformer-engine is not installed", "requirements-gpu.txt",
-          {0: GPUS + "rm -r $LAB/site_h0/transformer*"}),
+          {0: GPUS + "rm -r $LAB/site_h0/transformer*"}, status=1),
     Fault("torch without CUDA on a GPU host", "versions", r"torch 2\.14\.1\+cpu is built without CUDA", "make setup LOCK=requirements-gpu",
           {0: GPUS + distribution("torch", "2.14.1+cpu")}),
     Fault("hosts with different versions of Ray", "versions", r"ray has version 2\.59\.0; the other hosts have 2\.60", "one environment",
@@ -60,7 +60,7 @@ FAULTS = [
           also=frozenset({("versions", "h1")})),
     Fault("hosts with different code", "versions", "its code .* differs from the code of the other hosts", "one checkout",
           {1: "echo '# changed' >$LAB/other.py; mount --bind $LAB/other.py $PYTHONPATH/mrl/tracking/tracker.py"}, hosts=2, where="h1"),
-    Fault("PyPI's apex", "apex", "is not NVIDIA's apex", "pip uninstall -y apex",
+    Fault("PyPI's apex", "apex", "is not NVIDIA's Apex", "pip uninstall -y apex",
           {0: "mkdir -p $LAB/site/apex; touch $LAB/site/apex/__init__.py; export PYTHONPATH=$LAB/site:$PYTHONPATH"}),
     # GPUs
     Fault("driver and library do not match", "gpus", "no GPU can be used: Failed to initialize NVML", "nvidia-smi",

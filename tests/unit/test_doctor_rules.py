@@ -17,6 +17,7 @@ from mrl.commands import doctor
 from mrl.doctor.checks.gpu_checks import check_gpus
 from mrl.doctor.checks.host_checks import check_memory
 from mrl.doctor.checks.network_checks import NO_COMMON_INTERFACE, check_collectives, fix_interfaces
+from mrl.doctor.checks.software_checks import describe_libraries
 from mrl.doctor.checks.storage_checks import check_disk
 from mrl.doctor.collective_probe import CollectivePlan, RankResult, combine_results, multi_host_groups, run_ranks
 from mrl.doctor.examine import CHECKS, gather_facts
@@ -29,6 +30,7 @@ from mrl.doctor.gather.host_probe import (
     locked_versions,
     memory_limit,
     probe_folder,
+    read_software,
 )
 from mrl.doctor.gather.network_probe import busy_ports, is_echo_server, serve_peers
 from mrl.doctor.gather.nvidia_smi import is_visible, parse_links
@@ -57,6 +59,41 @@ ROOT = Path(__file__).resolve().parents[2]
 def here() -> HostFacts:
     """Facts of this machine."""
     return gather_facts(None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_foreign"),
+    [
+        (["apex/__init__.py", "apex/forms.py"], True),  # as on PyPI
+        (["apex/__init__.py", "apex/multi_tensor_apply/__init__.py"], False),
+        (["amp_C.py"], False),
+    ],
+)
+def test_the_apex_of_pypi_is_told_from_that_of_nvidia(tmp_path, monkeypatch, parts, is_foreign):
+    for part in parts:
+        (tmp_path / part).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / part).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    software = read_software()
+    assert software.foreign_apex == (str(tmp_path / "apex") if is_foreign else None)
+    assert software.apex_extensions == (["amp_C"] if "amp_C.py" in parts else [])
+
+
+def test_the_doctor_says_which_libraries_trainers_use_and_what_apex_adds(here):
+    def lines(engine: str | None, *apex: str, cards: int = 1) -> list[str]:
+        packages = dict(here.software.packages) | {"transformer-engine-torch": engine}
+        software = replace(here.software, packages=packages, apex_extensions=list(apex))
+        gpus = HostGpus(cards=[GpuCard(0, "H100", 80 * 10**9, 0, "580")] * cards)
+        return describe_libraries(
+            ClusterFacts([replace(here, host=name, software=software, gpus=gpus) for name in "ab"])
+        )
+
+    assert lines("2.20.2", cards=0) == []
+    (usual,) = lines("2.20.2")
+    assert usual.startswith("a, b: Transformer Engine 2.20.2") and "no Apex, which is not needed" in usual
+    assert "Apex (amp_C), which adds nothing" in lines("2.20.2", "amp_C")[0]
+    assert "torch's layers, with the kernels of NVIDIA's Apex (amp_C)" in lines(None, "amp_C")[0]
+    assert "torch's AdamW" in lines(None)[0]
 
 
 def with_memory(facts: HostFacts, **changes) -> ClusterFacts:

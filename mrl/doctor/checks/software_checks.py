@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from mrl.doctor.findings import DoctorFinding, error, note, warning
+from mrl.doctor.findings import DoctorFinding, error, format_hosts, note, warning
 from mrl.doctor.gather.host_probe import CPU_LOCK, GPU_LOCK, locked_versions
 from mrl.doctor.host_facts import ClusterFacts, HostFacts, most_common, outliers
 
@@ -40,8 +40,13 @@ def check_versions(
 
 
 def _check_version(host: str, name: str, installed: str | None, tested: str, fix: str) -> Iterator[DoctorFinding]:
-    if installed is None:
-        yield error([host], f"{name} is not installed; version {tested} is tested", "a run imports this package", fix)
+    missing = f"{name} is not installed; version {tested} is tested"
+    if installed is None and name.startswith("transformer-engine"):
+        yield warning(
+            [host], missing, "without it, trainers use torch's layers, which are slower, and have no FP8", fix
+        )
+    elif installed is None:
+        yield error([host], missing, "a run imports this package", fix)
     elif installed.partition("+")[0] != tested.partition("+")[0]:
         why = "the packages are tested together: sglang pins torch and transformers, Megatron uses torch's internals"
         yield warning([host], f"{name} {installed} is installed; version {tested} is tested", why, fix)
@@ -76,10 +81,31 @@ def check_apex(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         if host.software.foreign_apex:
             yield error(
                 [host.host],
-                f"{host.software.foreign_apex} is not NVIDIA's apex: the package apex of PyPI is for web forms",
+                f"{host.software.foreign_apex} is not NVIDIA's Apex: the package apex of PyPI is for web forms",
                 "Megatron-Core imports any package of that name, and then fails or runs without fused kernels",
-                "pip uninstall -y apex  (Transformer Engine has the same kernels; NVIDIA's apex is optional, see the Dockerfile)",
+                "pip uninstall -y apex  (Transformer Engine has the same kernels; NVIDIA's Apex is optional, see the Dockerfile)",
             )
+
+
+def describe_libraries(cluster: ClusterFacts) -> list[str]:
+    """Return lines that say which NVIDIA libraries the trainers on hosts with GPUs use, and for what (see docs/adr/0017)."""
+    hosts_of: dict[str, list[str]] = {}
+    for host in cluster.hosts:
+        if host.gpus.cards:
+            hosts_of.setdefault(_used_libraries(host), []).append(host.host)
+    return [f"{format_hosts(hosts)}: {libraries}" for libraries, hosts in hosts_of.items()]
+
+
+def _used_libraries(host: HostFacts) -> str:
+    version, apex = host.software.packages.get("transformer-engine-torch"), ", ".join(host.software.apex_extensions)
+    if version:
+        own = f"Transformer Engine {version} (layers, attention, fused Adam, fused weight gradients)"
+        if apex:
+            return f"{own}; NVIDIA's Apex ({apex}), which adds nothing: Megatron takes Transformer Engine's kernels"
+        return f"{own}; no Apex, which is not needed: Transformer Engine has the same kernels"
+    if apex:
+        return f"no Transformer Engine: torch's layers, with the kernels of NVIDIA's Apex ({apex})"
+    return "no Transformer Engine and no Apex: torch's layers and torch's AdamW"
 
 
 def check_environment(cluster: ClusterFacts) -> Iterator[DoctorFinding]:

@@ -27,6 +27,7 @@ TESTED_GPU = (*TESTED, "transformer-engine", "transformer-engine-torch", "nvidia
 CUDA_RUNTIME = "nvidia-cuda-runtime"  # package whose version is the CUDA version of torch
 # Only NVIDIA's apex has this subpackage. The package apex of PyPI is a library for web forms.
 NVIDIA_APEX_PART = "multi_tensor_apply"
+APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")  # compiled modules of NVIDIA's apex that Megatron can use
 
 # name of a resource limit -> its constant in the module resource
 LIMITS = dict(nofile=resource.RLIMIT_NOFILE, nproc=resource.RLIMIT_NPROC, memlock=resource.RLIMIT_MEMLOCK)
@@ -179,7 +180,8 @@ def locked_cuda(folder: Path = DATA_ROOT) -> tuple[int, int]:
 def read_software(package_root: Path = PACKAGE_ROOT) -> SoftwareFacts:
     """Read the versions of Python and the tested packages, and a checksum of mrl's code, without importing the packages."""
     packages = {name: _installed_version(name) for name in TESTED_GPU}
-    return SoftwareFacts(platform.python_version(), packages, source_checksum(package_root), foreign_apex())
+    apex = [name for name in APEX_EXTENSIONS if PathFinder.find_spec(name)]
+    return SoftwareFacts(platform.python_version(), packages, source_checksum(package_root), foreign_apex(), apex)
 
 
 def _installed_version(name: str) -> str | None:
