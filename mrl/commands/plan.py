@@ -87,8 +87,7 @@ def _console(width: int = 100) -> Console:
 def _device_map(config: Config, weights: bool = True) -> DeviceMap:
     """Return the planned processes of each GPU. If `weights` is False, only config.json is read from each model's folder."""
     pools = plan_placement(config, weights)
-    if config.cluster.gpus_per_node and config.weight_sync.transport != Transport.shared_memory:  # this one is for CPUs
-        check_planned_transport(config, pools, config.cluster.gpus_per_node)
+    check_planned_transport(config, pools)
     return planned_device_map(pools, slots_per_node(config.cluster, pools), config.cluster.nodes or 0)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.algorithms.parts import build_algorithm
 from mrl.config import hydra_entry
+from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.controller.plan_models import chat_template
 from mrl.data.prompts import mean_prompt_tokens
@@ -64,6 +66,8 @@ FIXABLE = {
     "placement": "placement",
 }
 """Config keys that plan.fix may name -> their names in LayoutSpace.fixed."""
+TRANSPORT_PLACEMENTS = {Transport.cuda_ipc: "colocated", Transport.process_group: "disaggregated"}
+"""Transport between GPUs -> the only placement with which it works."""
 DEFAULT_PROMPT_TOKENS = 512  # used if the config has neither prompts nor a length of prompts
 MEASURED_ROWS = 256  # number of rows of each file of data.train whose prompts are tokenized
 
@@ -83,6 +87,25 @@ def fixed_values(config: Config) -> dict[str, Any]:
         for name in names:
             fixed[FIXABLE[name]] = _configured_value(config, name)
     return {name: value for name, value in fixed.items() if value is not None}
+
+
+def required_placement(config: Config, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the placement that weight_sync.transport requires, as an entry of LayoutSpace.fixed; {} if it requires none.
+
+    Raises ValueError if the transport does not work on GPUs, or not with the placement in `fixed`.
+    """
+    transport = Transport(config.weight_sync.transport)
+    if transport is Transport.shared_memory:
+        raise ValueError(
+            "weight_sync.transport=shared_memory: works only on CPUs, and the search is for GPUs; use auto."
+        )
+    placement = TRANSPORT_PLACEMENTS.get(transport)
+    if placement and fixed.get("placement", placement) != placement:
+        raise ValueError(
+            f"weight_sync.transport={transport}: needs placement={placement}, and plan.fix requires "
+            f"placement={fixed['placement']}; use auto, or leave placement out of plan.fix."
+        )
+    return dict(placement=placement) if placement else {}
 
 
 def _configured_value(config: Config, key: str) -> Any:
@@ -150,6 +173,7 @@ def make_search(config: Config) -> LayoutSearch:
     arch = family.read(hf)
     shape = ModelShape.of(family, arch)
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
+    fixed |= required_placement(config, fixed)
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
     if config.rollout.max_staleness is not None:
         options["staleness"] = config.rollout.max_staleness

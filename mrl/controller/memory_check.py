@@ -16,11 +16,13 @@ from mrl.controller.plan_models import (
     check_layout,
     check_planned_transport,
     engine_topology,
+    gpu_transport,
     make_input_files,
     parallel_layout,
     plan_models,
 )
 from mrl.controller.plan_train import TrainPlan, plan_training
+from mrl.placement.device_map import planned_device_map
 from mrl.placement.resource_pools import check_capacity, gpus_of_nodes, with_node_count
 from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
 from mrl.planner.model_shape import ModelShape
@@ -62,10 +64,14 @@ class MemoryEstimator:
         return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
 
     def estimate(self, config: Config) -> RunMemory:
-        """Estimate the memory for a config with the same models. Raises ValueError if the config's layout is impossible."""
+        """Estimate the memory for a config with the same models.
+
+        Raises ValueError if the config's layout is impossible, or if the weights cannot travel to the engines.
+        """
         models = {role: self._model(config, role) for role in self.models}
         topology = engine_topology(config, self.models["actor"]) if self.topology else None
         pools = build_pools(config, {role: model.dims for role, model in models.items()})
+        check_planned_transport(config, pools)
         return run_memory(config, models, topology, pools, self.has_reference)
 
     def _model(self, config: Config, role: str) -> RoleModel:
@@ -107,10 +113,10 @@ def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_memory(plan)
     if cluster.scheduler and not cluster.address and cluster.gpus_per_node:
         check_capacity(plan.pools, gpus_of_nodes(with_node_count(cluster, plan.pools)), "GPU")
-    if cluster.scheduler and (most := max(gpus_of_nodes(cluster))):
-        check_planned_transport(config, plan.pools, most)
-    elif not cluster.scheduler and has_cuda():
-        check_planned_transport(config, plan.pools, plan.pools.size)
+    if cluster.scheduler:
+        check_planned_transport(config, plan.pools)
+    elif has_cuda():
+        gpu_transport(config, planned_device_map(plan.pools, plan.pools.size))
     if cluster.nodes and not (cluster.scheduler or cluster.address):
         raise ValueError(
             f"cluster.nodes={cluster.nodes}: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm."

@@ -4,8 +4,10 @@ The functions read the config, and the headers of the files in the model's folde
 function raises ValueError for a mistake in the config. The message names the config key.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 
 from models.architecture import Architecture
@@ -24,7 +26,7 @@ from mrl.config.schema import Config
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
-from mrl.placement.resource_pools import Pools, SlotDemand, make_pools, slot_demands
+from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
 from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
@@ -215,21 +217,49 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:
     """Return the transport of the weights between GPUs, and the locations of all trainer ranks and of all engine ranks.
 
-    A trainer rank is a rank of the actor. Raises ValueError if the weights cannot travel between these GPUs. The weight sync of
-    the run applies the same rule to the actual GPUs (mrl/weight_sync/session.py).
+    A trainer rank is a rank of the actor. Raises ValueError if the weights cannot travel between these GPUs, or if an engine
+    would have different numbers of GPUs on its nodes. The run applies the same rules to the actual GPUs
+    (mrl/weight_sync/session.py, mrl/rollout/engines/hosts.py).
     """
     senders, receivers = (
         [ProcessLocation(*place) for place in locate_ranks(devices, role)] for role in ("actor", "engines")
     )
+    if receivers:
+        _check_nodes_of_engines(receivers, devices.pools.by_role["engines"].demands["engines"].group_size)
     requested = config.weight_sync.transport
     if requested == Transport.disk or not receivers:
         return Transport.disk, senders, receivers
     return choose_transport(requested, senders, receivers), senders, receivers
 
 
-def check_planned_transport(config: Config, pools: Pools, gpus_per_node: int) -> None:
+def _check_nodes_of_engines(receivers: Sequence[ProcessLocation], engine_tp: int) -> None:
+    for number, ranks in enumerate(batched(receivers, engine_tp)):
+        ranks_on = Counter(location.host for location in ranks)
+        if len(set(ranks_on.values())) > 1:
+            parts = ", ".join(f"{count} on {host}" for host, count in ranks_on.items())
+            raise ValueError(
+                f"rollout.engine_tp={engine_tp}: engine {number} would have {parts}, and SGLang needs the same number of GPUs on "
+                "each node; use an engine_tp that divides the number of GPUs per node or is a multiple of it, or the strategy "
+                "STRICT_PACK for the engines' pool."
+            )
+
+
+def planned_gpus(config: Config, pools: Pools) -> DeviceMap | None:
+    """Return the GPUs on which these pools would be placed, or None if the run would use CPUs.
+
+    A run on unknown hardware would use CPUs if weight_sync.transport=shared_memory, because this transport needs them.
+    """
+    cluster, gpus_per_node = config.cluster, max(gpus_of_nodes(config.cluster))
+    known = bool(cluster.scheduler or cluster.hardware.name)
+    if not gpus_per_node or (config.weight_sync.transport == Transport.shared_memory and not known):
+        return None
+    return planned_device_map(pools, gpus_per_node, cluster.nodes or 0)
+
+
+def check_planned_transport(config: Config, pools: Pools) -> None:
     """Raise ValueError if the weights cannot travel between the GPUs on which these pools would be placed."""
-    gpu_transport(config, planned_device_map(pools, gpus_per_node, config.cluster.nodes or 0))
+    if devices := planned_gpus(config, pools):
+        gpu_transport(config, devices)
 
 
 def make_input_files(config: Config) -> None:

@@ -20,9 +20,9 @@ from mrl.controller.plan_models import (
     make_input_files,
     plan_model,
     plan_models,
+    planned_gpus,
 )
 from mrl.controller.plan_train import check_supervised_data
-from mrl.placement.device_map import planned_device_map
 from mrl.placement.resource_pools import Pools
 from mrl.weight_sync.transfer_plan import (
     RelayStep,
@@ -95,10 +95,8 @@ def plan_sync(config: Config) -> SyncPlan:
     transfer_plan = compile_transfer_plan(
         shards, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes
     )
-    if not config.cluster.gpus_per_node or config.weight_sync.transport == Transport.shared_memory:
+    if (devices := planned_gpus(config, plan_placement(config))) is None:
         return SyncPlan(model, transfer_plan, None, [])
-    pools = plan_placement(config)
-    devices = planned_device_map(pools, config.cluster.gpus_per_node, config.cluster.nodes or 0)
     transport, senders, receivers = gpu_transport(config, devices)
     hosts = [location.host for location in senders]
     if transport is not Transport.cuda_ipc:

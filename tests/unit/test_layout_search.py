@@ -26,7 +26,7 @@ from mrl.commands.plan_search import FIXABLE, overrides, prompt_length
 from mrl.config import hydra_entry
 from mrl.config.schema import ParallelConfig
 from mrl.controller.memory_check import MemoryEstimator
-from mrl.controller.plan_models import build_pools
+from mrl.controller.plan_models import build_pools, check_planned_transport
 from mrl.data.tokenizer import character_tokenizer
 from mrl.placement.resource_pools import slot_demands
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within_a_node_s
@@ -249,6 +249,7 @@ def test_the_printed_overrides_are_a_config_of_that_layout(tmp_path, capsys, alg
         arch.check_layout(dims, uneven_stages="num_layers_in_last_pipeline_stage" in config.megatron)
         roles = dict(actor=dims) | (dict(critic=dims) if algorithm == "ppo" else {})
         pools = build_pools(config, roles)
+        check_planned_transport(config, pools)
         assert pools.size == candidate["gpus"] <= 32 and dims.world_size == candidate["trainer_gpus"]
         assert slot_demands(config.rollout, roles)["engines"].slots == candidate["engine_gpus"]
         assert config.rollout.mode == candidate["mode"]
