@@ -58,6 +58,7 @@ from mrl.weight_sync.transports import (
     SharedSlotsSetup,
     location_of,
 )
+from parallel.device import device
 from parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -327,8 +328,7 @@ class _SessionOpener:
 
     def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
         """Connect every rank to the control channel. Returns the channel, and the location of every trainer rank."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        locations = self.ranks.on_every_rank(lambda: location_of(device))
+        locations = self.ranks.on_every_rank(lambda: location_of(device()))
         address, hosts = self.session.connection["address"], {location.host for location in locations}
         if len(hosts) > 1 and address.startswith("127."):
             raise ValueError(
