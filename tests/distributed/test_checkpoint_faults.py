@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from models_for_layouts import make
-from test_checkpoints import hold_writers, weights_of
+from test_checkpoints import hold_writers, weights_of, with_adam
 from test_layouts import make_actor
 
 from parallel.dims import ParallelDims
@@ -103,15 +103,18 @@ def damaged_copies(checkpoint, folder) -> None:
     (folder / "empty").mkdir()
 
 
-def test_an_incomplete_or_foreign_checkpoint_raises_an_error(run_ranks, tmp_path):
+@pytest.mark.extended_except("fused")
+@pytest.mark.parametrize("adam", ["fused", "torch"])
+def test_an_incomplete_or_foreign_checkpoint_raises_an_error(run_ranks, tmp_path, adam):
     dims, folder = ParallelDims(dp=2), tmp_path / "damaged"
     for kind in ("dense", "moe"):
         make(kind, tmp_path / kind)
-    run_ranks(dims, saved, tmp_path / "dense", tmp_path / "checkpoint", dims)
+    run_ranks(dims, with_adam, adam, saved, tmp_path / "dense", tmp_path / "checkpoint", dims)
     damaged_copies(tmp_path / "checkpoint", folder)
-    run_ranks(dims, saved, tmp_path / "moe", folder / "other", dims)
-    run_ranks(dims, saved, tmp_path / "dense", folder / "weights", dims, True)
-    first, second = run_ranks(dims, refused, tmp_path / "dense", tmp_path / "checkpoint", folder, dims)
+    run_ranks(dims, with_adam, adam, saved, tmp_path / "moe", folder / "other", dims)
+    run_ranks(dims, with_adam, adam, saved, tmp_path / "dense", folder / "weights", dims, True)
+    paths = (tmp_path / "dense", tmp_path / "checkpoint", folder)
+    first, second = run_ranks(dims, with_adam, adam, refused, *paths, dims)
     assert first == second
     for name, error in first.items():
         assert str(folder / name) in error

@@ -2,6 +2,7 @@
 
 import pytest
 from models_for_layouts import make
+from test_checkpoints import with_adam
 from tiny_families import FAMILIES, make_family
 
 from parallel.dims import ParallelDims
@@ -137,13 +138,14 @@ def train_and_save(rank: int, folder, dims: ParallelDims) -> None:
     actor.export_hf(folder.with_name("export"), {})
 
 
-@pytest.mark.extended_except("tied-tp2 pp2 sp")
+@pytest.mark.extended_except("tied-tp2 pp2 sp-fused")
+@pytest.mark.parametrize("adam", ["fused", "torch"])
 @pytest.mark.parametrize(
     ("kind", "dims"), [("tied", ParallelDims(tp=2, pp=2)), ("moe", ParallelDims(dp=2, ep=2))], ids=str
 )
-def test_converting_a_training_checkpoint_gives_the_export_of_the_run(run_ranks, tmp_path, kind, dims):
+def test_converting_a_training_checkpoint_gives_the_export_of_the_run(run_ranks, tmp_path, kind, dims, adam):
     make(kind, tmp_path / "model")
-    run_ranks(dims, train_and_save, tmp_path / "model", dims)
+    run_ranks(dims, with_adam, adam, train_and_save, tmp_path / "model", dims)
     to_hf(tmp_path / "checkpoint", tmp_path / "model", tmp_path / "converted")
     assert_same_files(tmp_path / "converted", tmp_path / "export")
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models_for_layouts import make
+from test_checkpoints import with_adam
 from test_layouts import ragged_block, share_of
 
 from models.architecture import ModelSpec
@@ -104,12 +105,13 @@ def offload_and_load(actor) -> None:
     assert nbytes(gradients(actor)) == sizes and min(sizes, default=1) > 0
 
 
-@pytest.mark.extended_except("dense-tp2 pp2 sp-float32", "moe-dp2 ep2-bfloat16")
+@pytest.mark.extended_except("dense-tp2 pp2 sp-float32-fused", "moe-dp2 ep2-bfloat16-fused")
+@pytest.mark.parametrize("adam", ["fused", "torch"])
 @pytest.mark.parametrize(("kind", "dims", "dtype"), LAYOUTS, ids=str)
-def test_training_with_offloading_between_steps_is_bit_exact(run_ranks, tmp_path, kind, dims, dtype):
+def test_training_with_offloading_between_steps_is_bit_exact(run_ranks, tmp_path, kind, dims, dtype, adam):
     make(kind, tmp_path)
-    expected = run_ranks(dims, train_awake, tmp_path, dims, dtype)
-    assert run_ranks(dims, train_between_sleeps, tmp_path, dims, dtype) == expected
+    expected = run_ranks(dims, with_adam, adam, train_awake, tmp_path, dims, dtype)
+    assert run_ranks(dims, with_adam, adam, train_between_sleeps, tmp_path, dims, dtype) == expected
     losses = [sum(float.fromhex(found[step][0].get("loss", "0")) for found, _ in expected) for step in range(STEPS)]
     assert losses[-1] < losses[0]  # training has an effect
 

@@ -10,7 +10,7 @@ import pytest
 from models_for_layouts import make
 from safetensors.numpy import load_file
 from te_process import missing_python, run_forked, te_process
-from test_checkpoints import load_and_continue, load_and_go_on, save_and_continue, save_and_go_on
+from test_checkpoints import load_and_continue, load_and_go_on, save_and_continue, save_and_go_on, with_adam
 from test_gpu_branches import waits_of_an_update
 from test_layouts import export
 from test_offload import train_awake, train_between_sleeps
@@ -173,17 +173,23 @@ def test_a_checkpoint_continues_bit_exactly(te_ranks, models, tmp_path, kind, di
     assert te_ranks(dims, load_and_go_on, models(kind), folder, dims) == expected
 
 
-@pytest.mark.parametrize("writer", ["torch", "Transformer Engine"])
+@pytest.mark.parametrize("torch_side", ["saves, fused", "loads, fused", "saves, torch", "loads, torch"])
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [("dense", layouts("tp2", "pp2")), ("moe", layouts("dp2 ep2", "tp2 ep2 etp1")), ("deepseek", [ONE, ONE])],
     ids=lambda value: " to ".join(map(str, value)) if isinstance(value, list) else value,
 )
 def test_torch_modules_continue_a_checkpoint_of_transformer_engine_and_vice_versa(
-    run_ranks, te_ranks, models, tmp_path, kind, dims, writer
+    run_ranks, te_ranks, models, tmp_path, kind, dims, torch_side
 ):
+    """The side with torch's modules has fused Adam, or torch's AdamW as on a GPU without Transformer Engine and Apex."""
+    role, adam = torch_side.split(", ")
+
+    def torch_ranks(dims, function, *args):
+        return run_ranks(dims, with_adam, adam, function, *args)
+
     before, after = dims
-    save, load = (run_ranks, te_ranks) if writer == "torch" else (te_ranks, run_ranks)
+    save, load = (torch_ranks, te_ranks) if role == "saves" else (te_ranks, torch_ranks)
     path, folder = models(kind), tmp_path / "checkpoint"
     expected = save(before, save_and_continue, kind, path, folder, before)
     found = load(after, load_and_continue, kind, path, folder, before, after)
