@@ -15,21 +15,13 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
+from mrl.bench.device_rates import whole_logprobs
 from parallel.logprobs import linear_logprobs
 
 METHODS = {"whole logits": 0, "chunks of 1024": 1024, "chunks of 256": 256}  # rows of logits in a chunk; 0: all rows
-
-
-def full_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities [T] and entropies [T], computed from all logits [T, V] at once."""
-    logprobs = F.log_softmax(hidden @ weight.T, -1)
-    entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else torch.zeros(len(hidden))
-    return logprobs.gather(1, targets[:, None])[:, 0], entropies
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
@@ -49,7 +41,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         group = dist.distributed_c10d._get_default_group()
         result = linear_logprobs(hidden, weight, targets, group, args.vocab, 1.0, args.chunk, args.entropy)
     else:
-        result = full_logprobs(hidden, weight, targets, args.entropy)
+        result = whole_logprobs(hidden, weight, targets, args.entropy)
     (result[0].sum() + result[1].sum()).backward()
     after = resource.getrusage(resource.RUSAGE_SELF)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -26,7 +26,7 @@ from rich.progress import track
 
 from models.architecture import ModelSpec
 from mrl.core.types import RankBatch, TokenBlock, TrainBatch
-from mrl.workers.dp_partition import Packing, StepPartition, partition_step
+from mrl.workers.dp_partition import StepPartition
 from parallel import device
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
@@ -95,25 +95,23 @@ def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, Tr
 
     `zero_fraction` is the fraction of groups whose advantages are 0. These groups are not trained.
     """
-    rng = np.random.default_rng(0)
+    from mrl.bench.model_steps import random_groups  # imports Megatron, so after start()
 
-    def tokens(bounds: tuple[int, int]) -> list[int]:
-        return rng.integers(0, sizes.vocab, rng.integers(bounds[0], bounds[1] + 1)).tolist()
-
-    prompts = [prompt for _ in range(sizes.groups) for prompt in [tokens(sizes.prompt)] * sizes.responses]
-    responses = [tokens(sizes.response) for _ in prompts]
-    block = TokenBlock.from_lists(prompts, responses, [[-9.0] * len(response) for response in responses])
-    groups = np.repeat(np.arange(sizes.groups), sizes.responses)
-    advantages = rng.normal(size=len(prompts)).astype(np.float32)
-    advantages[groups < round(zero_fraction * sizes.groups)] = 0.0
-    rows, denominator_rows = np.flatnonzero(advantages), np.arange(len(prompts))
+    bounds = (sizes.prompt, sizes.response)
+    block, batch = random_groups(np.random.default_rng(0), sizes.vocab, (sizes.groups, sizes.responses), bounds)
+    first = np.concatenate([[0], block.sampled_lengths.cumsum()[:-1]])
+    advantages = block.columns["advantages"][first]  # [B]; all tokens of a row have the same advantage
+    assert batch.groups is not None, "random_groups numbers the groups"
+    advantages[batch.groups < round(zero_fraction * sizes.groups)] = 0.0
     block = block.with_columns(advantages=advantages.repeat(block.sampled_lengths))
-    return block, replace(TrainBatch.of(block, groups), rows=rows, denominator_rows=denominator_rows)
+    return block, replace(batch, rows=np.flatnonzero(advantages))
 
 
 def partition(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPartition:
     """Partition the batch into micro-batches as training does."""
-    return partition_step(batch, ALONE, Packing(max_tokens, share_prompts), "token_mean")
+    from mrl.bench import model_steps  # imports Megatron, so after start()
+
+    return model_steps.partition(batch, max_tokens, share_prompts)
 
 
 def gradients_of(actor, block: TokenBlock, rank_batch: RankBatch, loss) -> dict[str, NDArray]:

@@ -70,7 +70,7 @@ class PackedAttention(torch.nn.Module):
         if pack.chunks is not None and supports_varlen(query.device, query.dtype) and not dropout:
             out = _attend_varlen(query, key, value, pack.chunks, self.scale).flatten(1)
         else:
-            out = _attend_batched(query, key, value, pack.calls, self.scale, dropout).flatten(1)
+            out = attend_batched(query, key, value, pack.calls, self.scale, dropout).flatten(1)
         if pack.query_index is None:
             return out
         return torch.empty_like(out).index_copy(0, pack.query_index, out)
@@ -155,7 +155,7 @@ def _attend_varlen(
     return out[..., :width]
 
 
-def _attend_batched(
+def attend_batched(
     query: Tensor, key: Tensor, value: Tensor, calls: tuple[AttentionCall, ...], scale: float, dropout: float
 ) -> Tensor:  # [L, n, d]
     """Run one batched scaled_dot_product_attention for each AttentionCall. Works in any dtype on any device."""

@@ -49,6 +49,11 @@ class ModelOffloader:
             else OffloadLevel.FULLY_LOADED
         )
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the weights and of the optimizer state that are now on the host instead of the device."""
+        return self._weights.used + self._state.used
+
     def move_to(self, level: OffloadLevel) -> int:
         """Load what `level` includes and offload the rest. Idempotent, and can be called again after a failure.
 

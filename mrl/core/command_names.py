@@ -10,6 +10,7 @@ COMMANDS = {
     "replay": "repeat a dumped step, and name the first layer whose output is not finite or differs between layouts",
     "plan": "show the memory, placement and weight sync of a config, without starting a run",
     "doctor": "check this machine, or the hosts of a job, and show a command that fixes each problem",
+    "bench": "measure one GPU with mrl's own code: correctness, speed and memory, in at most ten minutes",
     "convert": "convert weights between Hugging Face folders and Megatron checkpoints, and verify the result",
     "config": "describe the keys of the config: defaults, units, allowed values",
     "data": "create or convert data files",
@@ -18,6 +19,7 @@ COMMANDS = {
 }
 
 SUBCOMMANDS = {
+    "bench": ("gpu",),
     "plan": ("memory", "placement", "rollout", "search", "sync"),
     "convert": ("to-megatron", "to-hf", "from-gguf", "check"),
     "data": ("prepare", "tiny-model", "arithmetic"),

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 
-_PR_SET_CHILD_SUBREAPER = 36  # option of the system call prctl
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # options of the system call prctl
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 EXIT_PATIENCE_S = 2.0  # how long `end_processes` waits for processes that are about to end by themselves
@@ -25,6 +25,12 @@ def become_subreaper() -> None:
     """
     if _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process with SIGKILL when the thread that started it ends."""
+    if _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:

@@ -1,0 +1,348 @@
+"""Sections of `mrl bench gpu`. Each section runs in a child process with a deadline, and reports through a file.
+
+`python -m mrl.bench.sections SPEC` runs one section; SPEC is a SectionSpec as JSON. The process appends a line of JSON to the
+file for each table row, for each measurement that it leaves out, and at each step. So the numbers of a section that crashes or
+does not finish are not lost. This module imports no torch, so that the command shows its first line at once.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from mrl.core.installation import IS_CHECKOUT, PACKAGE_ROOT, python_path
+from mrl.core.processes import end_with_parent
+
+POLL_S = 0.1  # time between two looks at the file of a running section
+MACHINE_TIMEOUT_S = 300.0  # longest time to import torch from a slow disk and to start CUDA
+LOG_LINES = 30  # number of lines of a failed section's output that the report contains
+MAX_PROBLEM = 300  # longest problem, in characters
+SIZES = ("full", "small", "toy")
+Value = tuple[str, float, str]  # (quantity, number, unit)
+CASE_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, OSError)
+"""What libraries raise if they cannot compute a case on this machine. Running out of GPU memory is a RuntimeError, too."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A group of measurements that run in one process."""
+
+    name: str
+    title: str
+    function: str  # "package.module:function"; the function takes a SectionJob
+    share: float  # part of the time of the command
+    megatron: bool = False  # whether the module imports Megatron, which is then prepared for this device
+
+
+SECTIONS = (
+    Section("correctness", "programs of tests/gpu", "mrl.bench.sections:check_programs", 0.35),
+    Section("matrix", "rate of matrix products", "mrl.bench.device_rates:measure_matrix_products", 0.05),
+    Section("head", "log-probability head", "mrl.bench.device_rates:measure_head", 0.1),
+    Section("attention", "attention over packs", "mrl.bench.attention:measure_attention", 0.12, megatron=True),
+    Section("step", "training step", "mrl.bench.model_steps:measure_step", 0.18, megatron=True),
+    Section("sleep", "sleep and wake of the trainer", "mrl.bench.model_steps:measure_sleep", 0.1, megatron=True),
+    Section("ipc", "transfer between two processes", "mrl.bench.device_rates:measure_ipc", 0.05),
+    Section("hashing", "checksums", "mrl.bench.device_rates:measure_checksums", 0.05),
+)
+"""All sections in the order in which they run."""
+
+USED_BY_PROGRAMS = 0.95  # part of the section's time after which pytest is ended
+TEST_LINE = re.compile(r"\S*::(\S+) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?")
+"""Line that pytest prints for a test: name, outcome, and the reason if it was skipped."""
+
+MACHINE = Section("machine", "card and versions", "mrl.bench.device_rates:read_machine", 0.0)
+
+
+@dataclass(frozen=True)
+class SectionSpec:
+    """Arguments of a section's process."""
+
+    function: str
+    megatron: bool
+    size: str  # one of SIZES
+    deadline_s: float
+    events: str  # file to which the process appends its events
+    # TFLOP/s of bfloat16 matrix products (float32 on a CPU): "measured" in the section matrix, and "published" for the card
+    rates: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class SectionJob:
+    """What the function of a section receives: its arguments, and methods that report results."""
+
+    spec: SectionSpec
+    events: TextIO
+
+    def progress(self, text: str) -> None:
+        """Report what the section does now."""
+        self._report(progress=text)
+
+    def row(self, case: str, *values: Value) -> None:
+        """Report one row of the table."""
+        self._report(row=dict(case=case, values=[dict(quantity=q, value=v, unit=u) for q, v, u in values]))
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Report that a measurement is not possible here, for example because a package is not installed."""
+        self._report(left_out=f"{what}: {why}")
+
+    def fail(self, problem: str) -> None:
+        """Report an error. Later measurements of the section still count."""
+        self._report(problem=problem[:MAX_PROBLEM])
+
+    def set_rate(self, name: str, tflops: float) -> None:
+        """Report a rate with which the efficiency of later sections is computed."""
+        self._report(rate={name: tflops})
+
+    def set_machine(self, facts: Mapping[str, Any]) -> None:
+        """Report the facts about this machine."""
+        self._report(machine=dict(facts))
+
+    def efficiency(self, tflops: float) -> list[Value]:
+        """Return `tflops`, and its percentage of each rate that is known."""
+        shares = [(f"of the {name} rate", 100 * tflops / rate, "%") for name, rate in self.spec.rates.items() if rate]
+        return [("rate", tflops, "TFLOP/s"), *shares]
+
+    @contextmanager
+    def case(self, what: str) -> Iterator[None]:
+        """Context of one measurement: announces it, and reports an error in it without ending the section."""
+        self.progress(what)
+        try:
+            yield
+        except CASE_ERRORS as error:
+            if type(error).__name__ == "OutOfMemoryError":
+                self.leave_out(what, "the memory of this card is too small for it")
+            else:
+                traceback.print_exc()
+                self.fail(f"{what}: {describe_error(error)}")
+
+    def _report(self, **event: Any) -> None:
+        self.events.write(json.dumps(event) + "\n")
+        self.events.flush()
+
+
+@dataclass
+class SectionResult:
+    """What a section reported."""
+
+    name: str
+    title: str
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)  # last lines of the output of a failed section
+    last_step: str = "its start"
+
+    @property
+    def status(self) -> str:
+        """Return "failed", "left out" or "measured"."""
+        return "failed" if self.problems else "measured" if self.rows else "left out"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as plain values."""
+        fields = {name: value for name, value in asdict(self).items() if name != "last_step"}
+        return fields | dict(status=self.status, seconds=round(self.seconds, 3))
+
+
+@dataclass
+class Bench:
+    """Runs sections one after the other, and shows their progress with `show`."""
+
+    size: str
+    environment: Mapping[str, str]  # environment variables of the processes, in addition to those of this process
+    show: Callable[[str], None]
+    rates: dict[str, float] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, sections: Sequence[Section], seconds: float) -> list[SectionResult]:
+        """Run all sections within `seconds`. The time that a section does not use goes to the later sections."""
+        end, results = time.monotonic() + seconds, []
+        for number, section in enumerate(sections):
+            left = sum(one.share for one in sections[number:])
+            deadline_s = max(1.0, (end - time.monotonic()) * section.share / left)
+            self.show(f"{number + 1}/{len(sections)} {section.name}: {section.title} (at most {deadline_s:.0f} s)")
+            try:
+                results.append(self.run_section(section, deadline_s))
+            except KeyboardInterrupt:
+                problem = "the command was interrupted"
+                rest = sections[number:]
+                return results + [SectionResult(one.name, one.title, problems=[problem]) for one in rest]
+        return results
+
+    def run_section(self, section: Section, deadline_s: float) -> SectionResult:
+        """Run a section in a child process, and end this process and all its children at the deadline at the latest."""
+        result, begun = SectionResult(section.name, section.title), time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="mrl-bench-") as folder:
+            events, log = Path(folder, "events"), Path(folder, "log")
+            events.touch()
+            fields = dict(size=self.size, deadline_s=deadline_s, events=str(events), rates=self.rates)
+            spec = SectionSpec(section.function, section.megatron, **fields)
+            child = self._start(spec, folder, log)
+            try:
+                ended = self._follow(child, events, result, begun + deadline_s)
+            finally:
+                _kill(child)
+            if not ended:
+                result.problems.append(
+                    f"it did not finish within {deadline_s:.0f} s; it was at: {result.last_step}; use a larger --minutes"
+                )
+            elif child.returncode and not result.problems:
+                result.problems.append(_end_of_process(child.returncode, log))
+            if result.problems:
+                result.log = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        result.seconds = time.monotonic() - begun
+        for problem in result.problems:
+            self.show(f"  failed: {problem}")
+        return result
+
+    def _start(self, spec: SectionSpec, folder: str, log: Path) -> subprocess.Popen:
+        environment = os.environ | {"PYTHONPATH": python_path(), "TMPDIR": folder, **self.environment}
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "mrl.bench.sections", json.dumps(asdict(spec))],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def _follow(self, child: subprocess.Popen, events: Path, result: SectionResult, end: float) -> bool:
+        """Read events until the process ends or the time is over. Returns whether it has ended."""
+        with events.open() as stream:
+            text = ""
+            while True:
+                ended = child.poll() is not None  # before the read, so that the last events are read
+                text += stream.read()
+                *lines, text = text.split("\n")
+                for line in lines:
+                    self._take(json.loads(line), result)
+                if ended or time.monotonic() > end:
+                    return ended
+                time.sleep(POLL_S)
+
+    def _take(self, event: dict[str, Any], result: SectionResult) -> None:
+        ((kind, value),) = event.items()
+        match kind:
+            case "progress":
+                result.last_step = value
+                self.show(f"  {value}")
+            case "row":
+                result.rows.append(value)
+            case "left_out":
+                result.left_out.append(value)
+                self.show(f"  left out: {value}")
+            case "problem":
+                result.problems.append(value)
+            case "rate":
+                self.rates |= value
+            case "machine":
+                self.machine |= value
+
+
+def describe_error(error: BaseException) -> str:
+    """Return type and first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:MAX_PROBLEM]
+
+
+def _end_of_process(status: int, log: Path) -> str:
+    """Say why a process ended that reported no error itself."""
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    reason = f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
+    if -status == signal.SIGKILL:
+        return f"its process was ended by {reason}; the host may be out of memory"
+    return f"its process ended with {reason}" + (f": {last[0][:MAX_PROBLEM]}" if last else "")
+
+
+def _kill(child: subprocess.Popen) -> None:
+    """End a section's process and the processes that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def check_programs(job: SectionJob) -> None:
+    """Section correctness: run the programs of tests/gpu with pytest, one line for each test."""
+    folder = PACKAGE_ROOT / "tests" / "gpu"
+    if not (IS_CHECKOUT and folder.is_dir()):
+        job.leave_out(
+            "programs of tests/gpu", "an installed package has no tests; run the command in a checkout of mrl"
+        )
+        return
+    if importlib.util.find_spec("pytest") is None:
+        job.leave_out("programs of tests/gpu", "pytest is not installed; run make setup")
+        return
+    chosen = ["-m", "extended" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else "gpu"]
+    if job.spec.size == "toy":  # programs of seconds
+        chosen += ["-k", "equals_the_exact_attention or whole_logits or reads_the_slots"]
+    _run_pytest(job, [str(folder), *chosen])
+
+
+def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
+    """Run pytest, and report each test. Before the deadline, pytest is ended and the other tests are left out."""
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
+    wide = os.environ | {"COLUMNS": "400"}  # so that pytest prints the whole reason of a skipped test
+    pytest = subprocess.Popen(command, cwd=PACKAGE_ROOT, stdout=subprocess.PIPE, text=True, errors="replace", env=wide)
+    assert pytest.stdout is not None, "the output is a pipe"
+    timer = threading.Timer(USED_BY_PROGRAMS * job.spec.deadline_s, pytest.kill)  # its children end with this section
+    timer.start()
+    counts = dict(PASSED=0, FAILED=0, SKIPPED=0, ERROR=0)
+    for line in pytest.stdout:
+        sys.stdout.write(line)
+        if match := TEST_LINE.match(line):
+            name, outcome, reason = match.groups()
+            counts[outcome] += 1
+            job.progress(f"{name}: {outcome.lower()}")
+            if outcome == "SKIPPED":
+                job.leave_out(name, reason or "skipped")
+            elif outcome != "PASSED":
+                job.fail(f"{name}: {outcome.lower()}")
+    status = pytest.wait()
+    timer.cancel()
+    failed = counts["FAILED"] + counts["ERROR"]
+    if counts["PASSED"] or failed:
+        job.row("programs of tests/gpu", ("passed", counts["PASSED"], "tests"), ("failed", failed, "tests"))
+    if status == -signal.SIGKILL:
+        job.leave_out(
+            "the other programs", "there was no time for them; use a larger --minutes, or pytest -m gpu tests/gpu"
+        )
+    elif status and not failed:
+        job.fail(f"pytest ended with status {status}")
+
+
+def main(spec: SectionSpec) -> int:
+    """Run one section in this process. Returns the exit status."""
+    end_with_parent()
+    with Path(spec.events).open("a") as events:
+        job = SectionJob(spec, events)
+        try:
+            if spec.megatron:
+                importlib.import_module("parallel.device").patch_megatron_for_cpu()
+            module, _, name = spec.function.partition(":")
+            getattr(importlib.import_module(module), name)(job)
+        except Exception as error:  # process boundary: the parent reports the error and goes on with the next section
+            traceback.print_exc()
+            job.fail(describe_error(error))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(SectionSpec(**json.loads(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # libraries that hang at the end of a process would cost the time of other sections
