@@ -1,19 +1,22 @@
-"""`mrl certify`: compares one training step under the parallel layout with the same step in one process (parity check)."""
+"""`mrl certify`: compares a training step under the parallel layout, or an engine, with one process of the trainer."""
 
 import json
 import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mrl.algorithms.parts import build_objective
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import build
 from mrl.controller import plan_tools as planning
+from mrl.diagnostics.engine_check import EngineReport, PlaceDifference
 from mrl.workers.trace_comparison import ParityDifference
 
 USAGE = """usage: mrl certify [KEY=VALUE ...] [experiment=NAME] [--cfg job]
+       mrl certify engine [KEY=VALUE ...] [experiment=NAME] [--json FILE]
 
 Checks a parallel layout: takes one training step under the layout and the same step in one process, and compares the loss, the
 gradient norm, all gradients and all weights. The exit status is 1 if a difference exceeds its tolerance.
@@ -31,7 +34,23 @@ It takes the keys of `mrl train`, and the keys of the section certify (`mrl conf
   dtype                 precision of both steps. Default: float32.
 
 Both results are in run.dir/parity.json. docs/tutorials/model.md describes parallel layouts.
+
+engine: starts an SGLang engine and one trainer rank with the same weights. The engine samples responses to random prompts. Both
+sides then compute prompts and responses, and record the tensors of each layer. The command names the first place that differs
+(layer, and part of the layer) and its cause, such as a missing bias, another RoPE base, the order of the experts, or an old
+tensor. The exit status is 1 if a difference exceeds its tolerance, and 2 if a process cannot start.
+
+  mrl certify engine experiment=quickstart
+  mrl certify engine model.path=runs/a/hf certify.prompts=2 --json engine.json
+
+  certify.prompts, certify.prompt_tokens, certify.response_tokens   number and lengths of the sequences
+  certify.dtype    precision of both sides. float32 shows small errors; bfloat16 runs the kernels of a run on GPUs.
+  rollout.engine_tp, sglang.*   the engine. If rollout.engine_tp > 1, sums that are split over ranks are not compared.
+  --json FILE      file for the differences and the cause. Default: engine.json in run.dir.
+
+The trainer's model must fit into the memory of one process.
 """
+_ROW_WIDTH = 110  # characters of a table that is not shown on a terminal
 
 
 def job(config: Config) -> None:
@@ -72,12 +91,81 @@ def print_table(differences: list[ParityDifference], title: str) -> None:
         absolute, relative = (max(getattr(d, name) for d in members) for name in ("absolute", "relative"))
         mark = "equal" if all(d.within for d in members) else "[bold red]DIFFERS"
         table.add_row(kind, str(len(members)), f"{absolute:.1e}", f"{relative:.1e}", mark)
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    Console(width=None if sys.stdout.isatty() else _ROW_WIDTH).print(table)
+
+
+def engine_job(config: Config, json_path: str | None) -> None:
+    """Compare an engine with the trainer: print a table and the cause, and write a JSON file. Exit with 1 if they differ."""
+    try:
+        plan, layout = planning.plan_engine_check(config)
+    except ValueError as error:
+        hydra_entry.exit_with_error(error)
+    report = build.certify_engine(plan, layout)
+    path = Path(json_path or Path(config.run.dir) / "engine.json")
+    path.write_text(json.dumps(engine_report_as_json(report), indent=1) + "\n")
+    print_places(report, f"engine / trainer, {config.certify.dtype}")
+    sys.stdout.write(f"{conclusion(report)}\nall differences: {path}\n")
+    if report.first is not None:
+        raise SystemExit(1)
+
+
+def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
+    """Return the report as a JSON object."""
+    return dict(
+        equal=report.first is None,
+        tokens=report.num_tokens,
+        prompts=report.num_prompts,
+        undecided_tokens=report.undecided_tokens,
+        first=asdict(report.first) if report.first else None,
+        cause=asdict(report.cause) if report.cause else None,
+        differences=[asdict(d) | {"within": d.within} for d in report.differences],
+    )
+
+
+def conclusion(report: EngineReport) -> str:
+    """Return the sentences below the table."""
+    left_out = (
+        f" {report.undecided_tokens} tokens were left out after round-off had sent a token to another expert."
+        if report.undecided_tokens
+        else ""
+    )
+    first, cause = report.first, report.cause
+    if first is None or cause is None:
+        largest = report.differences[-1].absolute
+        return f"equal within {largest:.1e} nats over {report.num_tokens} tokens of {report.num_prompts} prompts.{left_out}"
+    return f"NOT EQUAL: the first difference is in {first.name}.{left_out}\n{cause.part}: {cause.text}.\nTo do: {cause.advice}."
+
+
+def print_places(report: EngineReport, title: str) -> None:
+    """Print one row for each place, with the largest difference of its layers, or the first layer that differs."""
+    from rich.console import Console  # not needed by `mrl --help`
+    from rich.table import Table
+
+    table = Table("place", "layer", "max abs diff", "relative", "tolerance", "", title=title)
+    places: dict[str, list[PlaceDifference]] = {}
+    for each in report.differences:
+        places.setdefault(each.place, []).append(each)
+    for place, members in places.items():
+        shown = next((d for d in members if not d.within), max(members, key=lambda d: d.relative))
+        mark = "equal" if shown.within else "[bold red]FIRST DIFFERENCE" if shown is report.first else "[red]differs"
+        layer = "" if shown.layer is None else str(shown.layer)
+        row = (f"{shown.absolute:.1e}", f"{shown.relative:.1e}", f"{shown.tolerance:.0e}")
+        table.add_row(place.replace("_", " "), layer, *row, mark)
+    Console(width=None if sys.stdout.isatty() else _ROW_WIDTH).print(table)
 
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl certify`."""
-    return hydra_entry.run(argv, job, USAGE)
+    if "engine" not in argv:
+        return hydra_entry.run(argv, job, USAGE)
+    words, json_path = [word for word in argv if word != "engine"], None
+    if "--json" in words:
+        index = words.index("--json")
+        if index + 1 == len(words) or "=" in words[index + 1]:
+            sys.stderr.write("mrl certify engine: --json needs the path of a file, such as --json engine.json\n")
+            return 2
+        json_path, words = words[index + 1], words[:index] + words[index + 2 :]
+    return hydra_entry.run(words, lambda config: engine_job(config, json_path), USAGE)
 
 
 if __name__ == "__main__":

@@ -26,19 +26,28 @@ from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.sample_file import best_and_worst_text
 from mrl.core.types import Handle, Rollouts
+from mrl.diagnostics.engine_check import EngineCheck, EngineReport
 from mrl.diagnostics.parity import ParityCheck
 from mrl.diagnostics.replay import ReplayResult, StepReplay
 from mrl.diagnostics.step_dump import StepDump, WeightsLocation
 from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
 from mrl.placement.ray_cluster import ray_cluster
+from mrl.rollout.client import EngineClient
+from mrl.rollout.engines.forward_recorder import recording_args
+from mrl.rollout.engines.server import EngineServer
+from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
 from mrl.tracking.console import ConsoleSink, Startup, show_warning
 from mrl.tracking.learning_health import LearningHealth, read_first_steps
 from mrl.tracking.sinks import CurveSink, WandbSink, default_run_name
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
+from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.workers.group import WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
 from mrl.workers.trace_comparison import ParityDifference
 from parallel.dims import ParallelDims
+
+SHARED_GPU_FRACTION = 0.4
+"""Fraction of a GPU's memory for an engine that `mrl certify engine` compares with a trainer rank on the same GPU."""
 
 
 def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
@@ -62,6 +71,51 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
             start_ranks=partial(_trainer_ranks, plan, config.certify.dtype, options=options, critic=loss is None),
         )
         return job.run(plan.dims)
+
+
+def certify_engine(plan: ModelPlan, layout: EngineLayout) -> EngineReport:
+    """Compare an engine with the model of one trainer rank, on the same weights. `layout`: how the engine shards the model."""
+    config = plan.config
+    run_dir = Path(config.run.dir).resolve()
+    folder = run_dir / "engine_check"
+    with lock_run_dir(run_dir, "certify", config_as_json(config)), ray_cluster(config.cluster) as options:
+        job = EngineCheck(
+            settings=config.certify,
+            arch=plan.arch,
+            layout=layout,
+            packing=plan.packing,
+            temperature=config.rollout.temperature,
+            seed=config.run.seed,
+            folder=str(folder),
+            start_ranks=partial(
+                _trainer_ranks, replace(plan, optimizer=None), config.certify.dtype, options=options, critic=False
+            ),
+            start_engine=partial(_certified_engine, plan, folder),
+        )
+        return job.run()
+
+
+@contextmanager
+def _certified_engine(plan: ModelPlan, folder: Path) -> Iterator[EngineClient]:
+    """Start an engine that records forward passes into `folder`, and yield a client. Raises StartError if it does not start."""
+    config = plan.config
+    arguments = default_server_args(config.certify.dtype, plan.context, device=config.sglang.get("device"))
+    if arguments["device"] == "cuda":
+        # The trainer rank may be on the same GPU. FlashAttention and FlashInfer have no float32 kernels.
+        arguments["mem_fraction_static"] = SHARED_GPU_FRACTION
+        arguments |= dict(attention_backend="torch_native") if config.certify.dtype == "float32" else {}
+    arguments |= config.sglang | recording_args(folder) | {DETERMINISTIC: config.rollout.deterministic}
+    arguments |= dict(
+        model_path=str(Path(plan.model_path).resolve()), tp_size=config.rollout.engine_tp, random_seed=config.run.seed
+    )
+    log = Path(config.run.dir).resolve() / "logs" / "engine_0.log"
+    with EngineServer(arguments, log) as server:
+        try:
+            server.wait_ready(config.cluster.start_timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            raise StartError(str(error)) from error
+        with EngineClient(server.url, config.rollout.request_timeout_s) as client:
+            yield client
 
 
 def replay(
@@ -96,8 +150,7 @@ def _trainer_ranks(
     try:
         # In the first optimizer step, Adam divides each gradient by that gradient's absolute value. So a gradient that is only
         # round-off would change its weight by a full learning rate. A large eps prevents this.
-        assert plan.optimizer is not None, "the job needs an optimizer, because it takes one optimizer step"
-        optimizer = replace(plan.optimizer, eps=max(plan.optimizer.eps, 1e-6))
+        optimizer = plan.optimizer and replace(plan.optimizer, eps=max(plan.optimizer.eps, 1e-6))
         spec = replace(model_spec(plan, config.rollout.routing_replay), dims=dims, dtype=dtype, optimizer=optimizer)
         if dims.world_size == 1:
             spec = replace(spec, overrides={k: v for k, v in spec.overrides.items() if k not in LAYOUT_FIELDS})

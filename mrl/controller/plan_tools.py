@@ -24,6 +24,8 @@ from mrl.controller.plan_models import (
 )
 from mrl.controller.plan_train import check_supervised_data
 from mrl.placement.resource_pools import Pools
+from mrl.rollout.engines.server_args import check_server_args
+from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.transfer_plan import (
     RelayStep,
     TransferPlan,
@@ -61,6 +63,24 @@ def plan_parity(config: Config) -> ModelPlan:
     check_unused(Path(config.run.dir))
     make_input_files(config)
     return plan_model(config, config.model.path)
+
+
+def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
+    """Check the config of `mrl certify engine`, and return the plan of the model and the layout of the engine."""
+    if config.rollout.engine_urls:
+        raise ValueError(
+            f"rollout.engine_urls={config.rollout.engine_urls}: mrl certify engine starts its own engine, which records what it "
+            "computes; leave the key out."
+        )
+    check_server_args(config.sglang)
+    plan = plan_parity(config)
+    longest = config.certify.prompt_tokens + config.certify.response_tokens
+    if longest >= plan.context:
+        raise ValueError(
+            f"certify.prompt_tokens + certify.response_tokens = {longest}: the model's context has {plan.context} tokens; use "
+            "smaller values."
+        )
+    return plan, engine_layout(config, plan)
 
 
 def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_dims: ParallelDims) -> ModelPlan:

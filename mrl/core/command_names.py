@@ -6,7 +6,7 @@ COMMANDS = {
     "samples": "show sampled responses of a run with their rewards",
     "generate": "sample responses to a data set, into parquet files",
     "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
-    "certify": "check that a parallel layout computes what one process computes",
+    "certify": "check that a parallel layout, or an engine, computes what one process of the trainer computes",
     "replay": "repeat a dumped step, and name the first layer whose output is not finite or differs between layouts",
     "plan": "show the memory, placement and weight sync of a config, without starting a run",
     "doctor": "check this machine, or the hosts of a job, and show a command that fixes each problem",
@@ -21,6 +21,7 @@ COMMANDS = {
 SUBCOMMANDS = {
     "bench": ("gpu",),
     "plan": ("memory", "placement", "rollout", "search", "sync"),
+    "certify": ("engine",),
     "convert": ("to-megatron", "to-hf", "from-gguf", "check"),
     "data": ("prepare", "tiny-model", "arithmetic"),
     "import": ("verl", "slime", "trl"),

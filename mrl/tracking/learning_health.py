@@ -157,7 +157,8 @@ def _mismatch(step: StepView) -> str:
     return (
         f"the log-probabilities of trainer and engine differ by {mismatch:.2g} nats per token on average{before}; the samples no "
         "longer come from the policy that is trained. Lower rollout.max_staleness, set algorithm.correction, use the same "
-        "precision (model.dtype) in both, and for a mixture of experts set rollout.routing_replay=true."
+        "precision (model.dtype) in both, and for a mixture of experts set rollout.routing_replay=true. `mrl certify engine`, "
+        "with the arguments of this run, names the layer in which both differ on equal weights."
     )
 
 

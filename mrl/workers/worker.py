@@ -232,6 +232,23 @@ class TrainWorker:
         return forward_outputs(self.model, block, self._own_batch(rank_batches), temperature)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def trace_forward(
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, path: str
+    ) -> tuple[Any, dict[int, Any]]:
+        """Trace one forward pass, and store its tensors in the file `path`. Returns (tensors by place, log-probabilities)."""
+        from mrl.workers.forward_trace import store_arrays, trace_forward
+
+        places, outputs = trace_forward(self.model, block, self._own_batch(rank_batches), temperature)
+        return store_arrays(places, path), outputs
+
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def store_weights(self, prefixes: Sequence[str], suffix: str, path: str) -> Any:
+        """Store the weights whose names begin with a prefix or end with the suffix in the file `path`."""
+        from mrl.workers.forward_trace import store_arrays, trainer_weights
+
+        return store_arrays(trainer_weights(self.model, prefixes, suffix), path)
+
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def dump_step(self, block: TokenBlock, columns: Mapping[str, Column] | None, folder: str, weights: bool) -> None:
         """Write this rank's part of a step dump: the states of its random number generators (RNG).
 

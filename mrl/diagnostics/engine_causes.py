@@ -1,0 +1,346 @@
+"""Finds the cause of a difference between an engine and the trainer from the tensors at the first place that differs.
+
+All inputs of this place agree on both sides, so the cause is in one operation. Each function tests hypotheses about one
+operation: it recomputes the operation in numpy, and looks which hypothesis reproduces which side. No engine and no model are
+needed.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrl.diagnostics.attention_causes import attention_cause, rope_cause
+from mrl.diagnostics.engine_difference import (
+    TINY,
+    Cause,
+    Difference,
+    Places,
+    Side,
+    in_layer,
+    is_close,
+    ratio,
+    weight_cause,
+)
+
+Check = Callable[[Difference], Cause | None]
+
+
+def find_cause(difference: Difference) -> Cause:
+    """Return the first cause that explains the difference. Weights are compared first, because they explain most differences."""
+    checks: list[Check] = [_not_finite, _weights, *_CHECKS.get(difference.place, ()), _factor, _offset]
+    for check in checks:
+        if cause := check(difference):
+            return cause
+    return Cause(
+        difference.place.replace("_", " "),
+        "the inputs and the weights of this place agree, but the results differ in a way that no check explains",
+        "compare the code of the two modules; the tensors of both sides are in the folder of the report",
+    )
+
+
+def _weights(difference: Difference) -> Cause | None:
+    return weight_cause(
+        difference.place,
+        difference.layer,
+        difference.engine.weights,
+        difference.trainer.weights,
+        difference.facts.head_dim,
+    )
+
+
+def _not_finite(difference: Difference) -> Cause | None:
+    for side, value in zip(difference.sides, difference.values, strict=True):
+        if not np.isfinite(value).all():
+            return Cause(
+                "values that are not finite", f"the {side.name} computes NaN or infinity", "look for an overflow"
+            )
+    return None
+
+
+def _factor(difference: Difference) -> Cause | None:
+    engine, trainer = difference.values
+    factor = ratio(engine, trainer, difference.fit_tolerance)
+    if factor is None:
+        return None
+    name = difference.place.replace("_", " ")
+    return Cause(
+        f"scale of the {name}", f"the engine's {name} is the trainer's times {factor:.6g}", "look for a factor"
+    )
+
+
+def _offset(difference: Difference) -> Cause | None:
+    """Find a vector that one side adds to every token, such as a bias."""
+    engine, trainer = difference.values
+    delta = engine - trainer
+    if not is_close(delta, np.broadcast_to(delta[:1], delta.shape), difference.fit_tolerance):
+        return None
+    for side, sign in ((difference.engine, 1), (difference.trainer, -1)):
+        for name, tensor in side.weights.items():
+            if tensor.ndim == 1 and tensor.shape == delta[0].shape and is_close(delta[0], sign * tensor, 1e-2):
+                other = "trainer" if sign > 0 else "engine"
+                return Cause("bias", f"the {other} does not add {name}", f"let the {other} add the bias")
+    return Cause("bias", "both sides differ by the same vector for every token", "look for a bias that one side adds")
+
+
+# Norms.
+
+
+def _norm(difference: Difference) -> Cause | None:
+    """Find a missing norm, a missing weight, or another epsilon. The norm is w * x / sqrt(mean(x^2) + epsilon)."""
+    inputs = {"attention_norm": ["input"], "mlp_norm": ["mlp_input"], "final_norm": ["final_norm_input"]}
+    sources = inputs.get(difference.place, [difference.place.removeprefix("normed_")])
+    if not difference.has(sources[0]):
+        return None
+    found = []
+    for side in difference.sides:
+        x, out = difference.of(side, sources[0]), difference.of(side, difference.place)
+        if difference.place.startswith("normed_"):
+            x, out = (each.reshape(-1, difference.facts.head_dim) for each in (x, out))
+        found.append(_norm_of(x, out, _norm_weight(difference, side, out.shape[-1]), difference.fit_tolerance))
+    if found[0] == found[1]:
+        return None
+    (engine, engine_eps), (trainer, trainer_eps) = found
+    name = {"normed_query": "q norm", "normed_key": "k norm"}.get(difference.place, difference.place.replace("_", " "))
+    if engine != trainer:
+        return Cause(name, f"the engine {engine}; the trainer {trainer}", "compare the norm modules of both sides")
+    if math.isclose(engine_eps, trainer_eps, rel_tol=0.05, abs_tol=1e-9):
+        return None
+    text = f"the engine adds the epsilon {engine_eps:.2g} to the mean square, the trainer {trainer_eps:.2g}"
+    return Cause(
+        f"epsilon of the {name}", text, "compare rms_norm_eps in config.json with the trainer's layernorm_epsilon"
+    )
+
+
+def _norm_weight(difference: Difference, side: Side, size: int) -> NDArray | None:
+    names = dict(
+        attention_norm="input_layernorm",
+        mlp_norm="post_attention_layernorm",
+        final_norm="model.norm",
+        normed_query="q_norm",
+    )
+    name = names.get(difference.place, "k_norm")
+    found = [w for key, w in side.weights.items() if f"{name}.weight" in key and in_layer(key, difference.layer)]
+    return found[0].astype(np.float64) if found and found[0].shape == (size,) else None
+
+
+def _norm_of(x: NDArray, out: NDArray, weight: NDArray | None, tolerance: float) -> tuple[str, float]:
+    """Return (what was computed, the epsilon) for the input x [n, d] and the output [n, d] of a norm."""
+    if is_close(out, x, tolerance):
+        return "applies no norm", 0.0
+    square = np.square(x).mean(axis=-1, keepdims=True)
+    for text, scale in (
+        ("multiplies by the weight", weight),
+        ("does not multiply by the weight", np.ones(x.shape[-1])),
+        ("multiplies by 1 + the weight", None if weight is None else 1 + weight),
+    ):
+        if scale is None:
+            continue
+        scaled = x * scale
+        factors = (out * scaled).sum(-1, keepdims=True) / np.maximum(np.square(scaled).sum(-1, keepdims=True), TINY)
+        if is_close(out, factors * scaled, tolerance):
+            largest = np.argsort(square[:, 0])[: max(1, len(x) // 4)]  # small inputs show the epsilon best
+            eps = np.median((1 / np.maximum(np.square(factors), TINY) - square)[largest])
+            return text, float(eps)
+    return "computes something other than an RMS norm of this input", 0.0
+
+
+# Feed-forward layers.
+
+
+def _silu(x: NDArray) -> NDArray:
+    return x / (1 + np.exp(-x))
+
+
+def _gelu(x: NDArray) -> NDArray:
+    return 0.5 * x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2)))
+
+
+def _gelu_tanh(x: NDArray) -> NDArray:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS: dict[str, Callable[[NDArray, NDArray], NDArray]] = {
+    "silu(gate) * up": lambda gate, up: _silu(gate) * up,
+    "silu(up) * gate": lambda gate, up: _silu(up) * gate,
+    "gelu(gate) * up": lambda gate, up: _gelu(gate) * up,
+    "gelu_tanh(gate) * up": lambda gate, up: _gelu_tanh(gate) * up,
+    "relu(gate) * up": lambda gate, up: np.maximum(gate, 0) * up,
+    "sigmoid(gate) * up": lambda gate, up: up / (1 + np.exp(-gate)),
+    "silu(gate)": lambda gate, up: _silu(gate),
+    "gate * up": lambda gate, up: gate * up,
+}
+
+
+def _swapped(difference: Difference) -> Cause | None:
+    if not difference.has("gate", "up"):
+        return None
+    engine, trainer = ([difference.of(side, name) for name in ("gate", "up")] for side in difference.sides)
+    if is_close(engine[0], trainer[1], difference.fit_tolerance) and is_close(
+        engine[1], trainer[0], difference.fit_tolerance
+    ):
+        return Cause("MLP gate and up", "gate and up are swapped on one side", "compare the order in the fused matrix")
+    return None
+
+
+def _activation(difference: Difference) -> Cause | None:
+    if not difference.has("gate", "up"):
+        return None
+    names = []
+    for side in difference.sides:
+        gate, up = (difference.of(side, name)[:64] for name in ("gate", "up"))
+        out = difference.of(side, "activation")[:64]
+        names.append(_explains(out, {n: f(gate, up) for n, f in ACTIVATIONS.items()}, difference.fit_tolerance))
+    return _compare_names("activation of the MLP", names)
+
+
+def _explains(out: NDArray, candidates: Mapping[str, NDArray], tolerance: float) -> str:
+    return next((name for name, value in candidates.items() if is_close(out, value, tolerance)), "another function")
+
+
+def _compare_names(part: str, names: Sequence[str]) -> Cause | None:
+    engine, trainer = names
+    if engine == trainer:
+        return None
+    return Cause(part, f"the engine computes {engine}, the trainer {trainer}", "compare the modules of both sides")
+
+
+def _routing(difference: Difference) -> Cause | None:
+    """Find another number of experts, another choice of experts, or another normalization of their weights."""
+    engine, trainer = difference.values
+    counts = [int((each > 0).sum(1).max()) for each in (engine, trainer)]
+    if counts[0] != counts[1]:
+        text = f"the engine sends each token to {counts[0]} experts, the trainer to {counts[1]}"
+        return Cause("router: experts per token (top-k)", text, "compare num_experts_per_tok and moe_router_topk")
+    if not np.array_equal(engine > 0, trainer > 0):
+        return _choice_of_experts(difference)
+    if (factor := ratio(engine, trainer, difference.fit_tolerance)) is not None:
+        text = f"the engine's weights of the experts are the trainer's times {factor:.6g}"
+        return Cause("router: scaling factor", text, "compare routed_scaling_factor and moe_router_topk_scaling_factor")
+    per_expert = np.divide(engine, trainer, out=np.ones_like(engine), where=trainer > 0)
+    low, high = np.where(trainer > 0, per_expert, np.inf).min(1), np.where(trainer > 0, per_expert, 0).max(1)
+    if np.all(high - low <= difference.fit_tolerance * 5 * high):
+        sums = [each.sum(1) for each in (engine, trainer)]
+        constant = [np.ptp(total) <= difference.fit_tolerance * total.max() for total in sums]
+        texts = [
+            f"sum to {total[0]:.3g}" if c else "are not normalized" for total, c in zip(sums, constant, strict=True)
+        ]
+        text = f"the weights of a token's experts {texts[0]} in the engine, and {texts[1]} in the trainer"
+        return Cause("router: normalization of the weights", text, "compare norm_topk_prob and moe_router_pre_softmax")
+    return Cause(
+        "router: score function", "the weights of a token's experts have other ratios", "compare softmax and sigmoid"
+    )
+
+
+def _choice_of_experts(difference: Difference) -> Cause:
+    """Say by which scores each side chooses its experts."""
+    names = []
+    for side in difference.sides:
+        logits, chosen = difference.of(side, "router_logits"), difference.of(side, "routing") > 0
+        bias = next(
+            (w for n, w in side.weights.items() if "correction_bias" in n and in_layer(n, difference.layer)), None
+        )
+        scores = {"without the correction bias": logits}
+        if bias is not None:
+            scores = {"with the correction bias": 1 / (1 + np.exp(-logits)) + bias, **scores}
+        count = int(chosen.sum(1).max())
+        names.append(max(scores, key=lambda name: int((_top(scores[name], count) & chosen).sum())))
+    if names[0] == names[1]:
+        names = [f"{name}, and by other groups of experts or other scores" for name in names]
+    text = f"the engine chooses experts {names[0]}, the trainer {names[1]}"
+    return Cause("router: choice of experts", text, "compare the correction bias, n_group and topk_group of both sides")
+
+
+def _top(scores: NDArray, count: int) -> NDArray[np.bool_]:
+    chosen = np.zeros(scores.shape, bool)
+    np.put_along_axis(chosen, np.argsort(-scores, axis=1, kind="stable")[:, :count], True, axis=1)
+    return chosen
+
+
+def _experts(difference: Difference) -> Cause | None:
+    """Find another activation of the experts, or shared experts that one side leaves out."""
+    if difference.place == "routed_experts" and (cause := _expert_activation(difference)):
+        return cause
+    for side, other in (difference.sides, difference.sides[::-1]):
+        if difference.key("shared_experts") not in side.places:
+            continue
+        shared = difference.of(side, "shared_experts")
+        delta = difference.of(side, difference.place) - difference.of(other, difference.place)
+        for missing, value in ((other, delta), (side, -delta)):
+            if is_close(value, shared, difference.fit_tolerance):
+                text = f"the {missing.name} does not add the shared experts"
+                return Cause("shared experts", text, "compare the MoE layers of both sides")
+    return None
+
+
+def _expert_activation(difference: Difference) -> Cause | None:
+    if not difference.has("mlp_norm", "routing"):
+        return None
+    names = []
+    for side in difference.sides:
+        x, routing = (difference.of(side, name)[:64] for name in ("mlp_norm", "routing"))
+        matrices = [_expert_matrices(side.weights, difference.layer, expert) for expert in range(routing.shape[1])]
+        if any(found is None for found in matrices):
+            return None
+        projected = [(x @ gate.T, x @ up.T, down) for gate, up, down in filter(None, matrices)]
+        outputs = {}
+        for name, function in ACTIVATIONS.items():
+            parts = [function(gate, up) @ down.T for gate, up, down in projected]
+            outputs[name] = np.einsum("te,eth->th", routing, np.stack(parts))
+        names.append(_explains(difference.of(side, "routed_experts")[:64], outputs, difference.fit_tolerance))
+    return _compare_names("activation of the experts", names)
+
+
+def _expert_matrices(weights: Places, layer: int | None, expert: int) -> list[NDArray] | None:
+    spellings = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+    for names in spellings:
+        found = [
+            w for n in names for key, w in weights.items() if in_layer(key, layer) and f".experts.{expert}.{n}." in key
+        ]
+        if len(found) == 3:
+            return found
+    return None
+
+
+# Residual stream and output.
+
+
+def _residual(difference: Difference) -> Cause | None:
+    """Find the side whose residual stream is not the sum of the previous stream and the output of the last block."""
+    assert difference.layer is not None, "a residual stream belongs to a layer"
+    for side in difference.sides:
+        prefix = f"layers.{difference.layer - 1}." if difference.place == "input" else f"layers.{difference.layer}."
+        names = ("mlp_input", "mlp_output") if difference.place == "input" else ("input", "attention_output")
+        if not all(f"{prefix}{name}" in side.places for name in names):
+            continue
+        before, block = (side.places[f"{prefix}{name}"].astype(np.float64) for name in names)
+        after = difference.of(side, difference.place)
+        if not is_close(after, before + block, difference.fit_tolerance):
+            text = f"in the {side.name}, the residual stream is not the sum of its input and the output of the block"
+            return Cause(
+                "residual connection", text, "compare the residual connections, and multipliers of the residual"
+            )
+    return None
+
+
+_NORM_CHECKS: tuple[Check, ...] = (_norm,)
+_CHECKS: dict[str, tuple[Check, ...]] = {
+    "input": (_residual,),
+    "mlp_input": (_residual,),
+    "attention_norm": _NORM_CHECKS,
+    "mlp_norm": _NORM_CHECKS,
+    "final_norm": _NORM_CHECKS,
+    "normed_query": _NORM_CHECKS,
+    "normed_key": _NORM_CHECKS,
+    "rotated_query": (rope_cause,),
+    "rotated_key": (rope_cause,),
+    "attention": (attention_cause,),
+    "gate": (_swapped,),
+    "up": (_swapped,),
+    "activation": (_activation,),
+    "routing": (_routing,),
+    "routed_experts": (_experts,),
+    "shared_experts": (),
+    "mlp_output": (_experts,),
+}

@@ -1,0 +1,289 @@
+"""Comparison of an SGLang engine with the trainer's model on the same weights: finds the first place that differs, and why."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.architecture import Architecture
+from mrl.config.schema import CertifyConfig
+from mrl.core.types import TokenBlock, TrainBatch
+from mrl.diagnostics.engine_causes import find_cause
+from mrl.diagnostics.engine_difference import LAYER_IDENTITY, Cause, Difference, ModelFacts, Side
+from mrl.diagnostics.parity import random_groups
+from mrl.rollout.client import EngineClient, SamplingParams
+from mrl.rollout.engines.forward_recorder import (
+    Arrays,
+    engine_trace,
+    engine_weights,
+    read_recording,
+    write_request,
+)
+from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT, EngineLayout
+from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.group import WorkerGroup
+from mrl.workers.worker import TrainWorker
+from parallel.dims import ParallelDims
+
+Places = Mapping[str, NDArray]
+
+LAYER_PLACES = (
+    *("input", "attention_norm", "query_latent", "key_latent", "query", "key", "value", "normed_query", "normed_key"),
+    *("rotated_query", "rotated_key", "attention", "attention_output", "mlp_input", "mlp_norm", "gate", "up"),
+    *("activation", "router_logits", "routing", "routed_experts", "shared_experts", "mlp_output"),
+)
+"""Places of a layer in the order of computation. `input` and `mlp_input` are the residual stream; `attention` precedes o_proj."""
+LOGPROBS = "logprobs"
+
+
+@dataclass(frozen=True)
+class EngineTolerances:
+    """Largest differences between an engine and the trainer that round-off explains."""
+
+    places: float  # distance of two activations of a token, relative to the larger of its norm and the mean norm
+    logprobs: float  # absolute, in nats
+
+
+# In bfloat16, each operation rounds to 8 bits, and the errors of all layers add up.
+TOLERANCES = {"float32": EngineTolerances(3e-5, 1e-4), "bfloat16": EngineTolerances(0.1, 0.3)}
+
+
+@dataclass(frozen=True)
+class PlaceDifference:
+    """Difference of engine and trainer at one place of the model."""
+
+    place: str
+    layer: int | None  # None: the place is outside the layers
+    absolute: float  # largest absolute difference of two elements
+    relative: float  # see EngineTolerances.places; for log-probabilities, the same as `absolute`
+    token: int  # index in the block of the token with the largest difference
+    tolerance: float
+
+    @property
+    def within(self) -> bool:
+        """Whether the difference is within its tolerance."""
+        return self.relative <= self.tolerance
+
+    @property
+    def name(self) -> str:
+        """The place in words, such as `layer 3, rotated query`."""
+        words = self.place.replace("_", " ")
+        return words if self.layer is None else f"layer {self.layer}, {words}"
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """Result of one comparison."""
+
+    differences: list[PlaceDifference]  # in the order of computation; the last entry compares the log-probabilities
+    cause: Cause | None  # None: the sides agree
+    num_tokens: int
+    num_prompts: int
+    undecided_tokens: int  # tokens left out, because round-off decides to which experts they or earlier tokens go
+
+    @property
+    def first(self) -> PlaceDifference | None:
+        """The first place that differs, or None."""
+        return next((each for each in self.differences if not each.within), None)
+
+
+def place_name(place: str, layer: int | None) -> str:
+    """Return the name of a place in a trace."""
+    return place if layer is None else f"layers.{layer}.{place}"
+
+
+def ordered_places(num_layers: int) -> list[tuple[str, int | None]]:
+    """Return all (place, layer) of a model in the order of computation."""
+    inner = [(place, layer) for layer in range(num_layers) for place in LAYER_PLACES]
+    return [("embedding", None), *inner, ("final_norm_input", None), ("final_norm", None), ("last_logits", None)]
+
+
+def compare_places(
+    engine: Places, trainer: Places, block: TokenBlock, num_layers: int, tolerance: float
+) -> tuple[list[PlaceDifference], NDArray[np.bool_]]:
+    """Compare all places that both sides have.
+
+    Returns the differences, and a mask [S] of the tokens that were left out of some places because their experts are undecided.
+    """
+    undecided = np.zeros(len(block.tokens), bool)
+    differences = []
+    for place, layer in ordered_places(num_layers):
+        name = place_name(place, layer)
+        if name not in engine or name not in trainer:
+            continue
+        first, second = engine[name], trainer[name]
+        if place == "routing":
+            logits = place_name("router_logits", layer)
+            undecided |= _undecided(first, second, trainer.get(logits), block, tolerance)
+        left_out = undecided[block.cu_seqlens[1:] - 1] if place == "last_logits" else undecided
+        differences.append(_place_difference(place, layer, first, second, ~left_out, tolerance))
+    return differences, undecided
+
+
+def _undecided(
+    engine: NDArray, trainer: NDArray, logits: NDArray | None, block: TokenBlock, tolerance: float
+) -> NDArray[np.bool_]:
+    """Return the tokens [S] that round-off sends to other experts, and all later tokens of their rows, which attend to them.
+
+    Round-off decides between two experts whose logits are closer than twice the tolerance.
+    """
+    if logits is None or tolerance < 1e-3 or engine.shape != trainer.shape:
+        return np.zeros(len(block.tokens), bool)
+    mine, theirs = engine > 0, trainer > 0
+    only_mine = np.where(mine & ~theirs, logits, np.inf).min(1)
+    only_theirs = np.where(theirs & ~mine, logits, -np.inf).max(1)
+    limit = 2 * tolerance * np.abs(logits).max(1)
+    tie = (mine != theirs).any(1) & (np.abs(only_theirs - only_mine) <= limit)
+    rows = np.split(tie, block.cu_seqlens[1:-1])
+    return np.concatenate([np.logical_or.accumulate(row) for row in rows])
+
+
+def _place_difference(
+    place: str, layer: int | None, engine: NDArray, trainer: NDArray, compared: NDArray[np.bool_], tolerance: float
+) -> PlaceDifference:
+    if engine.shape != trainer.shape:
+        return PlaceDifference(place, layer, np.inf, np.inf, 0, tolerance)
+    delta = engine.astype(np.float64) - trainer
+    norms = np.linalg.norm(trainer.astype(np.float64), axis=1)
+    scale = np.maximum(norms, norms[np.isfinite(norms)].mean() if np.isfinite(norms).any() else 1.0)
+    relative = np.linalg.norm(delta, axis=1) / np.maximum(scale, np.finfo(np.float32).tiny)
+    relative = np.where(np.isfinite(relative), relative, np.inf) * compared
+    relative = np.where(np.isnan(relative), 0.0, relative)  # infinity times 0: the token is left out
+    token = int(relative.argmax())
+    return PlaceDifference(
+        place, layer, float(np.abs(delta[compared]).max(initial=0)), float(relative[token]), token, tolerance
+    )
+
+
+def weights_near(place: str, layer: int | None) -> list[str]:
+    """Return prefixes of the names of the weights that can cause a difference at a place."""
+    if layer is not None:
+        return [f"model.layers.{layer}."]
+    return {"embedding": [EMBEDDING], "last_logits": [OUTPUT, EMBEDDING], LOGPROBS: [OUTPUT, EMBEDDING]}.get(
+        place, ["model.norm."]
+    )
+
+
+def model_facts(arch: Architecture) -> ModelFacts:
+    """Return the sizes of the model that the search for a cause needs."""
+    t = arch.transformer
+    latent = (t["qk_head_dim"], t["v_head_dim"]) if arch.has_latent_attention else None
+    return ModelFacts(t["kv_channels"], t["num_query_groups"], arch.rope.dim, latent)
+
+
+def diagnose(
+    first: PlaceDifference, engine: Side, trainer: Side, block: TokenBlock, facts: ModelFacts, undecided: int = 0
+) -> Cause:
+    """Return the cause of the first difference."""
+    if first.place == LOGPROBS:
+        more = " and raise certify.prompts, because round-off decides the experts of many tokens" if undecided else ""
+        return Cause(
+            "sampling",
+            "the forward pass over prompt and response agrees, but the log-probabilities that the engine reported while it "
+            "sampled differ: its kernels for decoding, its KV cache or its sampler compute something else",
+            f"compare rollout.temperature, sglang.kv_cache_dtype and sglang.attention_backend{more}",
+        )
+    tolerance = first.tolerance
+    return find_cause(Difference(engine, trainer, first.place, first.layer, block.positions, facts, tolerance))
+
+
+@dataclass(frozen=True)
+class EngineCheck:
+    """One comparison of `mrl certify engine`. mrl.controller.build creates it."""
+
+    settings: CertifyConfig
+    arch: Architecture
+    layout: EngineLayout  # how the engine shards the model
+    packing: Packing
+    temperature: float  # sampling temperature
+    seed: int
+    folder: str  # where the tensors are written; the engine and the trainer rank can read it
+    start_ranks: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]  # starts trainer ranks under a layout
+    start_engine: Callable[[], AbstractContextManager[EngineClient]]
+
+    def run(self) -> EngineReport:
+        """Sample responses, compute them again on both sides, and compare."""
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        with self.start_engine() as client, self.start_ranks(ParallelDims()) as group:
+            block = self._sample(client)
+            engine = self._record(client, block)
+            batch = partition_step(
+                TrainBatch.of(block, None), ParallelDims(), replace(self.packing, share_prompts=False), "token_mean"
+            ).rank_batches
+            file, outputs = group.call_rank_0(
+                TrainWorker.trace_forward, block, batch, self.temperature, f"{self.folder}/trainer_places.safetensors"
+            )
+            trainer = dict(file)
+            tolerances = TOLERANCES[self.settings.dtype]
+            differences, undecided = compare_places(engine, trainer, block, self.arch.num_layers, tolerances.places)
+            logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])
+            differences.append(compare_logprobs(block, logprobs, undecided, tolerances.logprobs))
+            report = EngineReport(differences, None, len(block.tokens), len(block.prompt_lengths), int(undecided.sum()))
+            if report.first is None:
+                return report
+            sides = self._sides(client, group, block, (engine, trainer), report.first)
+        cause = diagnose(report.first, *sides, block, model_facts(self.arch), report.undecided_tokens)
+        return replace(report, cause=cause)
+
+    def _sample(self, client: EngineClient) -> TokenBlock:
+        """Return sampled responses to random prompts, with the engine's log-probabilities."""
+        random_block, _ = random_groups(replace(self.settings, responses_per_prompt=1), self.arch.vocab_size)
+        prompts = [random_block.prompt(row).tolist() for row in range(len(random_block.prompt_lengths))]
+        lengths = random_block.response_lengths.tolist()
+        sampling = [
+            SamplingParams(length, self.temperature, ignore_eos=True, seed=self.seed + row)
+            for row, length in enumerate(lengths)
+        ]
+        done = client.generate(prompts, sampling)
+        return TokenBlock.from_lists(prompts, [each.token_ids for each in done], [each.logprobs for each in done])
+
+    def _record(self, client: EngineClient, block: TokenBlock) -> Arrays:
+        """Let the engine compute each row again as one prompt, and return its trace of all rows."""
+        traces = []
+        for row in range(len(block.prompt_lengths)):
+            start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
+            ranks = self._record_pass(client, f"row_{row}", block.tokens[start:end].tolist())
+            traces.append(engine_trace(ranks, self.arch))
+        return {place: np.concatenate([trace[place] for trace in traces]) for place in traces[0]}
+
+    def _record_pass(
+        self, client: EngineClient, name: str, tokens: list[int], weights: Sequence[str] = ()
+    ) -> list[Arrays]:
+        request = write_request(self.folder, name, weights)
+        try:
+            client.generate([tokens], SamplingParams(1, 0.0, ignore_eos=True))
+        finally:
+            request.unlink()
+        return read_recording(self.folder, name, self.layout.topology.tp)
+
+    def _sides(
+        self,
+        client: EngineClient,
+        group: WorkerGroup,
+        block: TokenBlock,
+        places: tuple[Places, Places],
+        first: PlaceDifference,
+    ) -> tuple[Side, Side]:
+        """Return both sides with the weights that can cause the difference."""
+        prefixes = weights_near(first.place, first.layer)
+        ranks = self._record_pass(client, "weights", block.prompt(0).tolist(), prefixes)
+        weights = group.call_rank_0(
+            TrainWorker.store_weights, prefixes, LAYER_IDENTITY, f"{self.folder}/trainer_weights.safetensors"
+        )
+        mine = engine_weights(ranks, self.layout)
+        return Side("engine", places[0], mine), Side("trainer", places[1], dict(weights))
+
+
+def compare_logprobs(
+    block: TokenBlock, trainer: NDArray, undecided: NDArray[np.bool_], tolerance: float
+) -> PlaceDifference:
+    """Compare the engine's log-probabilities of the sampled tokens with those of the trainer [R]."""
+    delta = np.abs(block.rollout_logprobs.astype(np.float64) - trainer)
+    delta = np.where(undecided[block.sampled_index], 0.0, np.where(np.isfinite(delta), delta, np.inf))
+    index = int(delta.argmax())
+    return PlaceDifference(
+        LOGPROBS, None, float(delta[index]), float(delta[index]), int(block.sampled_index[index]), tolerance
+    )

@@ -1,0 +1,252 @@
+"""Records the tensors of one forward pass on a trainer rank: inputs and outputs of the parts of each layer.
+
+`mrl certify engine` compares them with the same tensors of an SGLang engine. The names of the places are those of
+mrl.rollout.engines.forward_recorder, such as `layers.3.rotated_query`. The layout is one process, which has whole tensors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from mrl.core.types import RankBatch, TokenBlock
+from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT
+from mrl.workers.actor_critic import MegatronActor
+from mrl.workers.micro_batch import MicroBatch
+from mrl.workers.parity_trace import forward_outputs
+from mrl.workers.trace_comparison import TensorFile
+
+Arrays = dict[str, NDArray]
+
+
+def trace_forward(
+    model: MegatronActor, block: TokenBlock, batch: RankBatch, temperature: float
+) -> tuple[Arrays, dict[int, NDArray]]:
+    """Return (place -> [S, n] for the S tokens of the block, row -> log-probabilities of its sampled tokens).
+
+    The place `last_logits` [B, V] has the logits at the last token of each row.
+    """
+    assert model.spec.dims.world_size == 1, "the trace needs whole tensors, so the layout must be one process"
+    trace = ForwardTrace(model)
+    with trace.hooks():
+        outputs = forward_outputs(model, block, batch, temperature)
+    places = trace.places()
+    places["last_logits"] = trace.logits(places["final_norm"][block.cu_seqlens[1:] - 1])
+    return places, outputs
+
+
+def trainer_weights(model: MegatronActor, prefixes: Sequence[str], suffix: str) -> Arrays:
+    """Return the weights whose Hugging Face names begin with one of the prefixes or end with the suffix, in float32.
+
+    A model with tied embeddings has its output layer, too.
+    """
+    weights = {}
+    for name, tensor in model.export():
+        if name == EMBEDDING and model.bridge.arch.tied_embeddings and OUTPUT.startswith(tuple(prefixes)):
+            weights[OUTPUT] = _host(tensor)
+        if name.startswith(tuple(prefixes)) or name.endswith(suffix):
+            weights[name] = _host(tensor)
+    return weights
+
+
+def store_arrays(arrays: Arrays, path: str | Path) -> TensorFile:
+    """Write the arrays to a safetensors file. The result reads them one by one, and can be sent to another process."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+    return TensorFile(path)
+
+
+class ForwardTrace:
+    """Forward hooks on the modules of a Megatron model, and the tensors that they record."""
+
+    def __init__(self, model: MegatronActor) -> None:
+        (self._chunk,) = model.chunks
+        self._gpt: Any = self._chunk.module
+        self._vocab_size = model.vocab_size
+        self._tokens: list[
+            NDArray[np.int64]
+        ] = []  # for each micro-batch: index in the block of each token; -1: padding
+        self._parts: dict[str, list[NDArray]] = {}  # place -> tensors of all micro-batches
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Context in which forward passes of the model are recorded."""
+        gpt, handles = self._gpt, []
+
+        def after(module: torch.nn.Module | None, record: Callable[[Any, tuple, Any], None]) -> None:
+            if module is not None:
+                handles.append(
+                    module.register_forward_hook(
+                        lambda module, args, kwargs, output: record(module, (*args, *kwargs.values()), output),
+                        with_kwargs=True,
+                    )
+                )
+
+        handles.append(gpt.register_forward_pre_hook(self._begin, with_kwargs=True))
+        after(gpt.embedding, self._output("embedding"))
+        for layer in gpt.decoder.layers:
+            self._hook_layer(layer, after)
+        after(gpt.decoder.final_layernorm, self._both("final_norm_input", "final_norm"))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def places(self) -> Arrays:
+        """Return the recorded tensors in the order of the block's tokens."""
+        tokens = np.concatenate(self._tokens)
+        order = np.argsort(tokens, kind="stable")[(tokens < 0).sum() :]
+        places = {place: np.concatenate(parts)[order] for place, parts in self._parts.items()}
+        for place in [name for name in places if name.endswith(".mlp_output")]:
+            prefix = place.removesuffix("mlp_output")
+            if f"{prefix}routing" in places:
+                places[f"{prefix}routed_experts"] = places[place] - places.get(f"{prefix}shared_experts", 0)
+        return places
+
+    def logits(self, final_norm: NDArray) -> NDArray:
+        """Return the logits [n, V] of final hidden states [n, H]."""
+        tied = self._gpt.share_embeddings_and_output_weights
+        weight = (self._gpt.embedding.word_embeddings if tied else self._gpt.output_layer).weight
+        hidden = torch.from_numpy(final_norm).to(weight.device, weight.dtype)
+        with torch.no_grad():
+            return _host(F.linear(hidden, weight)[:, : self._vocab_size])
+
+    def _hook_layer(self, layer: Any, after: Callable) -> None:
+        prefix = f"layers.{layer.layer_number - 1}."
+        attention, mlp = layer.self_attention, layer.mlp
+        if hasattr(attention, "linear_qkv"):
+            after(attention.linear_qkv, self._qkv(prefix, attention))
+            if attention.config.qk_layernorm:
+                after(attention.q_layernorm, self._output(f"{prefix}normed_query"))
+                after(attention.k_layernorm, self._output(f"{prefix}normed_key"))
+            after(attention.core_attention, self._rotated(prefix, 0))
+        else:
+            self._hook_latent_attention(layer, prefix, after)
+        after(attention.linear_proj, self._both(f"{prefix}attention", f"{prefix}attention_output"))
+        if hasattr(mlp, "router"):
+            after(layer.pre_mlp_layernorm, self._both(f"{prefix}mlp_input", f"{prefix}mlp_norm"))
+            after(mlp.router, self._routing(prefix))
+            after(getattr(mlp, "shared_experts", None), self._output(f"{prefix}shared_experts"))
+            after(mlp, self._output(f"{prefix}mlp_output"))
+        else:
+            after(mlp.linear_fc1, self._gate_and_up(prefix))
+            after(mlp.linear_fc2, self._both(f"{prefix}activation", f"{prefix}mlp_output"))
+
+    def _hook_latent_attention(self, layer: Any, prefix: str, after: Callable) -> None:
+        attention, rope = layer.self_attention, layer.self_attention.config.qk_pos_emb_head_dim
+        after(layer.input_layernorm, self._both(f"{prefix}input", f"{prefix}attention_norm"))
+        if attention.config.q_lora_rank is not None:
+            after(attention.q_layernorm, self._output(f"{prefix}query_latent"))
+        after(attention.kv_layernorm, self._output(f"{prefix}key_latent"))
+        query = attention.linear_q_proj if attention.config.q_lora_rank is None else attention.linear_q_up_proj
+
+        def record_query(module: Any, args: tuple, output: Any) -> None:
+            whole = _first(output)
+            self._record(f"{prefix}query", whole)
+            self._record(f"{prefix}normed_query", _halves(whole.reshape(len(whole), -1, attention.q_head_dim), rope))
+
+        def record_key(module: Any, args: tuple, output: Any) -> None:
+            self._record(f"{prefix}normed_key", _halves(_first(output), rope))
+
+        after(query, record_query)
+        after(attention.linear_kv_down_proj, record_key)
+        after(attention.core_attention, self._rotated(prefix, attention.config.qk_head_dim))
+
+    def _begin(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        micro: MicroBatch = kwargs["output_processor_context"]
+        self._tokens.append(micro.block_index)
+
+    def _record(self, place: str, tensor: Tensor) -> None:
+        """Store a tensor of one micro-batch as [L, n], in float32 on the host."""
+        tokens = len(self._tokens[-1])
+        self._parts.setdefault(place, []).append(_host(tensor.reshape(tokens, -1)))
+
+    def _output(self, place: str) -> Callable[[Any, tuple, Any], None]:
+        return lambda module, args, output: self._record(place, _with_bias(output))
+
+    def _both(self, input_place: str, output_place: str) -> Callable[[Any, tuple, Any], None]:
+        def record(module: Any, args: tuple, output: Any) -> None:
+            self._record(input_place, _first(args))
+            self._record(output_place, _with_bias(output))
+
+        return record
+
+    def _qkv(self, prefix: str, attention: Any) -> Callable[[Any, tuple, Any], None]:
+        """Record the fused norm and projection. Megatron orders the rows by key/value groups."""
+        groups, d = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+
+        def record(module: Any, args: tuple, output: Any) -> None:
+            self._record(f"{prefix}input", args[0])
+            self._record(f"{prefix}attention_norm", _fused_norm(module, args[0]))
+            fused = _with_bias(output)
+            heads = fused.reshape(len(self._tokens[-1]), groups, -1, d)
+            for name, part in (("query", heads[:, :, :-2]), ("key", heads[:, :, -2]), ("value", heads[:, :, -1])):
+                self._record(f"{prefix}{name}", part)
+
+        return record
+
+    def _rotated(self, prefix: str, first: int) -> Callable[[Any, tuple, Any], None]:
+        """Record the components from `first` of queries and keys. For latent attention, all heads share these of the key."""
+
+        def record(module: Any, args: tuple, output: Any) -> None:
+            tokens = len(self._tokens[-1])
+            query, key = (each.reshape(tokens, -1, each.shape[-1])[..., first:] for each in args[:2])
+            self._record(f"{prefix}rotated_query", query)
+            self._record(f"{prefix}rotated_key", key[:, :1] if first else key)
+
+        return record
+
+    def _gate_and_up(self, prefix: str) -> Callable[[Any, tuple, Any], None]:
+        def record(module: Any, args: tuple, output: Any) -> None:
+            self._record(f"{prefix}mlp_input", args[0])
+            self._record(f"{prefix}mlp_norm", _fused_norm(module, args[0]))
+            gate, up = _with_bias(output).chunk(2, dim=-1)
+            self._record(f"{prefix}gate", gate)
+            self._record(f"{prefix}up", up)
+
+        return record
+
+    def _routing(self, prefix: str) -> Callable[[Any, tuple, Any], None]:
+        def record(module: Any, args: tuple, output: Any) -> None:
+            self._record(f"{prefix}router_logits", module.gating(args[0]))
+            weights, chosen = output
+            self._record(f"{prefix}routing", weights * chosen)
+
+        return record
+
+
+def _first(value: Any) -> Tensor:
+    return value[0] if isinstance(value, (tuple, list)) else value
+
+
+def _with_bias(output: Any) -> Tensor:
+    """Return the output of a Megatron module, plus the bias that Megatron would add later."""
+    if not isinstance(output, tuple):
+        return output
+    tensor, bias = output[0], output[1] if len(output) > 1 else None
+    return tensor + bias if isinstance(bias, Tensor) else tensor
+
+
+def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
+    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it."""
+    eps = getattr(module, "eps", None) or module.config.layernorm_epsilon
+    return F.rms_norm(hidden, hidden.shape[-1:], module.layer_norm_weight, eps)
+
+
+def _halves(heads: Tensor, width: int) -> Tensor:
+    """Return the last `width` components, with the first of all pairs before the second of all pairs (as Megatron does)."""
+    pairs = heads[..., -width:]
+    return torch.cat([pairs[..., 0::2], pairs[..., 1::2]], dim=-1)
+
+
+def _host(tensor: Tensor) -> NDArray:
+    """Return a copy on the host, in float32."""
+    return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
