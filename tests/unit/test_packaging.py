@@ -31,10 +31,10 @@ def setup_arguments():
     return said
 
 
-def locked(name):
+def locked(name) -> dict[str, Version]:
     """Package -> version of a lock file."""
     pins = [Requirement(first) for first, *_ in entries(name)]
-    return {canonicalize_name(pin.name): Version(str(pin.specifier).removeprefix("==")) for pin in pins}
+    return {str(canonicalize_name(pin.name)): Version(str(pin.specifier).removeprefix("==")) for pin in pins}
 
 
 def entries(name):
