@@ -63,7 +63,7 @@ def _rank_main(rank: int, dims, port: int, results, fn: Callable, args: tuple) -
         collectives.init_process_group(rank, dims.world_size, "127.0.0.1", port, timeout_s=60)
         groups.initialize(dims, seed=0)
         results.put((rank, fn(rank, *args), None))
-        torch.distributed.barrier()
+        torch.distributed.barrier(group=collectives.object_group())  # the function may have suspended the other groups
         torch.distributed.destroy_process_group()
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
