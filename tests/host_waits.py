@@ -39,8 +39,9 @@ PINNED_COPY = ("parallel/device.py", "copy_to_device")
 class HostWaits(AbstractContextManager):
     """Context that records in `found` every operation on which the host would wait, with the lines that call it.
 
-    Every tensor counts as a tensor on the GPU. `recording` switches the record on and off. `allowed` are the functions that may
-    wait, each as (end of the file's path, name of the function or "" for all). A function that such a function calls may not.
+    Every tensor counts as a tensor on the GPU, except those that the code makes with `device="cpu"`. `recording` switches the
+    record on and off. `allowed` are the functions that may wait, each as (end of the file's path, name of the function or "" for
+    all). A function that such a function calls may not.
     """
 
     def __init__(self, *allowed: tuple[str, str], recording: bool = True) -> None:
@@ -100,16 +101,21 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in COPIES_TO_HOST or (name in COPIES_FROM_HOST and _makes_tensor_on_device(name, args, kwargs)):
+        reads_device = name in COPIES_TO_HOST and not hasattr(args[0], "of_the_host")
+        if reads_device or (name in COPIES_FROM_HOST and _makes_tensor_on_device(name, args, kwargs)):
             self._waits.record(name)
         elif name == "to" and _names_device(args[1:], kwargs) and not kwargs.get("non_blocking"):
             self._waits.record("to(device)")
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name in COPIES_FROM_HOST and kwargs.get("device") == "cpu":
+            result.of_the_host = True
+        return result
 
 
 def _makes_tensor_on_device(name: str, args: tuple, kwargs: dict) -> bool:
     values = args[1] if name == "new_tensor" else args[0] if args else kwargs.get("data")
-    return not isinstance(values, torch.Tensor) and (name == "new_tensor" or kwargs.get("device") is not None)
+    on_device = name == "new_tensor" or kwargs.get("device") not in (None, "cpu")
+    return on_device and not isinstance(values, torch.Tensor)
 
 
 def _names_device(args: tuple, kwargs: dict) -> bool:

@@ -60,8 +60,8 @@ SECTIONS = (
 """All sections in the order in which they run."""
 
 USED_BY_PROGRAMS = 0.95  # part of the section's time after which pytest is ended
-TEST_LINE = re.compile(r"\S*::(\S+) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?")
-"""Line that pytest prints for a test: name, outcome, and the reason if it was skipped."""
+TEST_LINE = re.compile(r"(\S*::(\S+)) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?")
+"""Line that pytest prints for a test: file and name, name, outcome, and the reason if it was skipped."""
 
 MACHINE = Section("machine", "card and versions", "mrl.bench.device_rates:read_machine", 0.0)
 
@@ -101,6 +101,10 @@ class SectionJob:
     def fail(self, problem: str) -> None:
         """Report an error. Later measurements of the section still count."""
         self._report(problem=problem[:MAX_PROBLEM])
+
+    def program(self, test: str, outcome: str) -> None:
+        """Report the outcome of a program of tests/gpu, such as "passed". `test` is the name that pytest uses."""
+        self._report(program={test: outcome})
 
     def set_rate(self, name: str, tflops: float) -> None:
         """Report a rate with which the efficiency of later sections is computed."""
@@ -166,6 +170,7 @@ class Bench:
     show: Callable[[str], None]
     rates: dict[str, float] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
+    programs: dict[str, str] = field(default_factory=dict)  # program of tests/gpu -> outcome
 
     def run(self, sections: Sequence[Section], seconds: float) -> list[SectionResult]:
         """Run all sections within `seconds`. The time that a section does not use goes to the later sections."""
@@ -247,6 +252,8 @@ class Bench:
                 self.show(f"  left out: {value}")
             case "problem":
                 result.problems.append(value)
+            case "program":
+                self.programs |= value
             case "rate":
                 self.rates |= value
             case "machine":
@@ -304,8 +311,9 @@ def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
     for line in pytest.stdout:
         sys.stdout.write(line)
         if match := TEST_LINE.match(line):
-            name, outcome, reason = match.groups()
+            test, name, outcome, reason = match.groups()
             counts[outcome] += 1
+            job.program(test, outcome.lower())
             job.progress(f"{name}: {outcome.lower()}")
             if outcome == "SKIPPED":
                 job.leave_out(name, reason or "skipped")

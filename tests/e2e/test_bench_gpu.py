@@ -73,6 +73,11 @@ def test_the_results_are_right(report):
         row["case"]: {v["quantity"]: v["value"] for v in row["values"]} for s in report["sections"] for row in s["rows"]
     }
     assert rows["programs of tests/gpu"] == {"passed": 3, "failed": 0}
+    assert len(report["programs"]) == 3 and set(report["programs"].values()) == {"passed"}
+    assert all(
+        test.startswith("tests/gpu/test_") and (PACKAGE_ROOT / test.split("::")[0]).is_file()
+        for test in report["programs"]
+    )
     assert all(row["largest error"] < 1e-4 for row in rows.values() if "largest error" in row)
     computed = [row["computed tokens"] for row in rows.values() if "computed tokens" in row]
     assert len(computed) == 3 and computed[0] < computed[1] < computed[2], "shared prompts, packed, padded"

@@ -144,6 +144,12 @@ def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
         return
     assert left_out == ["test_update[tp-cuda]: 2 ranks need 2 GPUs (of 1)"]
     assert [event["problem"] for event in found if "problem" in event] == ["test_update[one-cuda]: failed"]
+    programs = [event["program"] for event in found if "program" in event]
+    assert programs == [
+        {"tests/gpu/test_kernels.py::test_attention[cuda]": "passed"},
+        {"tests/gpu/test_actor.py::test_update[tp-cuda]": "skipped"},
+        {"tests/gpu/test_actor.py::test_update[one-cuda]": "failed"},
+    ]
     row = next(event["row"] for event in found if "row" in event)
     assert [value["value"] for value in row["values"]] == [1, 1]
 

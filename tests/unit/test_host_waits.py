@@ -57,6 +57,7 @@ NO_WAITS = {
     "index of numbers": lambda: VALUES[torch.arange(3)],
     "assignment of a number to a mask": lambda: VALUES.clone().__setitem__(MASK, 1.0),
     "masked_fill": lambda: VALUES.masked_fill(MASK, 0.0),
+    "tensor of the host": lambda: torch.tensor([1, 2], device="cpu").tolist(),
     "choice by a mask": lambda: torch.where(MASK, VALUES, 0.0),
     "slices": lambda: VALUES[2:4].clone(),
     "sizes": lambda: [len(VALUES), VALUES.numel(), VALUES.shape[0]],
