@@ -93,7 +93,7 @@ class CertifyConfig:
     prompts: int = key(8, "Number of groups in the batch, which consists of random tokens.", "groups", least=1)
     responses_per_prompt: int = key(4, "Number of responses to each prompt (group size).", "responses", least=1)
     prompt_tokens: int = key(24, "Largest length of a prompt. Lengths are random.", "tokens", least=1)
-    response_tokens: int = key(40, "Largest length of a response. Lengths are random.", "tokens", least=1)
+    response_tokens: int = key(32, "Largest length of a response. Lengths are random.", "tokens", least=1)
     critic: bool = key(False, "Whether to compare a critic. Otherwise an actor is compared.")
     lr: float = key(1e-4, "Learning rate of the compared step.", above=0)
     dtype: Dtype = key(Dtype.float32, "Precision of both compared steps. Rounding in bfloat16 can hide small errors.")

@@ -116,9 +116,9 @@ def _array(tensor: Any) -> NDArray:
 
 
 def _tp_rank() -> int:
-    from sglang.srt.distributed import get_tensor_model_parallel_rank  # only in a scheduler process
+    from sglang.srt.runtime_context import get_parallel  # can be imported only inside SGLang
 
-    return get_tensor_model_parallel_rank()
+    return get_parallel().tp_rank
 
 
 def write_request(folder: str | Path, name: str, weights: Sequence[str] = ()) -> Path:
