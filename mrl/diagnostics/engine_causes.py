@@ -241,20 +241,34 @@ def _choice_of_experts(difference: Difference) -> Cause:
         bias = next(
             (w for n, w in side.weights.items() if "correction_bias" in n and in_layer(n, difference.layer)), None
         )
-        scores = {"without the correction bias": logits}
+        plain = 1 / (1 + np.exp(-logits))
+        scores = {"without the correction bias": plain}
         if bias is not None:
-            scores = {"with the correction bias": 1 / (1 + np.exp(-logits)) + bias, **scores}
-        count = int(chosen.sum(1).max())
-        names.append(max(scores, key=lambda name: int((_top(scores[name], count) & chosen).sum())))
+            scores = {"with the correction bias": plain + bias, **scores}
+        count, groups = int(chosen.sum(1).max()), difference.facts.groups
+        names.append(max(scores, key=lambda name: int((_top(scores[name], count, groups) & chosen).sum())))
     if names[0] == names[1]:
         names = [f"{name}, and by other groups of experts or other scores" for name in names]
     text = f"the engine chooses experts {names[0]}, the trainer {names[1]}"
     return Cause("router: choice of experts", text, "compare the correction bias, n_group and topk_group of both sides")
 
 
-def _top(scores: NDArray, count: int) -> NDArray[np.bool_]:
-    chosen = np.zeros(scores.shape, bool)
-    np.put_along_axis(chosen, np.argsort(-scores, axis=1, kind="stable")[:, :count], True, axis=1)
+def _top(scores: NDArray, count: int, groups: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return which `count` experts have the highest scores [S, experts]. `groups`: see ModelFacts.
+
+    The score of a group is the sum of its highest scores, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2).
+    """
+    num_groups, chosen_groups = groups
+    grouped = scores.reshape(len(scores), num_groups, -1)
+    of_group = np.sort(grouped, axis=2)[:, :, -max(1, count // chosen_groups) :].sum(2)
+    in_group = _highest(of_group, chosen_groups)
+    return _highest(np.where(in_group[:, :, None], grouped, -np.inf).reshape(scores.shape), count)
+
+
+def _highest(values: NDArray, count: int) -> NDArray[np.bool_]:
+    """Return which `count` values of each row are the highest."""
+    chosen = np.zeros(values.shape, bool)
+    np.put_along_axis(chosen, np.argsort(-values, axis=1, kind="stable")[:, :count], True, axis=1)
     return chosen
 
 

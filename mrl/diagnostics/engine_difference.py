@@ -74,6 +74,10 @@ class ModelFacts:
     kv_heads: int
     rope_dim: int  # number of components of a head that RoPE rotates
     latent: tuple[int, int] | None = None  # sizes of the parts (without RoPE, value) of a head in latent attention
+    groups: tuple[int, int] = (
+        1,
+        1,
+    )  # number of groups of experts, and number of groups from which a token takes its experts
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SIZES | dict(rope_parameters=LLAMA3_ROPE)),
     "qwen2": ("qwen2_tied_multi_head", SIZES),
     "qwen3": ("qwen3", SIZES),
-    "qwen3_moe": ("qwen3_moe", MOE_SIZES),
+    "qwen3_moe": ("qwen3_moe", MOE_SIZES | dict(mlp_only_layers=[])),  # SGLang has experts in every layer
     "glm4_moe": ("glm4_moe", MOE_SIZES),
     "deepseek_v3": ("deepseek_v3", MOE_SIZES),
-    "mixtral": ("mixtral", SIZES),
+    "mixtral": ("mixtral", SIZES | dict(head_dim=8)),  # SGLang takes hidden_size / num_attention_heads
 }
 TEMPERATURE = 0.8
 
@@ -280,7 +280,9 @@ def unnormalized_routing(actor) -> None:
 
 
 def other_topk(actor) -> None:
-    layer(actor, 0).mlp.router.topk = layer(actor, 0).mlp.config.moe_router_topk = 3  # the dispatcher reads the config
+    for index in (0, 1):
+        layer(actor, index).mlp.router.topk = 3
+    layer(actor, 0).mlp.config.moe_router_topk = 3  # the dispatchers of all layers read this config
 
 
 def stale_router(actor) -> None:

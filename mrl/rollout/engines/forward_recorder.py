@@ -59,7 +59,7 @@ class ForwardRecorder:
     def __init__(self, folder: Path) -> None:
         self.request = folder / REQUEST
         self._model: Any = None  # the decoder without the output layer
-        self._records: dict[int, Arrays] = {}  # id of a module -> its outputs and inputs
+        self._records: dict[int, list[Arrays]] = {}  # id of a module -> outputs and inputs of each of its calls
 
     def __call__(self, module: Any, inputs: tuple, output: Any) -> None:
         """Store what the module computed. The last module, which computes the logits, writes the file."""
@@ -73,15 +73,18 @@ class ForwardRecorder:
             record = {f"out{index}": _array(tensor) for index, tensor in enumerate(_tensors(output))}
             if type(module).__name__ in _MODULES_WITH_INPUTS:
                 record |= {f"in{index}": _array(tensor) for index, tensor in enumerate(_tensors(inputs))}
-            self._records[id(module)] = record
+            self._records.setdefault(id(module), []).append(record)
 
     def _write(self, inputs: tuple, output: Any) -> None:
         from safetensors.numpy import save_file  # this module is also imported by the driver
 
         request = json.loads(self.request.read_text())
-        names = {id(module): f"model.{name}" for name, module in self._model.named_modules()}
+        calls = {key: iter(records) for key, records in self._records.items()}
+        # All layers may share one module, such as the rotary embedding. Its calls are in the order of the layers.
         arrays = {
-            f"{names[key]}/{part}": array for key, record in self._records.items() for part, array in record.items()
+            f"model.{name}/{part}": array
+            for name, module in self._model.named_modules(remove_duplicate=False)
+            for part, array in next(calls.get(id(module), iter(())), {}).items()
         }
         arrays["logits_processor/out0"] = _array(output.next_token_logits)
         arrays |= {f"weight/{name}": _array(tensor) for name, tensor in self._weights(inputs, request["weights"])}
