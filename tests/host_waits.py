@@ -101,7 +101,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        reads_device = name in COPIES_TO_HOST and not hasattr(args[0], "of_the_host")
+        reads_device = name in COPIES_TO_HOST and not any(hasattr(value, "of_the_host") for value in args[:1])
         if reads_device or (name in COPIES_FROM_HOST and _makes_tensor_on_device(name, args, kwargs)):
             self._waits.record(name)
         elif name == "to" and _names_device(args[1:], kwargs) and not kwargs.get("non_blocking"):
