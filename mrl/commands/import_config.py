@@ -117,7 +117,7 @@ def _read_script(text: str) -> Iterator[tuple[str, Any]]:
     option: str | None = None
     arguments: list[str] = []
     for word in [*words, "--"]:
-        if _ALL_OF_ARRAY.fullmatch(word):  # its words were read where the script defines the array
+        if _ALL_OF_ARRAY.fullmatch(word):  # "$@", or an array whose words were read where the script defines it
             word = "--"
         if word.startswith("--") and not _DOTTED_KEY.fullmatch(word):
             if option:
@@ -141,7 +141,7 @@ def _split(text: str) -> list[str]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words of a line. The brackets of an array are left out; "--" marks the end of an array or of a paragraph."""
+    """Return the words of a line. The brackets of an array are left out; "--" marks the end of an array, or an empty line."""
     ends = not line.strip() or line.rstrip().endswith(")")
     return [*_split(re.sub(r"^\s*\w+=\(|(?<!\))\)\s*$", " ", line)), *(["--"] if ends else [])]
 

@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def choose(samples: Sequence[TextSample], count: int, *, best: bool, worst: bool) -> list[TextSample]:
-    """Return `count` of the samples, which are sorted best first.
+    """Return `count` of `samples`, which must be sorted best first, as `read_samples` returns them.
 
     With `best`, these are the first samples, and with `worst` the last ones. With both or neither, half of
     them are taken from each end.

@@ -167,7 +167,7 @@ DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args",
 
 
 def _response_settings(config: Config, model: ServedModel, prompt_files: list[Path]) -> dict[str, Any]:
-    """Return everything that determines the responses.
+    """Return everything that determines the output files. A generation continues only if all of it is unchanged.
 
     These are config values, versions of packages, and sizes and modification times of files. rollout.num_engines and
     rollout.engine_urls are not included, because they may change when a generation continues.
