@@ -58,7 +58,9 @@ def engines_of(folder: Path) -> list[list[str]]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()
-            if "mrl.rollout.engines.launch_sglang" in process.cmdline() and str(folder) in environment["MRL_STACKS"]:
+            if "mrl.rollout.engines.launch_sglang" in process.cmdline() and str(folder) in environment.get(
+                "MRL_STACKS", ""
+            ):
                 found.add((environment[HOST], environment["CUDA_VISIBLE_DEVICES"], environment["MRL_STACKS_NAME"]))
     return sorted(map(list, found))
 

@@ -51,7 +51,7 @@ FAULTS = [
     # versions
     Fault("another version than tested", "versions", r"transformers 4\.9\.9 is installed; version 5\.", "make setup LOCK=requirements.txt",
           {0: distribution("transformers", "4.9.9")}, status=1),
-    Fault("Transformer Engine missing on a GPU host", "versions", "transformer-engine is not installed", "requirements-gpu.txt",
+    Fault("Transformer Engine missing on a GPU host", "versions", r"transformer-engine(-torch)? is not installed", "requirements-gpu.txt",
           {0: GPUS + "rm -r $LAB/site_h0/transformer*"}, status=1),
     Fault("torch without CUDA on a GPU host", "versions", r"torch 2\.14\.1\+cpu is built without CUDA", "make setup LOCK=requirements-gpu",
           {0: GPUS + distribution("torch", "2.14.1+cpu")}),
