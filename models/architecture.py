@@ -128,7 +128,7 @@ class Family:
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
-    has_extra_layers: bool = False  # checkpoints may contain extra layers for multi-token prediction, which mrl ignores
+    has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
 
     def read(self, config: HFConfig) -> Architecture:
@@ -173,10 +173,10 @@ class Family:
             if all(any(name.endswith(f".{part}") for name in names) for part in parts)
         }
 
-    def is_in_extra_layer(self, name: str, arch: Architecture) -> bool:
-        """Whether the Hugging Face tensor `name` belongs to an extra layer. Such tensors are neither loaded nor exported."""
+    def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
+        """Whether the Hugging Face tensor `name` is of an MTP layer. Such tensors are neither loaded nor exported."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return self.has_extra_layers and layer is not None and int(layer[1]) >= arch.num_layers
+        return self.has_mtp_layers and layer is not None and int(layer[1]) >= arch.num_layers
 
     def rows(self, arch: Architecture) -> list[ParamMapping]:
         """Return the rows of the table that apply to this model, before they are repeated for layers and experts."""

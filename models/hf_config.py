@@ -13,7 +13,7 @@ from typing import Any
 from parallel.rope import Rope, rope_from_parameters
 
 IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
-    "class that reads the file (mrl uses `architectures`)": (
+    "class of the model, which mrl looks up in `architectures`": (
         *("model_type", "auto_map", "architectures", "is_llama_config"),
     ),
     "origin of the file, and the dtype in which the weights are stored": (
@@ -30,7 +30,7 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
     "sampling defaults, which newer models have in generation_config.json": (
         *("do_sample", "max_length", "temperature", "top_k", "top_p", "repetition_penalty"),
     ),
-    "attention kernel and slicing of layers, which do not change the function": (
+    "attention kernel and split matrix products, which do not change the result": (
         *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp"),
         "chunk_size_feed_forward",
     ),

@@ -267,7 +267,7 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     family = family_of(config)
     arch = family.read(config)
     expected, shapes, dtypes = family.hf_shapes(arch), weights.shapes(), weights.dtypes()
-    shapes = {name: shape for name, shape in shapes.items() if not family.is_in_extra_layer(name, arch)}
+    shapes = {name: shape for name, shape in shapes.items() if not family.is_in_mtp_layer(name, arch)}
     if arch.tied_embeddings:
         shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice
     problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - shapes.keys()]

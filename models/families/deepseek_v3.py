@@ -150,5 +150,5 @@ DEEPSEEK_V3 = Family(
         first_k_dense_replace=3,
     ),
     engine_required_fields=("moe_layer_freq", "scoring_func", "topk_method"),
-    has_extra_layers=True,
+    has_mtp_layers=True,
 )

@@ -26,10 +26,10 @@ from models.hf_config import HFConfig
 
 def translate(config: HFConfig) -> Architecture:
     """Translate a GLM-4.5 config. Raises ValueError if a value is not supported."""
-    has_part = dict(qkv_bias=config["attention_bias"], qk_norms=config["use_qk_norm"])
+    optional_parts = dict(qkv_bias=config["attention_bias"], qk_norms=config["use_qk_norm"])
     return read_decoder(
         config,
-        parts=sigmoid_experts_parts(config) | {part for part, is_present in has_part.items() if is_present},
+        parts=sigmoid_experts_parts(config) | {part for part, is_present in optional_parts.items() if is_present},
         rope=config.rope(config["head_dim"] or config["hidden_size"] // config["num_attention_heads"], partial=True),
         qk_layernorm=config["use_qk_norm"],
         **read_sigmoid_experts(config),
@@ -58,5 +58,5 @@ GLM4_MOE = Family(
         topk_group=1,
         first_k_dense_replace=1,
     ),
-    has_extra_layers=True,
+    has_mtp_layers=True,
 )

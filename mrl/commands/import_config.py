@@ -30,8 +30,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="mrl import",
         description="Translate a config of another trainer into overrides of `mrl train`. "
-        "Prints each key with its overrides, the keys without a counterpart with the reason, and the command.",
-        epilog="CONFIG is a YAML file or the shell script that starts the other trainer (KEY=VALUE or --key value).",
+        "Prints a table of the translated keys, a table of the keys that have no counterpart in mrl, and the command.",
+        epilog="CONFIG is a YAML file or the shell script that starts the other trainer (SECTION.KEY=VALUE or --key value).",
     )
     top.add_argument("source", choices=sorted(SOURCES), help="the other trainer")
     top.add_argument("config", type=Path, metavar="CONFIG", help="YAML file or shell script")
@@ -74,7 +74,7 @@ def read_config(path: Path, source: str) -> dict[str, Any]:
     values = _read_yaml(path, text) if path.suffix in (".yaml", ".yml") else dict(_read_script(text))
     if not values:
         raise ValueError(
-            f"{path} contains no keys of {source}; expected a YAML file, or a script with KEY=VALUE or --key value."
+            f"{path} contains no keys of {source}; expected a YAML file, or a script with SECTION.KEY=VALUE or --key value."
         )
     known = SOURCES[source]
     sep = "-" if source == "slime" else "_"

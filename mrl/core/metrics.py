@@ -67,7 +67,8 @@ METRICS: dict[str, Metric] = {
         "", "number of groups that were discarded because over-sampling dispatched more groups than needed", ".0f"
     ),
     "rollout/length_selected_ratio": Metric(
-        "", "mean length of trained responses, divided by the mean length of all sampled responses; 1 means no bias"
+        "",
+        "mean length of trained groups, divided by the mean length of as many consecutively drawn groups; 1 means no bias",
     ),
     "rollout/token_age_mean_versions": Metric("", "mean staleness of the sampled tokens", ".2f"),
     "rollout/mixed_versions_fraction": Metric(

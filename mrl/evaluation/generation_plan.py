@@ -143,8 +143,8 @@ def plan_generation(config: Config) -> GenerationPlan:
     sources = test_sources(config.data)
     if not sources:
         raise ValueError(
-            "data.test must name at least one parquet or jsonl file of prompts, or a folder; or set data.test_sets, whose sets "
-            "can also be data set classes (see docs/tutorials/data.md)."
+            "data.test and data.test_sets are empty: there are no prompts. Set data.test to parquet or jsonl files of prompts, "
+            "or to a folder of such files. To use a data set class, set data.test_sets (see docs/tutorials/data.md)."
         )
     files = [Path(file) for source in sources for file in source.files]
     for file in files:
@@ -212,7 +212,7 @@ def describe_determinism(config: Config) -> str:
     if config.generate.temperature == 0:
         kind = "greedy decoding: the most likely token each time"
     elif config.generate.deterministic:
-        kind = f"each response has its own seed, derived from run.seed={config.run.seed}, set, file, row and sample"
+        kind = f"each response has its own seed, computed from run.seed={config.run.seed}, set, file, row and sample number"
     else:
         return "not reproducible: a response depends on the other requests in its engine's batch; run.seed only seeds the engines"
     if not config.generate.deterministic:
@@ -220,4 +220,7 @@ def describe_determinism(config: Config) -> str:
             kind
             + "; if two tokens are nearly equally likely, rounding decides, and rounding depends on the engine's batch"
         )
-    return kind + "; exact on a GPU with batch-invariant kernels, equal up to rounding on a CPU"
+    return (
+        kind
+        + ". A repeated run gives the same responses on a GPU with batch-invariant kernels, and the same up to rounding on a CPU"
+    )

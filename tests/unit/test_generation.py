@@ -269,7 +269,7 @@ def test_an_engine_that_dies_ends_the_generation_and_keeps_its_files(configure):
         ({"generate.samples": 1001}, "at most 1000"),
         ({"evaluate.confidence": 1.0}, "evaluate.confidence=1.0: must be greater than 0"),
         ({"evaluate.k": [0]}, "evaluate.k=[0]"),
-        ({"data.test": []}, "data.test must name at least one"),
+        ({"data.test": []}, "data.test and data.test_sets are empty"),
         ({"data.test": ["no.parquet"]}, "data.test: no.parquet: no such file"),
         ({"generate.base": "base"}, "is only for a Megatron checkpoint"),
         ({"sglang": {"enable_deterministic_inference": False}}, "use generate.deterministic"),
