@@ -199,3 +199,37 @@ def test_gpus_keep_the_float32_sums_of_16_bit_logits(monkeypatch):
     monkeypatch.setattr(logprobs, "returns_float32_products", lambda device: True)
     monkeypatch.setattr(torch, "mm", mm_with_out_dtype)
     assert error() < 1e-4
+
+
+def test_only_gpus_return_float32_products_of_16_bit_matrices():
+    import torch
+
+    from parallel import logprobs
+
+    assert logprobs.returns_float32_products(torch.device("cuda"))
+    assert not logprobs.returns_float32_products(torch.device("cpu"))
+
+
+def permutations_of_packs(rank: int, folder) -> tuple[list[bool], list[bool]]:
+    """Return whether the queries of each micro-batch are permuted: with the attention of a CPU, and with that of a GPU."""
+    from models_for_layouts import groups_of_responses
+
+    from mrl.workers.actor_critic import MegatronActor
+    from mrl.workers.dp_partition import Packing, partition_step
+
+    block, groups = groups_of_responses()
+    step = partition_step(TrainBatch.of(block, groups), ParallelDims(), Packing(60), "token_mean")
+    spec = ModelSpec(str(folder), ParallelDims(), "bfloat16", None, {})
+
+    def permuted() -> list[bool]:
+        micro_batches = MegatronActor(spec).micro_batches(block, step.rank_batches[0])
+        return [micro.packed.query_index is not None for micro in micro_batches]
+
+    on_cpu = permuted()
+    use_attention_of_gpus()
+    return on_cpu, permuted()
+
+
+def test_a_model_on_a_gpu_keeps_the_order_of_the_tokens_of_a_pack(run_ranks, tmp_path):
+    ((on_cpu, on_gpu),) = run_ranks(ParallelDims(), permutations_of_packs, make_family("qwen3", tmp_path))
+    assert any(on_cpu) and not any(on_gpu)

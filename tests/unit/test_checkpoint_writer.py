@@ -3,13 +3,16 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from parallel.checkpoint_writer import ForkedWriter, _copy_to_host
+from parallel import checkpoint_writer
+from parallel.checkpoint_writer import CheckpointSave, ForkedWriter, _copy_to_host
 
 
 def wait_until(condition, timeout_s: float = 20.0) -> None:
@@ -102,3 +105,14 @@ class _GpuTensor:
 def test_the_host_copy_of_a_save_is_not_in_pinned_memory():
     (bucket,) = _copy_to_host([("folder/file", "file", (["bytes"], [("item", _GpuTensor())]))])
     assert bucket == ("folder/file", "file", (["bytes"], [("item", "pageable copy on the cpu")]))
+
+
+def test_a_save_writes_the_host_copies_in_pageable_memory(monkeypatch, tmp_path):
+    buckets, written = [("folder/file", "file", (["bytes"], [("item", _GpuTensor())]))], []
+    strategy = SimpleNamespace(writer=SimpleNamespace(write_buckets=buckets, transforms=None))
+    monkeypatch.setattr(checkpoint_writer, "_plan", lambda state, folder: strategy)
+    monkeypatch.setattr(checkpoint_writer, "raise_on_all_ranks", lambda make_error: nullcontext())
+    monkeypatch.setattr(checkpoint_writer.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint_writer, "_write_files", lambda *arguments: written.append(arguments[0]))
+    CheckpointSave(tmp_path / "checkpoint", {}, {}, asynchronous=False)
+    assert written == [[("folder/file", "file", (["bytes"], [("item", "pageable copy on the cpu")]))]]

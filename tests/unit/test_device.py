@@ -4,7 +4,9 @@ import logging
 import sys
 from importlib import import_module, invalidate_caches
 
+import numpy as np
 import pytest
+import torch
 
 from parallel import device
 
@@ -12,22 +14,33 @@ MISSING_FILE = "FileNotFoundError('Could not find shared object file: transforme
 
 
 @pytest.fixture
-def capabilities(monkeypatch, tmp_path):
-    """`capabilities(files)` -> Capabilities of a process with a GPU, in whose path are these modules: path -> Python code."""
+def process_with_gpu(monkeypatch, tmp_path):
+    """`process_with_gpu(files)` makes this a process with a GPU, in whose path are these modules: path -> Python code."""
     before = dict(sys.modules)
 
-    def detect(files: dict[str, str]) -> device.Capabilities:
+    def prepare(files: dict[str, str]) -> None:
         for path, code in files.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(code)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(device, "has_cuda", lambda: True)
+        monkeypatch.setattr(device, "capabilities", device.capabilities.__wrapped__)  # detects anew at each call
         invalidate_caches()
-        return device.capabilities.__wrapped__()
 
-    yield detect
+    yield prepare
     for name in [name for name in sys.modules if name not in before]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def capabilities(process_with_gpu):
+    """`capabilities(files)` -> Capabilities of a process with a GPU, in whose path are these modules."""
+
+    def detect(files: dict[str, str]) -> device.Capabilities:
+        process_with_gpu(files)
+        return device.capabilities()
+
+    return detect
 
 
 def test_a_transformer_engine_without_its_extension_is_reported_in_one_line_and_hidden_from_megatron(
@@ -43,6 +56,16 @@ def test_a_transformer_engine_without_its_extension_is_reported_in_one_line_and_
         import_module("transformer_engine.pytorch")
 
 
+def test_a_library_that_cannot_be_imported_is_hidden_before_the_first_import_of_megatron(process_with_gpu):
+    """Every process calls `patch_megatron_for_cpu` first, also on a GPU."""
+    process_with_gpu(
+        {"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": f"raise {MISSING_FILE}"}
+    )
+    device.patch_megatron_for_cpu()
+    with pytest.raises(ImportError):
+        import_module("transformer_engine.pytorch")
+
+
 def test_an_apex_without_its_extensions_is_not_used(capabilities, caplog):
     wrong = "raise ImportError('undefined symbol: _ZN3c106detail')"
     found = capabilities({"amp_C.py": "", "fused_weight_gradient_mlp_cuda.py": wrong})
@@ -54,3 +77,26 @@ def test_libraries_that_can_be_imported_are_used_and_absent_ones_are_not_reporte
     found = capabilities({"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": ""})
     assert found.transformer_engine and not found.apex and not found.fused_wgrad
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_on_a_gpu_host_memory_is_pinned(monkeypatch):
+    """Only copies between pinned memory and a GPU run while the host goes on, at the full speed of the bus."""
+    asked: dict[bool, dict] = {}
+    for has_gpu in (False, True):
+        monkeypatch.setattr(device, "has_cuda", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr(torch, "empty", lambda *_, has_gpu=has_gpu, **options: asked.update({has_gpu: options}))
+        device.host_memory(8)
+    assert asked[True]["pin_memory"] and not asked[False]["pin_memory"]
+
+
+def test_an_array_is_copied_to_a_gpu_through_pinned_memory_without_a_wait(monkeypatch):
+    copies: list[tuple] = []
+
+    class Pinned:
+        def to(self, target: torch.device, non_blocking: bool = False) -> None:
+            copies.append((target.type, non_blocking))
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: Pinned())
+    device.copy_to_device(np.arange(3), torch.device("cuda"))
+    assert copies == [("cuda", True)]
+    assert device.copy_to_device(np.arange(3), torch.device("cpu")).tolist() == [0, 1, 2] and len(copies) == 1

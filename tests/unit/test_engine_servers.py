@@ -99,6 +99,12 @@ def test_engines_on_gpus_find_the_cuda_compiler_of_the_lock(toolkit, tmp_path):
     assert env["CPLUS_INCLUDE_PATH"] == str(toolkit / "include" / "cccl")
 
 
+def test_the_warm_up_of_a_gpu_may_take_as_long_as_its_kernels_compile(tmp_path):
+    """SGLang would end an engine whose warm-up request takes longer than its own limit. mrl has cluster.start_timeout_s."""
+    assert float(environment(tmp_path, device="cuda")["SGLANG_WARMUP_TIMEOUT"]) >= 3600
+    assert "SGLANG_WARMUP_TIMEOUT" not in environment(tmp_path, device="cpu"), "on a CPU, there is no warm-up"
+
+
 @pytest.mark.parametrize(("device", "name"), [("cuda", "CUDA_HOME"), ("cuda", "CUDA_PATH"), ("cpu", "NOTHING")])
 def test_a_cuda_toolkit_that_the_user_chose_stays_and_a_cpu_needs_none(toolkit, tmp_path, monkeypatch, device, name):
     monkeypatch.setenv(name, "/opt/cuda")

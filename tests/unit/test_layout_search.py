@@ -22,7 +22,7 @@ from search_cases import (
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.commands import plan
-from mrl.commands.plan_search import FIXABLE, overrides, prompt_length
+from mrl.commands.plan_search import FIXABLE, make_search, overrides, prompt_length
 from mrl.config import hydra_entry
 from mrl.config.schema import ParallelConfig
 from mrl.controller.memory_check import MemoryEstimator
@@ -257,6 +257,16 @@ def test_the_printed_overrides_are_a_config_of_that_layout(tmp_path, capsys, alg
             assert MemoryEstimator.of(config).estimate(config).fits
         parts = candidate["parts_s"]
         assert candidate["step_s"] == pytest.approx(sum(parts.values())) or candidate["mode"] != "sync"
+
+
+@pytest.mark.parametrize(
+    ("transport", "placements"),
+    [("auto", {"colocated", "disaggregated"}), ("cuda_ipc", {"colocated"}), ("process_group", {"disaggregated"})],
+)
+def test_the_search_has_only_candidates_that_fit_the_transport(tmp_path, transport, placements):
+    words = (f"model.path={write_model(tmp_path, QWEN3_8B)}", "run.dir=x", "data.train=[x.jsonl]", *ARGUMENTS)
+    config = hydra_entry.compose_config(hydra_entry.check_overrides([*words, f"weight_sync.transport={transport}"]))
+    assert {candidate.placement for candidate in make_search(config)._candidates(3)} == placements
 
 
 def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):

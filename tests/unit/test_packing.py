@@ -272,6 +272,20 @@ def test_gradients_of_shared_keys_are_summed_in_float32_on_gpus():
     assert prompt.grad.item() == 300, "a sum of ones in bfloat16 stops at 256"
 
 
+def test_attention_sums_the_gradients_of_keys_and_values_in_that_dtype(monkeypatch):
+    """Gradients in float64 that were summed in float32 have the digits of float32."""
+    from parallel import attention
+
+    monkeypatch.setattr(attention, "_gradient_sum_dtype", lambda rows: torch.float32)
+    packed = pack([Segment(3), *[Segment(2, 0)] * 4], CPU)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, cotangent = (torch.randn(11, 1, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    inputs = [column.requires_grad_() for column in (query, key, value)]
+    attend(*inputs, packed).backward(cotangent.flatten(1))
+    rounded = [column.grad.float().double().equal(column.grad) for column in inputs]
+    assert rounded == [False, True, True]
+
+
 def check_attention(segments: list[Segment], packed: PackedSequences, heads: tuple[int, int], seed: int) -> None:
     """Compare outputs and gradients with those of attention with a dense mask."""
     generator, width = torch.Generator().manual_seed(seed), 3

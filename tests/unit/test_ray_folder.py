@@ -107,6 +107,23 @@ def test_every_process_of_a_run_gets_the_runs_variables(short_folder, monkeypatc
     assert given["NCCL_CUMEM_ENABLE"] == "0" and "NCCL_CUMEM_ENABLE" not in os.environ
 
 
+def test_a_local_cluster_gets_an_object_store_of_that_size(short_folder, monkeypatch):
+    given = {}
+
+    def init(**options):
+        given.update(options)
+        raise ValueError("no cluster in this test")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "_restrict_to_loopback", lambda: None)
+    monkeypatch.setattr(ray_cluster, "estimate_available_memory", lambda: 2000 * 2**30)
+    monkeypatch.setattr(ray_cluster, "_free_bytes", lambda folder: 1000 * 2**30)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(ValueError, match="no cluster in this test"), ray_cluster.ray_cluster(ClusterConfig()):
+        pass
+    assert given["object_store_memory"] == 200 * 2**30
+
+
 def test_the_object_store_grows_with_the_machine_but_is_never_smaller_than_512_mib():
     gib = 2**30
     assert ray_cluster.object_store_bytes(2000 * gib, 1000 * gib) == 200 * gib

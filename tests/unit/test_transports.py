@@ -28,6 +28,10 @@ def test_auto_chooses_the_transport_that_fits_the_devices(senders, receivers, tr
     assert choose_transport("auto", senders, receivers) == transport
 
 
+def test_cuda_ipc_is_accepted_on_several_machines():
+    assert choose_transport("cuda_ipc", GPUS, [GPUS[2], GPUS[0]]) == "cuda_ipc"
+
+
 @pytest.mark.parametrize(
     ("requested", "senders", "receivers", "message"),
     [

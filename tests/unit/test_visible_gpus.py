@@ -6,6 +6,7 @@ process, for its part of the weight sync, and for the variables of NCCL.
 
 import random
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import batched, product
@@ -19,10 +20,11 @@ from test_relays import plan_of
 from models.families.qwen import QWEN3, QWEN3_MOE
 from mrl.commands import plan, plan_search
 from mrl.config.process_schema import ClusterConfig, HardwareConfig, Transport, WeightSyncConfig
-from mrl.controller import memory_check, plan_models
+from mrl.controller import memory_check, plan_models, processes
 from mrl.controller.memory_check import MemoryEstimator
 from mrl.controller.plan_models import gpu_transport
 from mrl.controller.processes import shared_nccl_variables
+from mrl.core.run_errors import StartError
 from mrl.core.types import DeviceSlot
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.placement_groups import BundleLocation, PlacedPool, RolePlacement
@@ -267,3 +269,39 @@ def test_the_search_finds_only_placements_that_fit_the_transport(transport, fixe
             plan_search.required_placement(config, fixed)
     else:
         assert plan_search.required_placement(config, fixed) == placements
+
+
+@pytest.fixture
+def reserve(monkeypatch, tmp_path):
+    """`reserve(pools)` -> variables of the processes on a cluster of nodes with eight GPUs, after a run has reserved its GPUs."""
+
+    def reserve(pools: Pools) -> dict[str, str]:
+        variables: dict[str, str] = {}
+        config = SimpleNamespace(
+            run=SimpleNamespace(dir=str(tmp_path)), cluster=ClusterConfig(), weight_sync=WeightSyncConfig(), sglang={}
+        )
+        monkeypatch.setattr(processes, "lock_run_dir", lambda *_: nullcontext())
+        monkeypatch.setattr(processes, "config_as_json", lambda _: {})
+        monkeypatch.setattr(
+            processes, "ray_cluster", lambda cluster, slots, given=(): nullcontext(variables.update(given))
+        )
+        monkeypatch.setattr(processes, "place_pools", lambda *_: nullcontext({}))
+        monkeypatch.setattr(processes, "current_device_map", lambda pools, _: planned_device_map(pools, 8))
+        with processes._cluster(config, "train", pools):
+            return variables
+
+    return reserve
+
+
+def test_a_run_on_an_existing_cluster_refuses_gpus_that_weights_cannot_reach_before_it_starts_a_process(reserve):
+    """Only then is it known how many GPUs the nodes of the cluster have."""
+    pools = make_pools(PLACEMENTS["colocated"], {"actor": SlotDemand(4), "engines": SlotDemand(8)})
+    with pytest.raises(StartError, match="4 of 8 engine ranks share their GPUs"):
+        reserve(pools)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_run_passes_the_variables_of_a_common_nccl_group_to_its_processes(reserve, placement):
+    pools = make_pools(PLACEMENTS[placement], {"actor": SlotDemand(4), "engines": SlotDemand(4)})
+    names = {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"} if placement == "disaggregated" else set()
+    assert reserve(pools).keys() == names
