@@ -34,7 +34,8 @@ def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
 
     The reduction does not overlap with the backward pass. Overlap needs the same parameters to get gradients in the last
     micro-batch of every rank, but a replica may have no micro-batch at all. It also needs several buckets, see
-    `_shared_embeddings_in_common_buckets`.
+    `_shared_embeddings_in_common_buckets`. The gathering of updated parameters does not overlap with the forward pass: it would
+    need overlapped reduction, and the weight sync and log-probability passes read parameters before the next training step.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False

@@ -253,9 +253,9 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
 
 
 def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
-    """Return the variables of NCCL that trainer ranks and engines must have in common, if they may join one NCCL group.
+    """Return the variables of NCCL that trainer ranks and engines have in common, if they may join common NCCL groups.
 
-    Roles that share a pool never join one group. NCCL then keeps its defaults in the trainer ranks.
+    Roles that share a pool never join a common group. NCCL then keeps its defaults in the trainer ranks.
     """
     engines, actor = pools.by_role.get("engines"), pools.by_role["actor"]
     return nccl_environment(config.sglang, os.environ) if engines not in (None, actor) else {}

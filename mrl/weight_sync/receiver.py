@@ -166,9 +166,10 @@ def _connect(model: torch.nn.Module, message: dict[str, Any]) -> None:
     else:
         # A slot is a memory area for one bucket. This rank copies a bucket before it receives the next one, so one slot suffices.
         slot_bytes = max((bucket.nbytes for bucket, _ in session.buckets), default=0)
-        rank, device = setup.num_senders + session.engine_rank, next(model.parameters()).device
+        engine, tp_rank = divmod(session.engine_rank, setup.engine_tp)
+        rank, device = setup.num_senders + tp_rank, next(model.parameters()).device
         session.recv_endpoint = ProcessGroupEndpoint(
-            session.channel.store, setup, rank, slot_bytes, device, num_slots=1
+            session.channel.store, setup, rank, [engine], slot_bytes, device, num_slots=1
         )
     session.channel.put(connected_key(session.engine_rank), None)
 

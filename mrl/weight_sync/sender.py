@@ -100,6 +100,7 @@ class BucketSender:
         for rank, ack in acks.items():
             if rank not in self._failed and not self.channel.wait_or_mark_failed(ack, failure_key(push, rank)):
                 self._failed.add(rank)
+                self.send_endpoint.exclude(rank)
         self.channel.delete([header_key(push, bucket.key), *acks.values()])
         stats.waited_s += time.perf_counter() - start
 

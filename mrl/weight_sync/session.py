@@ -58,7 +58,7 @@ from mrl.weight_sync.transports import (
     SharedSlotsSetup,
     location_of,
 )
-from parallel.device import device
+from parallel.device import backend, device
 from parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -276,8 +276,8 @@ class _TransportChoice:
     """The transport of the session, and what every trainer rank needs to open it."""
 
     transport: Transport
-    device: str  # device of the engines: "cuda" or "cpu"
-    num_receivers: int
+    num_engines: int
+    engine_tp: int  # ranks of each engine
 
 
 class _SessionOpener:
@@ -369,7 +369,7 @@ class _SessionOpener:
             channel.put(receiver_plan_key(rank), buckets)
         self.coordinator.check_plan()
         logger.info("weight sync by %s: %s", transport, plan)
-        return _TransportChoice(transport, "cuda" if infos[0].location.gpu is not None else "cpu", len(infos))
+        return _TransportChoice(transport, len(infos) // tp, tp)
 
     def open_transport(
         self, choice: _TransportChoice, channel: ControlChannel, buckets: Sequence[Bucket]
@@ -400,16 +400,17 @@ class _SessionOpener:
     def _open_process_group(self, choice: _TransportChoice, channel: ControlChannel, slot_bytes: int) -> SendEndpoint:
         setup = ProcessGroupSetup(
             name=f"mrl_weights_{self.session.connection['session']}",
-            backend="nccl" if choice.device == "cuda" else "gloo",
+            backend=backend(),
             num_senders=self.ranks.size,
-            num_receivers=choice.num_receivers,
+            num_engines=choice.num_engines,
+            engine_tp=choice.engine_tp,
             timeout_s=self.settings.timeout_s,
         )
         ends: list[ProcessGroupEndpoint] = []
 
         def join() -> None:
-            device = torch.device(choice.device)
-            ends.append(ProcessGroupEndpoint(channel.store, setup, self.ranks.rank, slot_bytes, device))
+            engines = range(choice.num_engines)
+            ends.append(ProcessGroupEndpoint(channel.store, setup, self.ranks.rank, engines, slot_bytes, device()))
             self.stack.callback(ends[0].close)
 
         self.ranks.on_rank_0(lambda: self._connect_receivers(channel, setup))

@@ -4,7 +4,7 @@ A transfer slot, here called slot, is a memory area of a sender that holds one b
 into two slots. It reuses a slot after all receivers have acknowledged the bucket in this slot. On the CPUs of one machine, the
 receivers map the slots into their own processes (shared memory). If every engine rank shares its GPU with a trainer rank, the
 bytes travel in two hops: the trainer ranks pass a bucket on to each other, and each engine rank reads it from a slot of the
-trainer rank on its own GPU (CUDA IPC), because an engine sees no other GPUs. Otherwise, a process group sends the bytes.
+trainer rank on its own GPU (CUDA IPC), because an engine sees no other GPUs. Otherwise, process groups send the bytes.
 
 To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport in
 mrl/weight_sync/transfer_plan.py; a class for each endpoint in this file; `open_transport` in session.py; `_connect` in
@@ -14,12 +14,14 @@ which `connect_engines` in mrl/workers/megatron_model.py chooses.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import socket
+import threading
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,8 +33,22 @@ from torch import Tensor
 
 from mrl.weight_sync.transfer_plan import ProcessLocation
 
+logger = logging.getLogger(__name__)
 NUM_SLOTS = 2  # transfer slots of each sender
 SHARED_MEMORY = Path("/dev/shm")  # folder for files that contain slots
+NCCL_TIMEOUT_FACTOR = 24
+"""NCCL's own timeout, as a multiple of weight_sync.timeout_s. It is longer than all waits of a push, so it ends no process."""
+
+NCCL_GROUP_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 0: torch's watchdog reports an error, but does not end the process
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # the watchdog blocks sends of the group while it waits for a dump
+}
+"""Variables that torch (2.14) reads when it creates a group. With them, an engine that dies ends no trainer rank.
+
+In addition, the whole process needs TORCH_NCCL_DUMP_ON_TIMEOUT=0 (mrl/rollout/engines/server_args.py). Otherwise, the watchdog's
+report makes the monitor of the default group end the process some minutes later.
+"""
+
 _DEVICE_ARGUMENT = 6  # position of the device index among the arguments of torch's rebuild_cuda_tensor
 
 
@@ -60,6 +76,9 @@ class SendEndpoint(Protocol):
 
         Does not wait for arrival.
         """
+
+    def exclude(self, receiver: int) -> None:
+        """Stop sending to the engine of the engine rank `receiver`, which has failed."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -104,6 +123,9 @@ class SharedMemorySendEndpoint:
     def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
         """Do nothing: the receivers read the slot itself."""
 
+    def exclude(self, receiver: int) -> None:
+        """Do nothing: no send waits for a receiver."""
+
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
         self.slots = ()
@@ -137,6 +159,9 @@ class CudaIpcSendEndpoint:
 
     def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
         torch.cuda.current_stream().synchronize()  # the receiver reads on another stream
+
+    def exclude(self, receiver: int) -> None:
+        """Do nothing: no send waits for a receiver."""
 
     def close(self) -> None:
         del self._buffer
@@ -185,12 +210,17 @@ class SharedSlotsSetup:
 
 @dataclass(frozen=True)
 class ProcessGroupSetup:
-    """The process group that senders and receivers join. Its ranks are all trainer ranks, then all engine ranks."""
+    """The process groups that senders and receivers join, one for each engine.
 
-    name: str
-    backend: str
+    The ranks of a group are all trainer ranks, then the ranks of the engine. Engines have separate groups, so that the group of
+    an engine that fails can be aborted while buckets go on to the other engines.
+    """
+
+    name: str  # prefix of the names of the groups
+    backend: str  # nccl or gloo
     num_senders: int
-    num_receivers: int
+    num_engines: int
+    engine_tp: int  # ranks of each engine
     timeout_s: float
 
 
@@ -202,46 +232,85 @@ class ProcessGroupEndpoint:
         store: dist.Store,
         setup: ProcessGroupSetup,
         rank: int,
+        engines: Sequence[int],
         slot_bytes: int,
         device: torch.device,
         num_slots: int = NUM_SLOTS,
     ) -> None:
-        """Join the group as `rank`. A receiver needs only one slot."""
-        self.group, self.num_senders = _join_group(store, setup, rank), setup.num_senders
-        self.slots: Sequence[Tensor] = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
+        """Join the groups of `engines` as `rank`. A sender joins all groups. A receiver joins one, and needs only one slot."""
+        self.setup = setup
+        self.groups: dict[int, dist.ProcessGroup] = {}  # engine -> its group, until the engine fails
         # Index of a slot -> unfinished sends of this slot. The objects must stay alive until the slot is reused.
         self._pending: dict[int, list[dist.Work]] = {}
+        try:
+            for engine in engines:
+                self.groups[engine] = _join_group(store, setup, engine, rank, device)
+            self.slots: Sequence[Tensor] = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
+        except BaseException:
+            self.close()
+            raise
 
     def handle(self) -> None:
-        """Return nothing: receivers reach the sender through the group."""
+        """Return nothing: receivers reach the sender through a group."""
 
     def on_connected(self) -> None:
         """Do nothing: no slot is shared."""
 
     def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
+        """Start all sends to an engine as one batch. NCCL runs the batches of several engines at the same time."""
         data = self.slots[index % NUM_SLOTS][:nbytes]
-        self._pending[index % NUM_SLOTS] = []  # receivers have acknowledged the earlier bucket in this slot
-        for rank in receivers:
-            with suppress(
-                RuntimeError
-            ):  # if this fails, the engine has died; its failed HTTP request excludes it from the push
-                work = dist.isend(data, group=self.group, group_dst=self.num_senders + rank)
-                self._pending[index % NUM_SLOTS] += [work] if work else []
+        works = self._pending[index % NUM_SLOTS] = []  # receivers have acknowledged the earlier bucket in this slot
+        tp, first = self.setup.engine_tp, self.setup.num_senders
+        for engine, group in self.groups.items():
+            peers = [first + rank % tp for rank in receivers if rank // tp == engine]
+            sends = [dist.P2POp(dist.isend, data, group=group, group_peer=peer) for peer in peers]
+            # A send fails if the engine has died. The failed HTTP request to this engine then excludes it from the push.
+            with suppress(RuntimeError), self._abort_after_timeout(group):
+                works += dist.batch_isend_irecv(sends) if sends else []
+
+    @contextmanager
+    def _abort_after_timeout(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """Abort `group` if the block takes longer than the timeout.
+
+        The first send of NCCL to a rank waits in this thread until that rank receives. It waits without a limit if the rank
+        hangs. After the group is aborted, the send raises RuntimeError.
+        """
+        timer = threading.Timer(self.setup.timeout_s, group.abort)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def exclude(self, receiver: int) -> None:
+        """Abort the group of the engine that has failed. Otherwise, a send of NCCL would occupy the GPU without end."""
+        if group := self.groups.pop(receiver // self.setup.engine_tp, None):
+            _abort_group(group)
 
     def receive(self, sender: int, index: int, nbytes: int) -> Tensor:
-        data = self.slots[0][:nbytes]
-        dist.recv(data, group=self.group, group_src=sender)
+        data, (group,) = self.slots[0][:nbytes], self.groups.values()
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, data, group=group, group_peer=sender)]):
+            work.wait(timedelta(seconds=self.setup.timeout_s))  # with a timeout, NCCL too waits in this thread
         return data
 
     def close(self) -> None:
+        """Abort all groups. All sends have been acknowledged, and the end of an NCCL group would wait for dead engines."""
         self.slots = ()
-        dist.destroy_process_group(self.group)
+        while self.groups:
+            _abort_group(self.groups.popitem()[1])
 
 
-def _join_group(store: dist.Store, setup: ProcessGroupSetup, rank: int) -> dist.ProcessGroup:
-    """Join a process group of processes that share no default group. torch has no public function for this.
+def _join_group(
+    store: dist.Store, setup: ProcessGroupSetup, engine: int, rank: int, device: torch.device
+) -> dist.ProcessGroup:
+    """Join the group of an engine. Its processes share no default group, and torch has no public function for this.
 
-    This does the same as sglang.srt.utils.common.init_custom_process_group (0.5.23), whose import takes 8 CPU-seconds.
+    This does the same as sglang.srt.utils.common.init_custom_process_group (0.5.23), whose import takes 8 CPU-seconds. On a
+    GPU, the group gets its device, so NCCL opens one communicator now. Otherwise, NCCL would open one for each pair of ranks,
+    one after the other, during the first push.
+
+    Raises DistStoreError if a rank does not join within the timeout.
     """
     from torch.distributed.distributed_c10d import (  # private names: see the docstring
         Backend,
@@ -250,16 +319,46 @@ def _join_group(store: dist.Store, setup: ProcessGroupSetup, rank: int) -> dist.
         _world,
     )
 
-    world_size = setup.num_senders + setup.num_receivers
-    group, _ = _new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        Backend(setup.backend),
-        store,
-        group_name=GroupName(setup.name),
-        timeout=timedelta(seconds=setup.timeout_s),
-    )
+    world_size, name, is_nccl = setup.num_senders + setup.engine_tp, f"{setup.name}_{engine}", device.type == "cuda"
+    store.set(f"{name}/ready/{rank}", "")
+    # NCCL waits for missing ranks without a limit, so a rank first waits here until all ranks are ready
+    store.wait([f"{name}/ready/{member}" for member in range(world_size)], timedelta(seconds=setup.timeout_s))
+    with _variables(NCCL_GROUP_VARIABLES if is_nccl else {}):
+        group, _ = _new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            Backend(setup.backend),
+            store,
+            group_name=GroupName(name),
+            timeout=timedelta(seconds=setup.timeout_s * (NCCL_TIMEOUT_FACTOR if is_nccl else 1)),
+            device_id=device if is_nccl else None,
+        )
     assert isinstance(group, dist.ProcessGroup), f"rank {rank} of {world_size} is not in its own group: {group}"
     _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
+
+
+@contextmanager
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables in the block, and restore their values afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _abort_group(group: dist.ProcessGroup) -> None:
+    """End a group without waiting for its other ranks."""
+    from torch.distributed.distributed_c10d import _abort_process_group  # torch has no public function for this
+
+    try:
+        _abort_process_group(group)
+    except RuntimeError:  # the other groups must still be ended
+        logger.exception("a process group of the weight sync was not ended")

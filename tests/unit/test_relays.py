@@ -187,8 +187,9 @@ def test_plans_and_runs_refuse_engines_of_which_only_a_part_shares_gpus_with_the
                 call(config)
     if transport:
         assert gpu_transport(local, planned_device_map(made, 8))[0] is transport
-        names = {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"} if transport is Transport.process_group else set()
-        assert set(shared_nccl_variables(local, made)) == names, "only one NCCL group needs equal variables"
+        names = {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+        expected = names if transport is Transport.process_group else set()
+        assert set(shared_nccl_variables(local, made)) == expected, "only common NCCL groups need variables"
 
 
 def test_a_plan_of_a_run_with_shared_memory_is_one_of_cpus(monkeypatch):

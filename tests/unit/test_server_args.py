@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.rollout.engines.server_args import (
+    DUMP_VARIABLE,
     NCCL_VARIABLES,
     RESERVED_ARGS,
     check_server_args,
@@ -80,9 +81,14 @@ def sglang_environment(environment: dict[str, str], **server_args) -> dict[str, 
 def test_trainer_ranks_and_engines_have_the_same_nccl_variables(user, server_args):
     trainer = user | nccl_environment(server_args, user)
     engine = sglang_environment(dict(trainer), **server_args)
-    assert engine == trainer and trainer.keys() == NCCL_VARIABLES.keys()
+    assert engine == trainer and trainer.keys() == {*NCCL_VARIABLES, DUMP_VARIABLE}
     if not server_args and not user:
-        assert sglang_environment({}) == trainer, "the values that SGLang would choose"
+        assert sglang_environment({DUMP_VARIABLE: "0"}) == trainer, "the values that SGLang would choose"
+
+
+def test_a_user_can_have_torch_write_its_log_of_collectives():
+    assert nccl_environment({}, {})[DUMP_VARIABLE] == "0"
+    assert nccl_environment({}, {DUMP_VARIABLE: "1"})[DUMP_VARIABLE] == "1"
 
 
 @pytest.mark.parametrize(

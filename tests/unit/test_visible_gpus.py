@@ -303,5 +303,6 @@ def test_a_run_on_an_existing_cluster_refuses_gpus_that_weights_cannot_reach_bef
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_run_passes_the_variables_of_a_common_nccl_group_to_its_processes(reserve, placement):
     pools = make_pools(PLACEMENTS[placement], {"actor": SlotDemand(4), "engines": SlotDemand(4)})
-    names = {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"} if placement == "disaggregated" else set()
+    shared = {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+    names = shared if placement == "disaggregated" else set()
     assert reserve(pools).keys() == names

@@ -70,14 +70,21 @@ NCCL_VARIABLES = {
 }
 """Variable of NCCL that SGLang sets -> server arguments with which SGLang sets the variable to 1 in every case."""
 
+DUMP_VARIABLE = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+"""1, the default of torch: if an NCCL group has an error, torch writes its log of collectives and ends the process.
+
+With 0, a trainer rank goes on when an engine dies, and an engine goes on when a trainer dies.
+"""
+
 
 def nccl_environment(server_args: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of NCCL that must be the same in trainer ranks and engines, because both join one NCCL group.
+    """Return the variables of NCCL for trainer ranks and engines that join common NCCL groups.
 
-    SGLang (0.5.23, _set_envs_and_config) sets a variable to 0 if it is not in the environment. A value that the user has set in
-    `environment` applies to both sides. `server_args`: the config section `sglang`.
+    The variables in NCCL_VARIABLES must be the same on both sides. SGLang (0.5.23, _set_envs_and_config) sets such a variable to
+    0 if it is not in the environment. A value that the user has set in `environment` applies to both sides. `server_args`: the
+    config section `sglang`.
     """
-    return {
+    return {DUMP_VARIABLE: environment.get(DUMP_VARIABLE, "0")} | {
         name: "1" if any(server_args.get(argument) for argument in arguments) else environment.get(name, "0")
         for name, arguments in NCCL_VARIABLES.items()
     }
