@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,6 +34,7 @@ from parallel.checkpoint_validation import BACKEND_CONFIG
 from parallel.collectives import object_group, raise_on_all_ranks
 from parallel.durable_files import fsync_path
 from parallel.file_hashes import FileHash, hash_file, write_hashes
+from parallel.spans import record, span
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, so that the child loads nothing
 _PR_SET_PDEATHSIG = 1  # option of prctl(): the signal that the child gets when its parent ends
@@ -129,6 +131,8 @@ class WrittenFiles(NamedTuple):
 
     results: list[WriteResult]  # for each shard, its place in a file
     hashes: dict[str, FileHash]  # file name -> (size in bytes, hash)
+    started_at: float  # time.time() when the writer began
+    seconds: float  # duration of the write
 
 
 class CheckpointSaveError(RuntimeError):
@@ -158,7 +162,7 @@ class CheckpointSave:
         self._writer: ForkedWriter[WrittenFiles] | None = None
         contents = {folder / name: content for name, content in files.items()}
         try:
-            with raise_on_all_ranks(self._error):
+            with raise_on_all_ranks(self._error), span("checkpoint snapshot", "checkpoint"):
                 buckets = _copy_to_host(self._strategy.writer.write_buckets or [])
                 write = partial(_write_files, buckets, self._strategy.writer.transforms, contents)
                 self._writer = ForkedWriter(write, asynchronous)
@@ -182,8 +186,9 @@ class CheckpointSave:
         message names the folder and the cause on the first failed rank. All writers have ended when this returns or raises.
         """
         assert self._writer is not None, "the constructor raises if there is no writer"
-        with raise_on_all_ranks(self._error):
+        with raise_on_all_ranks(self._error), span("wait for the checkpoint writer", "checkpoint"):
             written = self._writer.result(timeout_s)
+        record("checkpoint write", "checkpoint", written.started_at, written.seconds, in_background=True)
         gathered: list = [None] * dist.get_world_size()
         dist.gather_object(written, gathered if dist.get_rank() == 0 else None, group=object_group())
         with raise_on_all_ranks(self._error):
@@ -259,6 +264,7 @@ def _copy_to_host(buckets: list) -> list:
 
 def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes]) -> WrittenFiles:
     """Write this rank's files, sync them to the disk, and hash them. An asynchronous save calls this in the forked child."""
+    started_at, since = time.time(), time.perf_counter()
     for path, content in files.items():
         path.write_bytes(content)
         fsync_path(path)
@@ -272,4 +278,5 @@ def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes])
         fsync_path(Path(bucket[0]))  # Megatron syncs the file before Python flushes its buffer
         results += bucket_results
     paths = [*files, *(Path(bucket[0]) for bucket in buckets)]
-    return WrittenFiles(results, {path.name: hash_file(path) for path in paths})
+    hashes = {path.name: hash_file(path) for path in paths}
+    return WrittenFiles(results, hashes, started_at, time.perf_counter() - since)

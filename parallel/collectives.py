@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore
 
 from parallel.device import backend
+from parallel.spans import span
 
 _object_group: ProcessGroup | None = None  # set by init_process_group
 
@@ -84,7 +85,8 @@ class _AllReduceSum(torch.autograd.Function):
 
 def _all_reduced(values: Tensor, group: ProcessGroup) -> Tensor:
     total = values.contiguous().clone()
-    dist.all_reduce(total, group=group)
+    with span("all-reduce of a sum", "collective", bytes=total.nbytes, ranks=group.size()):
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -103,7 +105,8 @@ def raise_on_all_ranks(make_error: Callable[[str], Exception]) -> Iterator[None]
         own_error = error
     errors: list = [None] * dist.get_world_size()
     own_report = None if own_error is None else (isinstance(own_error, ValueError), _message(own_error))
-    dist.all_gather_object(errors, own_report, group=object_group())
+    with span("agreement of all ranks", "collective"):
+        dist.all_gather_object(errors, own_report, group=object_group())
     failed = [rank for rank, error in enumerate(errors) if error]
     if not failed:
         return

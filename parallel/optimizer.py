@@ -24,6 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
+from parallel.spans import span
 from parallel.trainer_config import OptimConfig
 
 ShardedDescription = ShardedTensor | ShardedTensorFactory
@@ -49,10 +50,15 @@ def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
         chunk.broadcast_params()
         _fuse_weight_gradients(chunk)
     # Losses are already divided by the denominator of the mini-batch, so the reduction must not divide gradients by token counts.
-    chunks[0].config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
-        model, None, force_all_reduce=kwargs.get("force_all_reduce", False)
+    chunks[0].config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: _reduce_gradients(
+        model, force_all_reduce=kwargs.get("force_all_reduce", False)
     )
     return wrapped
+
+
+def _reduce_gradients(model: list[DistributedDataParallel], force_all_reduce: bool) -> None:
+    with span("gradient reduction", "collective"):
+        finalize_model_grads(model, None, force_all_reduce=force_all_reduce)
 
 
 def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:

@@ -1,5 +1,6 @@
 """Runs the forward and backward passes of all micro-batches of one optimizer step through Megatron's pipeline schedules."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from parallel import groups, moe_router
 from parallel.device import device
 from parallel.packing import PackedSequences
+from parallel.spans import is_recording, record, span
 
 
 class PackedMicroBatch(Protocol):
@@ -87,7 +89,10 @@ def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callabl
 
     def forward_step(iterator, module):
         micro = next(iterator)
-        with moe_router.replay_routing(module, micro.routing):
+        with (
+            span("forward", "micro_batch", tokens=len(micro.tokens)),
+            moe_router.replay_routing(module, micro.routing),
+        ):
             output = module(
                 micro.tokens[None],
                 micro.packed.position_ids[None],
@@ -99,12 +104,31 @@ def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callabl
             )
 
         def loss_func(output: Tensor):
-            loss, report = loss_function(output, micro)
+            with span("loss", "micro_batch"):
+                loss, report = loss_function(output, micro)
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
+        _record_backward(output, len(micro.tokens))
         return output, loss_func
 
     return forward_step
+
+
+def _record_backward(output: Tensor, tokens: int) -> None:
+    """Record a span from the moment at which the backward pass has the gradient of `output` until the backward pass ends.
+
+    Megatron calls the backward pass, and no argument of Megatron's schedules can time it.
+    """
+    if not (is_recording() and output.requires_grad):
+        return
+
+    def on_gradient(gradient: Tensor) -> None:
+        start, since = time.time(), time.perf_counter()
+        torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[missing-attribute]  # untyped
+            lambda: record("backward", "micro_batch", start, time.perf_counter() - since, tokens=tokens)
+        )
+
+    output.register_hook(on_gradient)
 
 
 def _padding_mask(micro: PackedMicroBatch, module: DistributedDataParallel) -> Tensor | None:

@@ -157,12 +157,25 @@ class TrackingConfig:
         "responses",
         least=0,
     )
+    timeline: bool = key(
+        False,
+        "Whether every process records what it does when, in run.dir/timeline, for `mrl timeline` (docs/how_to/speed.md).",
+    )
     samples_every: int = key(
         10,
         "Number of steps after which the terminal shows the best and the worst response of the step. 0 shows none.",
         "steps",
         least=0,
     )
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Profiles of trainer ranks with torch.profiler, in run.dir/profile (docs/how_to/speed.md)."""
+
+    steps: list[int] = key(list, "Training steps to profile, such as [3,4]. The first step is 1.", least=1)
+    ranks: list[int] = key(lambda: [0], "Trainer ranks to profile, of every model that has these ranks.", least=0)
+    memory: bool = key(False, "Whether to record the allocations of memory too.")
 
 
 @dataclass(frozen=True)

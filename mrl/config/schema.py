@@ -25,6 +25,7 @@ from mrl.config.process_schema import (
     FaultToleranceConfig,
     Node,
     PlacementConfig,
+    ProfileConfig,
     StepDumpConfig,
     TrackingConfig,
     WeightSyncConfig,
@@ -454,6 +455,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     step_dump: StepDumpConfig = field(default_factory=StepDumpConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     resume: str = key(
         "auto",
         "With auto, a run in run.dir continues. With never, a run.dir that contains a run is refused. With the folder "

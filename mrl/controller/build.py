@@ -41,9 +41,10 @@ from mrl.tracking.learning_health import LearningHealth, read_first_steps
 from mrl.tracking.sinks import CurveSink, WandbSink, default_run_name
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
 from mrl.weight_sync.engine_layout import EngineLayout
-from mrl.workers.group import WorkerGroup
+from mrl.workers.group import StepRecording, WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
 from mrl.workers.trace_comparison import ParityDifference
+from parallel import spans
 from parallel.dims import ParallelDims
 
 SHARED_GPU_FRACTION = 0.4
@@ -203,6 +204,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
                 recover=recovery,
                 preemption_requested=preemption,
                 check_learning=health.check,
+                begin_step=_step_recorder(config, processes, stack),
                 placement_metrics=processes.scheduler.metrics,
                 schedule=_schedule(config, critic=plan.critic is not None),
             )
@@ -213,6 +215,27 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
                 built.load_state_dict(dict(checkpoint.state))
             preemption.may_abandon = partial(built.should_abandon_step, config.fault_tolerance.preemption_grace_s)
             yield built
+
+
+def _step_recorder(config: Config, processes: RunProcesses, stack: ExitStack) -> Callable[[int], None]:
+    """Return a function that tells all processes which step begins, so that they record spans and profiles of the step.
+
+    If the run records neither, the function does nothing. Closing `stack` ends the driver's part of the timeline.
+    """
+    profile = config.profile
+    recording = StepRecording(config.tracking.timeline, profile.steps, profile.ranks, profile.memory)
+    if recording.timeline:
+        spans.start(processes.run_dir / spans.FOLDER, "driver", 0, "driver")
+        stack.callback(spans.stop)
+
+    def begin_step(step: int) -> None:
+        spans.begin_step(step)
+        if recording.timeline:
+            processes.rollout.worker.begin_step(step)
+        for group in processes.models.groups.values():
+            group.begin_step(step, recording)
+
+    return begin_step if recording.timeline or recording.profile_steps else lambda step: None
 
 
 def _check_no_newer_checkpoint(resume: ResumePoint, store: CheckpointStore) -> None:

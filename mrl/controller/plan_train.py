@@ -116,10 +116,30 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         critic=models.get("critic"),
         teacher=models.get("teacher"),
     )
+    check_profile(config, max(model.dims.world_size for model in plan.models.values()))
     check_time_sharing(config, plan.colocated_roles)
     check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
+
+
+def check_profile(config: Config, num_ranks: int) -> None:
+    """Raise ValueError if the section `profile` names a step or a trainer rank that the run does not have."""
+    profile, last = config.profile, config.trainer.max_steps
+    if late := [step for step in profile.steps if step > last]:
+        raise ValueError(
+            f"profile.steps={profile.steps}: the run ends after step {last} (trainer.max_steps), so step {late[0]} cannot be "
+            f"profiled; expected steps from 1 to {last}."
+        )
+    if missing := [rank for rank in profile.ranks if rank >= num_ranks]:
+        raise ValueError(
+            f"profile.ranks={profile.ranks}: the run has {num_ranks} trainer ranks, so there is no rank {missing[0]}; expected "
+            f"ranks from 0 to {num_ranks - 1}."
+        )
+    if profile.steps and not profile.ranks:
+        raise ValueError(
+            "profile.ranks=[]: profile.steps names steps, but no rank is profiled; name a rank, such as [0]."
+        )
 
 
 def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSettings:

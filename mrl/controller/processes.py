@@ -163,6 +163,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         engine_urls=() if rollout.replay else tuple(rollout.engine_urls),
         engine_tp=rollout.engine_tp,
         deterministic=rollout.deterministic,
+        timeline=config.tracking.timeline,
         samples_per_step=config.tracking.samples_per_step,
         staleness=rollout.staleness,
         over_sample_rate=rollout.over_sample_rate,

@@ -17,6 +17,7 @@ from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRun
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
 from mrl.tracking.tracker import Tracker
+from parallel.spans import span
 
 State = dict[str, Any]  # plain JSON values
 
@@ -170,6 +171,10 @@ def _check_nothing(step: int, metrics: Metrics) -> None:
     """Stand-in for a health check in a run without one."""
 
 
+def _record_nothing(step: int) -> None:
+    """Stand-in for `begin_step` in a run that records neither a timeline nor profiles."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
     """Trains one policy with RL. mrl.controller.build builds it."""
@@ -192,6 +197,7 @@ class Trainer:
     check_learning: Callable[[int, Metrics], None] = (
         _check_nothing  # health check: gets each finished step; may end the run
     )
+    begin_step: Callable[[int], None] = _record_nothing  # tells all processes which step begins; the first step is 1
     placement_metrics: Callable[[], Metrics] = dict  # returns the metrics placement/* for the time since the last call
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
@@ -242,6 +248,7 @@ class Trainer:
 
     def _train(self) -> TrainingResult:
         progress, metrics = self.progress, {}
+        self.begin_step(progress.step + 1)
         self.weight_sync.push(version=progress.step)
         while True:
             if self._evaluation_due() and not progress.after:
@@ -267,6 +274,7 @@ class Trainer:
         progress.window = [*progress.window, result.mean_reward][-self.schedule.stop_window :]
         progress.after, progress.step_s = {}, seconds
         progress.state_after_step = self.state_dict()
+        self.begin_step(progress.step + 1)
         self.tracker.log(progress.step, result.with_duration(seconds))
         self.check_learning(progress.step, result.values)
         return dict(result.values)
@@ -336,7 +344,8 @@ class Phases:
         start = time.perf_counter()
         self.current = self.interrupted = name
         try:
-            yield
+            with span(name):
+                yield
             self.interrupted = None
         finally:
             self.current = None

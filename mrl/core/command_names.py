@@ -4,6 +4,7 @@ COMMANDS = {
     "train": "train a model with RL (the default experiment runs on any machine)",
     "sft": "fine-tune a model on prompt/response rows",
     "samples": "show sampled responses of a run with their rewards",
+    "timeline": "merge what all processes of a run recorded into one file, and say what the steps spend their time on",
     "generate": "sample responses to a data set, into parquet files",
     "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
     "certify": "check that a parallel layout, or an engine, computes what one process of the trainer computes",

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mrl.config.secrets import authorization
 from mrl.weight_sync.engine_control import EngineControl, EngineError
+from parallel.spans import is_recording, record
 
 if TYPE_CHECKING:
     import aiohttp
@@ -149,7 +150,7 @@ class EngineClient(EngineControl):
         import aiohttp  # imported here because the import takes half a second and other users of this module do not need it
 
         body = orjson.dumps(_generate_body(input_ids, sampling, True, routed_experts))
-        headers = {"content-type": "application/json"} | authorization()
+        headers, started_at = {"content-type": "application/json"} | authorization(), time.time()
         try:
             async with http.post(f"{self.url}/generate", data=body, headers=headers) as response:
                 status, content = response.status, await response.read()
@@ -168,6 +169,14 @@ class EngineClient(EngineControl):
             raise EngineFaultError(
                 f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]})."
             )
+        if is_recording():
+            sizes = dict(
+                responses=len(completions),
+                prompt_tokens=sum(map(len, input_ids)),
+                tokens=sum(len(done.token_ids) for done in completions),
+                cached_tokens=sum(done.cached_tokens for done in completions),
+            )
+            record("request", "request", started_at, time.time() - started_at, engine=self.url, **sizes)
         return completions
 
     async def heartbeat(self, http: aiohttp.ClientSession, timeout_s: float) -> Hashable:

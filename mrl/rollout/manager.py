@@ -77,6 +77,10 @@ class RolloutWorkerHandle:
         start_s = self._start_timeout_s
         return self.call(RolloutWorker.replace_engines, list(urls), start_s, timeout_s=start_s + 60)
 
+    def begin_step(self, step: int) -> None:
+        """Tell the worker that training step `step` begins, for its timeline. Does not wait for the worker."""
+        self.actor.begin_step.remote(step)
+
     def set_paused(self, paused: bool) -> None:
         """Tell the worker whether the engines are paused. A paused engine that computes nothing does not count as failed."""
         self.call(RolloutWorker.set_paused, paused)

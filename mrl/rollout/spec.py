@@ -41,6 +41,7 @@ class RolloutSpec:
     request_timeout_s: float  # how long a step or an evaluation waits for its responses before it fails
     record: bool  # whether the tokens of each step are written to run_dir/rollouts
     replay: str | None  # folder of recorded steps that are read; None: the engines sample
+    timeline: bool = False  # whether the rollout worker and its engines record spans (parallel.spans)
     samples_per_step: int = 0  # number of responses of each step that run_dir/samples.jsonl keeps as text
     staleness: int = 0  # maximal number of weight versions between sampling a token and training on it
     over_sample_rate: float = 0.0  # extra groups in flight, as a fraction of `prompts_per_step`

@@ -41,6 +41,7 @@ from mrl.rollout.trajectory import (
     to_scored_batch,
     version_spans,
 )
+from parallel import spans
 
 
 class RolloutWorker:
@@ -60,6 +61,8 @@ class RolloutWorker:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # at level INFO, httpx logs every request
         forward_warnings("rollout worker", spec.run_dir)
         register_process(registry_folder(spec.run_dir), "rollout", "the rollout worker", "rollout")
+        if spec.timeline:
+            spans.start(Path(spec.run_dir) / spans.FOLDER, "rollout", 0, "rollout worker")
         self.engines = EnginePool(spec)
         self.train, self.test = spec.train, spec.test
         self.train.decode([])  # loads the tokenizer while the engines start
@@ -104,6 +107,10 @@ class RolloutWorker:
         """Return URL -> reason of failure, for the engines that failed since the last call. The driver replaces these engines."""
         return self.engines.take_failed()
 
+    def begin_step(self, step: int) -> None:
+        """Let later spans of the timeline belong to training step `step`. The first step is 1."""
+        spans.begin_step(step)
+
     def set_paused(self, paused: bool) -> None:
         """Record whether the driver has paused the engines. A paused engine that computes nothing does not count as failed."""
         self.engines.paused = paused
@@ -130,7 +137,8 @@ class RolloutWorker:
         if taken is None:
             self._cache.start_step(step)
             pipeline.send_requests(step)
-            groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)
+            with spans.span("wait for groups"):
+                groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)
             self._rounds += 1  # after the wait, so that a repeated call does not count twice
             if groups_of_step is None:
                 return pipeline.free_capacity()
@@ -231,7 +239,8 @@ class RolloutWorker:
         scored, rollout_logprobs = self._collected
         computed = {name: assemble_column(ray.get(parts), scored.lengths) for name, parts in columns.items()}
         old = {"old_logprobs": rollout_logprobs} if self.spec.rollout_logprobs_as_old else {}
-        result = self.spec.advantage_pipeline(scored, computed | old, kl_coef, [self.spec.seed, step])
+        with spans.span("advantages"):
+            result = self.spec.advantage_pipeline(scored, computed | old, kl_coef, [self.spec.seed, step])
         all_columns = {**computed, **result.columns}
         rejected = result.rejected | self._all_filtered
         return AdvantageResult(ray.put(all_columns), result.zero_advantage, rejected, result.metrics)
@@ -290,7 +299,7 @@ class RolloutWorker:
             return []
         with track_activity(f"scoring {len(trajectories)} responses to rows {', '.join(map(str, np.unique(rows)))}"):
             responses = _reward_inputs(data, rows, trajectories, groups)
-            with self._scorer_lock:
+            with self._scorer_lock, spans.span("score responses", "reward", responses=len(responses)):
                 return self._scorer(responses)
 
     def evaluate(self, temperature: float) -> dict[str, float]:
@@ -321,6 +330,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End all engines and the processes of the reward."""
+        spans.stop()
         self._pipeline.close()
         self.engines.close()
         self._scorer.close()

@@ -125,7 +125,7 @@ class Coordinator:
         self.call_all(EngineControl.end_weight_update)
         self._raise_failures("connect to the senders")
 
-    def begin_push(self, push: str, base: str | None) -> None:
+    def begin_push(self, push: str, version: int, base: str | None) -> None:
         """Pause the engines and tell them to receive the buckets of `push`. Does not wait for their arrival.
 
         `base` is the earlier push to which the sent differences refer. It is None if the weights are sent in full.
@@ -134,7 +134,7 @@ class Coordinator:
             self._announce_failure(index, push)
         self.call_all(lambda engine: engine.pause(self.pause_mode), push)
         self.call_all(EngineControl.begin_weight_update, push)
-        self._send_to_all(dict(action=EngineAction.LOAD, push=push, base=base), push)
+        self._send_to_all(dict(action=EngineAction.LOAD, push=push, version=version, base=base), push)
 
     def wait_receipts(self, push: str) -> None:
         """Wait until every engine has verified its new weights. Raises WeightMismatchError if weights are wrong."""

@@ -47,6 +47,7 @@ from mrl.weight_sync.transports import (
     SharedSlotsSetup,
     location_of,
 )
+from parallel import spans
 
 logger = logging.getLogger(__name__)
 MAX_NAMES = 8  # an error message lists at most this many wrong chunks
@@ -105,6 +106,7 @@ def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
         {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in _parameters(model).items()},
     )
     channel.put(rank_info_key(_session.engine_rank), info)
+    spans.start_from_environment(get_parallel().tp_rank)
 
 
 def _check_plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
@@ -185,23 +187,27 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
     session.verified_push, base, parameters = None, session.verified_push, _parameters(model)
     failure = failure_key(push, session.engine_rank)
     for bucket, destinations in session.buckets:
-        header: BucketHeader = session.channel.get(header_key(push, bucket.key), [failure])
-        data = session.recv_endpoint.receive(bucket.sender, bucket.index, header.nbytes)
-        if header.encoding == "delta":
-            if base != message["base"]:
-                raise ValueError(
-                    f"the engine received the difference from {message['base']}, but the engine holds the weights of {base}."
-                )
-            _apply_delta(parameters, bucket, destinations, decode_delta(data, bucket))
-        else:
-            for destination, chunk in zip(destinations, chunk_views(data, bucket), strict=True):
-                _view(parameters, destination).copy_(chunk.view(destination.box.sizes))
-        if data.is_cuda:
-            torch.cuda.current_stream().synchronize()  # after the acknowledgement, the sender may overwrite `data`
+        with spans.span("wait for a sender", "weight_sync", bucket=bucket.index):
+            header: BucketHeader = session.channel.get(header_key(push, bucket.key), [failure])
+        with spans.span("receive bucket", "weight_sync", bucket=bucket.index, bytes=header.nbytes):
+            data = session.recv_endpoint.receive(bucket.sender, bucket.index, header.nbytes)
+            if header.encoding == "delta":
+                if base != message["base"]:
+                    raise ValueError(
+                        f"the engine received the difference from {message['base']}, but it holds the weights of {base}."
+                    )
+                _apply_delta(parameters, bucket, destinations, decode_delta(data, bucket))
+            else:
+                for destination, chunk in zip(destinations, chunk_views(data, bucket), strict=True):
+                    _view(parameters, destination).copy_(chunk.view(destination.box.sizes))
+            if data.is_cuda:
+                torch.cuda.current_stream().synchronize()  # after the acknowledgement, the sender may overwrite `data`
         session.channel.put(ack_key(push, bucket.key, session.engine_rank), None)
         session.headers[bucket.key] = header
     post_load_weights(model)  # some models compute further tensors from their weights
-    wrong = _wrong_chunks(session, parameters)
+    with spans.span("verify weights", "weight_sync"):
+        wrong = _wrong_chunks(session, parameters)
+    spans.begin_step(message["version"] + 1)  # the engine now samples for the step after this weight version
     session.verified_push = None if wrong else push
     session.channel.put(receipt_key(push, session.engine_rank), wrong)
 

@@ -22,6 +22,7 @@ from models.conversion.mapping import Box
 from mrl.weight_sync.control_channel import ControlChannel, ack_key, chain_header_key, failure_key, header_key
 from mrl.weight_sync.transfer_plan import Bucket, RelayStep
 from mrl.weight_sync.transports import NUM_SLOTS, SendEndpoint
+from parallel.spans import span
 
 ZSTD_LEVEL = 1  # the lowest of 22 levels; a higher level takes more time than it saves on a network
 _HASH_BLOCK_WORDS = 1 << 24  # number of 4-byte words that a GPU hashes at once
@@ -68,7 +69,8 @@ class BucketSender:
             for bucket in self.buckets:
                 if bucket.index >= NUM_SLOTS:
                     self._wait_acks(push, self.buckets[bucket.index - NUM_SLOTS], stats)
-                self._send(push, bucket, read, full, stats)
+                with span("send bucket", "weight_sync", bucket=bucket.index, bytes=bucket.nbytes):
+                    self._send(push, bucket, read, full, stats)
         for bucket in self.buckets[-NUM_SLOTS:]:
             self._wait_acks(push, bucket, stats)
         return stats
@@ -97,10 +99,11 @@ class BucketSender:
         """Wait until every receiver has copied the bucket out of its slot."""
         start = time.perf_counter()
         acks = {rank: ack_key(push, bucket.key, rank) for rank in bucket.receivers}
-        for rank, ack in acks.items():
-            if rank not in self._failed and not self.channel.wait_or_mark_failed(ack, failure_key(push, rank)):
-                self._failed.add(rank)
-                self.send_endpoint.exclude(rank)
+        with span("wait for engines", "weight_sync", bucket=bucket.index):
+            for rank, ack in acks.items():
+                if rank not in self._failed and not self.channel.wait_or_mark_failed(ack, failure_key(push, rank)):
+                    self._failed.add(rank)
+                    self.send_endpoint.exclude(rank)
         self.channel.delete([header_key(push, bucket.key), *acks.values()])
         stats.waited_s += time.perf_counter() - start
 

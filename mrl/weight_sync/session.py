@@ -60,6 +60,7 @@ from mrl.weight_sync.transports import (
 )
 from parallel.device import backend, device
 from parallel.dims import ParallelDims
+from parallel.spans import span
 
 logger = logging.getLogger(__name__)
 RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
@@ -128,13 +129,15 @@ class LiveSync:
         assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         start = time.perf_counter()
         base = self._verified_push if self._delta and not engines_offloaded else None
-        push = self._ranks.on_rank_0(lambda: self._begin_push(version, base))
+        with span("begin push", "weight_sync", version=version):
+            push = self._ranks.on_rank_0(lambda: self._begin_push(version, base))
         begun = time.perf_counter()
         stats = self.sender.send_all(push, self._weights.reader(), full=base is None)
         sent = time.perf_counter()
-        failed, must_repeat = self._ranks.on_rank_0(
-            lambda: self._finish_push(push, version, is_delta=base is not None, resume=not engines_offloaded)
-        )
+        with span("finish push", "weight_sync", version=version):
+            failed, must_repeat = self._ranks.on_rank_0(
+                lambda: self._finish_push(push, version, is_delta=base is not None, resume=not engines_offloaded)
+            )
         done = time.perf_counter()
         self._version, self._verified_push = version, None if failed or must_repeat else push
         return SyncReport(
@@ -152,7 +155,7 @@ class LiveSync:
         """Tell the engines to receive the buckets of a new push, and return the name of the push. Only rank 0 calls this."""
         assert self._coordinator is not None, "only rank 0 talks to the engines"
         push = f"push/{version}/{uuid.uuid4().hex[:8]}"
-        self._coordinator.begin_push(push, base)
+        self._coordinator.begin_push(push, version, base)
         return push
 
     def _finish_push(self, push: str, version: int, is_delta: bool, resume: bool) -> tuple[dict[str, str], bool]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate
 
@@ -25,6 +26,20 @@ When the driver makes its hang report, the ranks are therefore still waiting."""
 
 def _do_nothing(role: str) -> None:
     pass
+
+
+@dataclass(frozen=True)
+class StepRecording:
+    """What trainer ranks record of the steps of a run."""
+
+    timeline: bool = False  # the spans of every rank and step
+    profile_steps: Sequence[int] = ()  # steps that torch.profiler profiles; the first step is 1
+    profile_ranks: Sequence[int] = ()
+    profile_memory: bool = False
+
+    def of_rank(self, rank: int, step: int) -> tuple[bool, bool, bool]:
+        """Return the arguments of TrainWorker.begin_step after the step."""
+        return self.timeline, step in self.profile_steps and rank in self.profile_ranks, self.profile_memory
 
 
 class WorkerGroup:
@@ -236,6 +251,13 @@ class WorkerGroup:
         options = dict(temperature=temperature)
         parts = self._call_ranks(TrainWorker.forward_outputs, (block, ray.put(list(rank_batches))), options)
         return {row: column for part in parts for row, column in part.items()}
+
+    # What the ranks record.
+
+    def begin_step(self, step: int, recording: StepRecording) -> None:
+        """Tell every rank which step begins, and what it records of the step. Does not wait for the ranks."""
+        for rank, worker in enumerate(self.workers):
+            worker.begin_step.remote(step, *recording.of_rank(rank, step))
 
     # Memory.
 

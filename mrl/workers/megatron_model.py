@@ -37,6 +37,7 @@ from parallel.offload import ModelOffloader, WeightsOnHost
 from parallel.optimizer import build_optimizer, set_learning_rate, wrap_ddp
 from parallel.packing import pack
 from parallel.schedule import LossFunction, OutputHead, run_forward_backward
+from parallel.spans import span
 from parallel.trainer_config import OffloadLevel, OptimConfig
 
 FP8_MULTIPLE = 16  # in fp8, the number of tokens must be a multiple of this
@@ -148,18 +149,19 @@ class MegatronModel:
 
         If `all_reduce` is true, every replica has the complete gradients afterwards, so that they can be exported.
         """
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        return run_forward_backward(
-            self.chunks,
-            micros,
-            head,
-            loss_function,
-            aux_scale=1.0 / batch.step_tokens,
-            all_reduce_gradients=all_reduce,
-        )
+        with span("forward and backward", micro_batches=len(micros)):
+            for chunk in self.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            return run_forward_backward(
+                self.chunks,
+                micros,
+                head,
+                loss_function,
+                aux_scale=1.0 / batch.step_tokens,
+                all_reduce_gradients=all_reduce,
+            )
 
     def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
@@ -167,13 +169,14 @@ class MegatronModel:
         If the norm is not finite, all ranks raise NonFiniteGradientError, which contains the index `mini_batch`. The weights
         are then unchanged.
         """
-        set_learning_rate(self.optimizer, lr)
-        # Without a loss scale, Megatron 0.19 does not check the gradients before the step: a NaN would reach every weight.
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            raise NonFiniteGradientError(mini_batch, norm)
-        stepped, norm, _ = self.optimizer.step()
+        with span("optimizer step"):
+            set_learning_rate(self.optimizer, lr)
+            # Without a loss scale, Megatron 0.19 does not check the gradients before the step: a NaN would reach every weight.
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            if not math.isfinite(norm):
+                raise NonFiniteGradientError(mini_batch, norm)
+            stepped, norm, _ = self.optimizer.step()
         assert stepped, "Megatron skips a step only because of a loss scale, and none is used"
         return float(norm)
 

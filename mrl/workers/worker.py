@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, Protocol
@@ -17,10 +18,13 @@ from mrl.core.run_warnings import forward_warnings
 from mrl.core.types import Column, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.tokenizer import ChatTemplate
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
+from parallel import spans
 from parallel.collective_log import CollectiveLog
 from parallel.dims import ParallelDims
+from parallel.spans import span
 from parallel.trainer_config import OffloadLevel, OptimConfig
 
+logger = logging.getLogger(__name__)
 DUMPED_BATCH, DUMPED_WEIGHTS = "batch.npz", "weights"
 """What trainer ranks write into a step dump: a file with the batch, and a Hugging Face folder with the model weights."""
 
@@ -84,7 +88,7 @@ class TrainWorker:
             format="%(asctime)s %(name)s %(message)s",
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs a line for every request
-        self.rank, self.dims = rank, dims
+        self.rank, self.dims, self.role, self.run_dir = rank, dims, model or "actor", Path(run_dir)
         self._sync: Any = None  # LiveSync or DiskSync; None: no weight sync session is open
         self.model: Any = None  # MegatronActor or MegatronCritic, which `setup` builds
         title, name = f"{model} {dims.describe_rank(rank)}".strip(), f"{model or 'trainer'}_{rank}"
@@ -95,6 +99,9 @@ class TrainWorker:
 
         device.patch_megatron_for_cpu()
         device.set_threads()
+        from parallel.step_profile import StepProfiler  # imports torch
+
+        self._profiler = StepProfiler(self.run_dir / "profile", f"{self.role}-rank{rank}")
 
     def rendezvous_address(self) -> tuple[str, int]:
         """Return the address of this node and a port that is free now. Rank 0 will wait there for the other ranks."""
@@ -127,6 +134,23 @@ class TrainWorker:
         columns = dict(response_lengths=block.response_lengths, sampled_lengths=block.sampled_lengths)
         return dict(handle=ray.put(block), lengths=block.lengths, **columns)
 
+    # What the rank records.
+
+    def begin_step(self, step: int, timeline: bool, profile: bool, profile_memory: bool) -> None:
+        """Begin to record training step `step`: its spans, and a profile of the whole step. The first step is 1.
+
+        `profile_memory`: whether the profile also records the allocation of memory. A failure is only logged.
+        """
+        if timeline:
+            coords = asdict(self.dims.coords(self.rank))
+            name = f"{self.role} rank {self.rank}"
+            spans.start(self.run_dir / spans.FOLDER, self.role, self.rank, name, coords=coords)
+        spans.begin_step(step)
+        try:
+            self._profiler.begin_step(step, profile, profile_memory)
+        except Exception:  # a profiler must not end a run
+            logger.exception("the profile of step %d failed", step)
+
     # Memory.
 
     def offload(self, keep_weights: bool = False) -> int:
@@ -135,12 +159,12 @@ class TrainWorker:
         Until `load_to_device()`, methods that need the released memory raise RuntimeError. A checkpoint that is being written
         asynchronously is not affected.
         """
-        with track_activity("offloading the model"):
+        with track_activity("offloading the model"), span("offload"):
             return self.model.offload(keep_weights)
 
     def load_to_device(self) -> None:
         """Load the whole model to the device again, unchanged."""
-        with track_activity("loading the model to its device"):
+        with track_activity("loading the model to its device"), span("load"):
             self.model.load_to_device()
 
     # Training.
@@ -160,7 +184,7 @@ class TrainWorker:
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> Handle | None:
         """Compute log-probabilities [R] of this replica's rows. One rank of the replica returns a handle, the others None."""
-        with track_activity("computing log-probabilities"):
+        with track_activity("computing log-probabilities"), span("log-probabilities"):
             batch = self._own_batch(rank_batches)
             return self._put_column(self.model.compute_logprobs(block, batch, temperature), batch)
 
@@ -169,14 +193,14 @@ class TrainWorker:
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> Handle | None:
         """Do the same as `compute_logprobs`, under the weights of the reference policy."""
-        with track_activity("computing reference log-probabilities"):
+        with track_activity("computing reference log-probabilities"), span("reference log-probabilities"):
             batch = self._own_batch(rank_batches)
             return self._put_column(self.model.compute_reference_logprobs(block, batch, temperature), batch)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> Handle | None:
         """Compute values [R] of this replica's rows. One rank of the replica returns a handle, the others None."""
-        with track_activity("computing values"):
+        with track_activity("computing values"), span("values"):
             batch = self._own_batch(rank_batches)
             return self._put_column(self.model.compute_values(block, batch), batch)
 
@@ -193,7 +217,7 @@ class TrainWorker:
         `rank_batches` has one list of batches for each replica, with one batch for each mini-batch. `options` are further
         arguments of the model's own `update`.
         """
-        with track_activity("updating the weights"):
+        with track_activity("updating the weights"), span("update"):
             return self.model.update(block.with_columns(**columns or {}), self._own_batch(rank_batches), **options)
 
     # Parity checks and step dumps.
@@ -311,7 +335,7 @@ class TrainWorker:
 
         `engines_offloaded`: whether the engines had released their weights. Such engines stay paused: they have no KV cache yet.
         """
-        with track_activity(f"pushing version {version} of the weights"):
+        with track_activity(f"pushing version {version} of the weights"), span("weight push", "weight_sync"):
             return self._sync.push(version, engines_offloaded) if self._sync is not None else SyncReport()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
@@ -374,6 +398,7 @@ class TrainWorker:
         if self.model is not None:
             self.model.abandon_save()
         self._collectives.close()
+        spans.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 

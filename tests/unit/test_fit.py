@@ -222,3 +222,11 @@ def test_a_run_that_the_health_check_ends_writes_a_checkpoint_of_the_finished_st
     with pytest.raises(UnhealthyRunError, match="teach nothing"):
         replace(trainer(world), check_learning=check).fit()
     assert world.saved[max(world.saved)]["progress"]["step"] == 3 and world.logged == [1, 2, 3]
+
+
+def test_every_process_is_told_which_step_begins_also_after_a_failure():
+    begun: list[int] = []
+    world = World({("update", 2): ProcessesLostError("lost")})
+    replace(trainer(world, max_steps=4, eval_every=0), begin_step=begun.append).fit()
+    assert world.recoveries, "the failure occurred"
+    assert begun == [1, 2, 3, 1, 2, 3, 4, 5]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, dump_stacks_on_signal
 from mrl.rollout.cpu import ATTENTION_BACKEND
+from mrl.rollout.engines.batch_spans import register_hooks
 
 PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 """Method that the loop of a paused scheduler calls in each iteration."""
@@ -44,7 +45,9 @@ def activate() -> str | None:
     if REGISTRY_FOLDER_ENV in os.environ:
         dump_stacks_on_signal(Path(os.environ[REGISTRY_FOLDER_ENV]) / f"{os.environ[REGISTRY_NAME_ENV]}.txt")
     if torch.accelerator.is_available():
-        HookRegistry.register(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)  # SGLang spawns its processes on a GPU
+        # SGLang spawns its processes on a GPU, so each of them registers the hooks itself.
+        HookRegistry.register(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)
+        register_hooks()
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])

@@ -31,6 +31,7 @@ from mrl.hang_report.process_registry import (
 )
 from mrl.rollout.engines.server import EngineServer, ExternalEngine
 from mrl.rollout.spec import RolloutSpec
+from parallel import spans
 
 log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2  # seconds between two checks whether a server's processes still run
@@ -65,6 +66,9 @@ class EngineServers:
         arguments = dict(self._arguments, random_seed=self.spec.seed + serial_number)
         log_path = Path(self.spec.run_dir) / "logs" / f"{name}.log"
         env = {REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
+        if self.spec.timeline:
+            folder = Path(self.spec.run_dir) / spans.FOLDER
+            env |= spans.child_environment(folder, "engine", serial_number * self.spec.engine_tp)
         server: EngineServer | RayEngine
         if self.spec.slots is not None:
             server = RayEngine(partial(self.spec.slots, index), arguments, log_path, env)

@@ -27,6 +27,7 @@ from typing import Any
 from mrl.config.secrets import redacted
 from mrl.core.run_warnings import forward_warnings
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, register_process
+from mrl.rollout.engines.batch_spans import register_hooks
 from mrl.rollout.engines.leases import SHARED_MEMORY_LIST
 
 # Modules and classes of SGLang in which hooks replace or extend functions
@@ -117,6 +118,7 @@ def serve(fields: dict[str, Any]) -> None:
         HookRegistry.register(f"{SAMPLER}.murmur_hash32", murmur_hash32, HookType.REPLACE)
         for child in ("run_scheduler_process", "run_detokenizer_process"):
             HookRegistry.register(f"{HTTP_SERVER}.{child}", reset_signals, HookType.BEFORE)
+    register_hooks()
     load_plugins()  # applies the hooks
     launch_server(ServerArgs(**fields))
 

@@ -1,0 +1,240 @@
+"""Says in sentences what the steps of a run spend their time on: phases, waits, pipeline bubbles, and the slowest rank."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from mrl.tracking.timeline import ProcessTimeline, Span, read_timeline
+
+NOISE = 0.03  # a rank is called slow if it computes longer than the others by more than this fraction
+PASSES = "forward and backward"  # name of the span that contains the micro-batches of one optimizer step
+SMALLEST_SHARE = 0.005  # phases with a smaller part of the time are not named
+LAST_PHASE = "weight_sync"  # a step is complete if the driver has finished this phase
+
+
+def sentences(run_dir: Path) -> list[str]:
+    """Return the summary of a run's timeline. Raises ValueError if no timeline was recorded."""
+    return summarise(read_timeline(run_dir))
+
+
+def summarise(timelines: Sequence[ProcessTimeline]) -> list[str]:
+    """Return the summary of the complete steps in `timelines`. Raises ValueError if there is no complete step."""
+    phases = [span for timeline in timelines if timeline.role == "driver" for span in timeline.of_kind("phase")]
+    complete = {span.step for span in phases if span.name == LAST_PHASE}
+    if not complete:
+        raise ValueError("the timeline has no complete step yet.")
+    phases = [span for span in phases if span.step in complete]
+    timelines = [_of_steps(timeline, complete) for timeline in timelines]
+    seconds = _seconds_by_name(phases)
+    total, bound = sum(seconds.values()), max(seconds, key=lambda name: seconds[name])
+    shares = ", ".join(
+        f"{name} {_percent(part / total)}" for name, part in _largest_first(seconds) if part >= SMALLEST_SHARE * total
+    )
+    count = f"{len(complete)} step{'s' if len(complete) > 1 else ''}"
+    found = [f"{count} took {total / len(complete):.2f} s on average: {shares}."]
+    rollout = _rollout_sentences(timelines, [span for span in phases if span.name == "rollout"])
+    trainer = [sentence for role in ("actor", "critic") for sentence in _trainer_sentences(timelines, role)]
+    sync = _sync_sentences(timelines, seconds.get(LAST_PHASE, 0.0))
+    reasons = {"rollout": rollout, "update": trainer, "weight_sync": sync}.get(bound, [])
+    found.append(f"The phase {bound} takes the most time" + (f": {_as_clause(reasons[0])}" if reasons else "."))
+    return found + [sentence for part in (rollout, trainer, sync) for sentence in part if sentence not in reasons[:1]]
+
+
+def _of_steps(timeline: ProcessTimeline, steps: Iterable[int]) -> ProcessTimeline:
+    spans = [span for span in timeline.spans if span.step in steps]
+    return ProcessTimeline(timeline.process, timeline.role, timeline.rank, timeline.host, timeline.coords, spans)
+
+
+# Rollout.
+
+
+def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Span]) -> list[str]:
+    """Say how long the engines compute in the rollout phases, how many requests run, and how long rewards take."""
+    intervals, found = [(span.start, span.end) for span in phases], []
+    total = sum(span.seconds for span in phases)
+    engines = [timeline for timeline in timelines if timeline.role == "engine" and timeline.of_kind("engine_batch")]
+    if not total:
+        return []
+    if engines:
+        busy = [
+            overlap_seconds([(span.start, span.end) for span in engine.of_kind("engine_batch")], intervals) / total
+            for engine in engines
+        ]
+        least, most = _percent(min(busy)), _percent(max(busy))
+        share = most if least == most else f"{least} to {most}"
+        found.append(f"The engines compute during {share} of the rollout.")
+    ends_inside = [
+        span
+        for timeline in timelines
+        for span in timeline.of_kind("request")
+        if any(start < span.end <= end for start, end in intervals)
+    ]
+    if requests := ends_inside:
+        tail_s = sum(_tail_seconds(requests, interval) for interval in intervals)
+        tokens = sum(span.args.get("tokens", 0) for span in requests)
+        found.append(
+            f"Requests sample {tokens:,} tokens; during {_percent(tail_s / total)} of the rollout, at most half of a step's "
+            "requests are still running."
+        )
+    rewards = [(span.start, span.end) for timeline in timelines for span in timeline.of_kind("reward")]
+    if rewards:
+        found.append(
+            f"Rewards are computed during {_percent(overlap_seconds(rewards, intervals) / total)} of the rollout."
+        )
+    return found
+
+
+def _tail_seconds(requests: Sequence[Span], interval: tuple[float, float]) -> float:
+    """Return the seconds from the end of half of the interval's requests to the end of the last one."""
+    start, end = interval
+    ends = sorted(span.end for span in requests if start < span.end <= end)
+    return ends[-1] - ends[(len(ends) - 1) // 2] if ends else 0.0
+
+
+# Trainer ranks.
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """How one trainer rank spends its forward and backward passes, in seconds."""
+
+    timeline: ProcessTimeline
+    passes_s: float  # forward and backward passes, with all waits
+    computing_s: float  # micro-batches; with tp or cp, this includes waits for ranks with parts of the same tokens
+    reducing_s: float  # gradient reduction, with the wait for the slowest rank
+    tokens: int  # in forward passes
+
+    @property
+    def bubble_s(self) -> float:
+        """Seconds in which the rank neither computes a micro-batch nor reduces gradients: it waits for pipeline stages."""
+        return max(0.0, self.passes_s - self.computing_s - self.reducing_s)
+
+
+def rank_work(timeline: ProcessTimeline) -> RankWork:
+    """Return how a trainer rank spends its forward and backward passes."""
+    passes = [span for span in timeline.spans if span.name == PASSES]
+    inside = _contained(timeline.of_kind("micro_batch", "collective"), passes)
+    computing = [span for span in inside if span.kind == "micro_batch"]
+    return RankWork(
+        timeline,
+        passes_s=sum(span.seconds for span in passes),
+        computing_s=sum(span.seconds for span in computing),
+        reducing_s=sum(span.seconds for span in inside if span.name == "gradient reduction"),
+        tokens=sum(span.args.get("tokens", 0) for span in computing if span.name == "forward"),
+    )
+
+
+def _contained(spans: Iterable[Span], containers: Sequence[Span]) -> list[Span]:
+    """Return the spans that begin inside one of `containers`, which do not overlap."""
+    found, index, ordered = [], 0, sorted(containers, key=lambda span: span.start)
+    for span in sorted(spans, key=lambda span: span.start):
+        while index < len(ordered) and ordered[index].end <= span.start:
+            index += 1
+        if index < len(ordered) and ordered[index].start <= span.start:
+            found.append(span)
+    return found
+
+
+def _trainer_sentences(timelines: Sequence[ProcessTimeline], role: str) -> list[str]:
+    """Say what the ranks of a model do in their passes, and which rank the others wait for."""
+    work = [rank for rank in map(rank_work, (each for each in timelines if each.role == role)) if rank.passes_s]
+    if not work:
+        return []
+    passes_s = sum(rank.passes_s for rank in work)
+    computing, reducing, bubble = (
+        _percent(sum(getattr(rank, name) for rank in work) / passes_s)
+        for name in ("computing_s", "reducing_s", "bubble_s")
+    )
+    has_stages = any(rank.timeline.coords.get("pp", 0) for rank in work)
+    idle = f"wait for other pipeline stages {bubble}" if has_stages else f"do other work {bubble}"
+    found = [
+        f"In their passes, the {role} ranks compute {computing} of the time, reduce gradients {reducing} and {idle}."
+    ]
+    stages = defaultdict(list)
+    for rank in work:
+        stages[rank.timeline.coords.get("pp", 0)].append(rank)
+    return found + [sentence for ranks in stages.values() if (sentence := _slowest_rank_sentence(ranks))]
+
+
+def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
+    """Say which rank of a pipeline stage computes longest, and why. Returns "" if no rank exceeds the others by the noise."""
+    if len(ranks) < 2:
+        return ""
+    slowest = max(ranks, key=lambda rank: rank.computing_s)
+    others = [rank for rank in ranks if rank is not slowest]
+    excess = slowest.computing_s / median(rank.computing_s for rank in others) - 1
+    if excess <= NOISE:
+        return ""
+    more_tokens = slowest.tokens / max(1.0, median(rank.tokens for rank in others)) - 1
+    if more_tokens > NOISE:
+        why = f"its micro-batches have {_percent(more_tokens)} more tokens"
+    elif slowest.timeline.host not in {rank.timeline.host for rank in others}:
+        why = f"it has no more tokens than the others, so its host {slowest.timeline.host} is slower"
+    else:
+        why = f"it has no more tokens than others on {slowest.timeline.host}, so its device is slower or shared"
+    return f"{slowest.timeline.process} computes {_percent(excess)} longer than the others: {why}."
+
+
+# Weight sync.
+
+
+def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> list[str]:
+    """Say how long senders wait for engines."""
+    senders = [
+        [span for span in timeline.of_kind("weight_sync") if span.name in ("send bucket", "wait for engines")]
+        for timeline in timelines
+        if timeline.role == "actor"
+    ]
+    senders = [spans for spans in senders if spans]
+    if not senders or not total_s:
+        return []
+    seconds = [_seconds_by_name(spans) for spans in senders]
+    sending = max(each.get("send bucket", 0.0) for each in seconds)
+    waiting = max(each.get("wait for engines", 0.0) for each in seconds)
+    return [
+        f"In the weight sync, a rank sends buckets during at most {_percent(sending / total_s)} of the phase and waits for "
+        f"engines during at most {_percent(waiting / total_s)}."
+    ]
+
+
+# Helpers.
+
+
+def overlap_seconds(spans: Sequence[tuple[float, float]], intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds of `intervals`, which do not overlap, that at least one of `spans` covers. Both are (start, end)."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    seconds, index, ordered = 0.0, 0, sorted(intervals)
+    for start, end in merged:
+        while index < len(ordered) and ordered[index][1] <= start:
+            index += 1
+        for first, last in ordered[index:]:
+            if first >= end:
+                break
+            seconds += min(end, last) - max(start, first)
+    return seconds
+
+
+def _seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for span in spans:
+        seconds[span.name] += span.seconds
+    return dict(seconds)
+
+
+def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(seconds.items(), key=lambda item: -item[1])
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
+
+
+def _as_clause(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:]
