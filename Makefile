@@ -17,6 +17,7 @@ test: lint ## lint, then the core tests: at most 10 minutes on two cores; ARGS h
 
 test-all: lint ## lint, all tests that need no GPU, no Slurm and no hours, then the mutation score: at most 60 minutes
 	@scripts/fetch_te_python.sh
+	@scripts/fetch_perfetto.sh
 	$(PYTEST) -m "$(ALL)" --hypothesis-profile=random $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutation_score.py
 

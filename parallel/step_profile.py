@@ -47,7 +47,7 @@ class StepProfiler:
         if running is None:
             return
         start = time.perf_counter()
-        spans.annotate(spans.device_range())
+        spans.annotate(spans.device_range() if spans.is_recording() else None)
         synchronize()
         running.stop()
         incomplete = self._path.with_name(f".{self._path.name}")  # torch compresses the file because it ends with .gz

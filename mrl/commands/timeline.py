@@ -40,10 +40,13 @@ def main(argv: list[str]) -> int:
     try:
         timelines = read_timeline(run_dir, steps_of(args.steps))
         write_trace(timelines, run_dir / "timeline.json")
-        sentences = summarise(timelines)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"mrl: {error}\n")
         return 2
+    try:
+        sentences = summarise(timelines)
+    except ValueError as error:  # no step has ended yet
+        sentences = [str(error)]
     dropped = sum(timeline.dropped for timeline in timelines)
     sentences += [f"{dropped} spans were dropped, because a file was full or a disk too slow."] if dropped else []
     opens = f"{run_dir / 'timeline.json'} shows all processes; open it at https://ui.perfetto.dev."

@@ -24,7 +24,7 @@ def summarise(timelines: Sequence[ProcessTimeline]) -> list[str]:
     phases = [span for timeline in timelines if timeline.role == "driver" for span in timeline.of_kind("phase")]
     complete = {span.step for span in phases if span.name == LAST_PHASE}
     if not complete:
-        raise ValueError("the timeline has no complete step yet.")
+        raise ValueError("The timeline has no complete step yet, so there is no summary.")
     phases = [span for span in phases if span.step in complete]
     timelines = [_of_steps(timeline, complete) for timeline in timelines]
     seconds = _seconds_by_name(phases)

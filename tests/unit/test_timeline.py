@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trace_format import check_trace_format, has_perfetto, query_perfetto
 
 from mrl.commands import timeline as command
 from mrl.config.process_schema import ProfileConfig
@@ -244,27 +245,6 @@ def test_a_line_that_a_killed_process_left_incomplete_is_skipped_and_the_next_pr
     assert [span.name for span in timeline.spans] == ["old", "new"]
 
 
-def check_trace_format(events):
-    """Assert what the trace event format requires of complete events and of metadata events."""
-    rows = {}
-    for event in events:
-        assert event["ph"] in "XM" and isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
-        if event["ph"] == "X":
-            assert event["ts"] >= 0 and event["dur"] >= 0 and isinstance(event["cat"], str)
-            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], -event["dur"]))
-    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    assert set(rows) <= named
-    for row in rows.values():
-        open_ends = []
-        for start, negative in sorted(row):
-            while open_ends and open_ends[-1] <= start:
-                open_ends.pop()
-            # Times are rounded to microseconds, so a span may exceed the span around it by one.
-            assert not open_ends or start - negative <= open_ends[-1] + 1, "spans of a row nest"
-            open_ends.append(start - negative)
-
-
 def test_the_trace_has_named_processes_and_rows_in_which_spans_nest():
     requests = [Span("request", "request", start, 2.0, 1) for start in (10.0, 10.5, 11.0, 12.5)]
     work = [
@@ -291,6 +271,26 @@ def test_the_written_file_is_one_json_object_with_all_spans(tmp_path):
     write_trace(timelines, tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert [event["name"] for event in events if event["ph"] == "X"] == ["rollout"]
+
+
+@pytest.mark.skipif(
+    not has_perfetto(), reason="no Perfetto or no Node.js; scripts/fetch_perfetto.sh downloads Perfetto"
+)
+def test_perfetto_reads_the_processes_rows_and_spans_of_a_trace(tmp_path):
+    spans_of_driver = [Span("outer", "phase", 5.0, 2.0, 7, {"tokens": 3}), Span("inner", "phase", 5.5, 1.0, 7)]
+    write_trace([ProcessTimeline("driver", "driver", 0, "host", spans=spans_of_driver)], tmp_path / "timeline.json")
+    tracks = "from slice join thread_track on slice.track_id = thread_track.id join thread using(utid) join process using(upid)"
+    slices, arguments = query_perfetto(
+        tmp_path / "timeline.json",
+        f"select process.name, thread.name, slice.name, category, ts, dur, depth {tracks} order by ts",
+        "select key, int_value from args where key like 'args.%' order by key, int_value",
+    )
+    start = slices[0][4]
+    assert slices == [
+        ["driver", "main", "outer", "phase", start, 2_000_000_000, 0],
+        ["driver", "main", "inner", "phase", start + 500_000_000, 1_000_000_000, 1],
+    ]
+    assert ["args.tokens", 3] in arguments and ["args.step", 7] in arguments
 
 
 # The summary.
@@ -390,6 +390,14 @@ def test_the_command_writes_the_trace_and_prints_the_summary(tmp_path, capsys):
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2, 3}
     assert sentences(tmp_path)[0].startswith("3 steps took")
+
+
+def test_a_timeline_without_a_complete_step_is_merged_without_a_summary(tmp_path, capsys):
+    write_lines(tmp_path, "driver-0", header("driver", "driver"), line("evaluate", 1))
+    assert command.main([str(tmp_path)]) == 0
+    assert "no complete step yet" in capsys.readouterr().out and (tmp_path / "timeline.json").exists()
+    with pytest.raises(ValueError, match="no complete step"):
+        sentences(tmp_path)
 
 
 @pytest.mark.parametrize("steps", ["3:2", "a", "0:3", "1:2:3"])
