@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.run_dir import lock_run_dir
+from mrl.checkpoint.starts import record_run
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
@@ -23,7 +24,7 @@ from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
 from mrl.core.shutdown import shutdown_deadline
 from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
-from mrl.placement.ray_cluster import ray_cluster
+from mrl.placement.ray_cluster import cluster_hosts, ray_cluster
 from mrl.placement.resource_pools import Pools
 from mrl.rollout.engines.server_args import memory_saver_args, nccl_environment
 from mrl.rollout.manager import RolloutManager, RolloutWorkerHandle
@@ -193,6 +194,9 @@ def run_processes(plan: TrainPlan, startup: Startup) -> Iterator[RunProcesses]:
         try:
             startup.wait_for("Ray and the GPUs of the run")
             placements = stack.enter_context(_cluster(plan.config, "train", plan.pools))
+            checkpoint = plan.resume.checkpoint
+            step = checkpoint.step if checkpoint else 0
+            stack.enter_context(record_run(Path(plan.config.run.dir), step, cluster_hosts()))
             startup.wait_for("the trainer ranks and the engines")
             processes = RunProcesses(plan, placements, stack, startup)
         except ProcessesLostError as error:

@@ -1,7 +1,7 @@
-"""The file samples.jsonl of a run directory: a few sampled responses of each step, as text with their rewards.
+"""The file samples.jsonl of a run directory: a few sampled responses of each step, as text with their rewards and tokens.
 
 The rollout log has all responses, but only of the steps since the last checkpoint. This file keeps a few responses of every step.
-`mrl samples` and the progress display read it, also while the run goes on.
+`mrl samples`, `mrl report` and the progress display read it, also while the run goes on.
 """
 
 import logging
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLES_FILE = "samples.jsonl"
 MAX_CHARACTERS = 4000  # limit of a prompt and of a response; the middle of a longer text is left out
+MAX_TOKENS = 1024  # limit of the tokens of a response; the middle of a longer response is left out
 ALL_STEPS = 1 << 62
 
 
@@ -34,23 +35,49 @@ class TextSample:
     truncated: bool  # whether the response was cut at the token limit
     parts: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
     failure: str | None = None  # why the response could not be scored; None: it was scored
+    group: int | None = None  # index of the prompt among the step's prompts; None: written by an older version of mrl
+    source: str | None = None  # name of the data source
+    turns: Sequence[Mapping[str, str]] = ()  # role and text of each message of a multi-turn response; else empty
+    # The next lists have one entry for each kept token of the response. They are empty in files of older versions of mrl.
+    tokens: Sequence[str] = ()  # text of the token
+    trained: Sequence[int] = ()  # 1: the policy sampled the token; 0: it is part of a tool result
+    logprobs: Sequence[float | None] = ()  # log-probability in nats, as the engine computed it; None: unknown
+    trainer_logprobs: Sequence[float | None] = ()  # the same, as the trainer computed it; None: not computed
+    advantages: Sequence[float | None] = ()
+    versions: Sequence[int | None] = ()  # weight version that sampled the token
+    omitted_tokens: int = 0  # number of tokens that are left out in the middle of the lists
 
-    def text(self) -> str:
-        """Return the sample as text for the terminal."""
+    @property
+    def mismatches(self) -> list[float | None]:
+        """The trainer's log-probability minus the engine's, for each kept token; None where one of them is unknown."""
+        pairs = zip(self.trainer_logprobs, self.logprobs, strict=True)
+        return [None if a is None or b is None else a - b for a, b in pairs]
+
+    def text(self, response: str | None = None) -> str:
+        """Return the sample as text for the terminal. `response` replaces the text of the response, for example with colours."""
         notes = [f"row {self.row}", f"{self.num_tokens} tokens{', truncated' if self.truncated else ''}"]
         notes.append(f"weight version {self.weight_version}")
+        notes += [self.source] if self.source else []
         notes += [f"{name} {value:.4g}" for name, value in self.parts.items()]
         failure = f"\n  not scored: {self.failure}" if self.failure else ""
         lines = [f"reward {self.reward:.4g}  ({', '.join(notes)}){failure}"]
-        lines += _indented("prompt", self.prompt) + _indented("response", self.response)
+        lines += _indented("prompt", escaped(self.prompt))
+        if response is not None:
+            return "\n".join(lines + _indented("response", response))
+        for turn in self.turns or ({"role": "response", "text": self.response},):
+            lines += _indented(turn["role"], escaped(turn["text"]))
         return "\n".join(lines)
 
 
+def escaped(text: str) -> str:
+    """Return a text whose control characters are escaped, so that they do not act on the terminal. Line ends stay."""
+    lines = ("".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line) for line in text.splitlines())
+    return "\n".join(lines) + ("\n" if text.endswith("\n") else "")
+
+
 def _indented(title: str, text: str) -> list[str]:
-    """Return the lines of a text below its title. Control characters are escaped, so that they do not act on the terminal."""
-    lines = text.splitlines() or [""]
-    shown = ["".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line) for line in lines]
-    return [f"  {title}:", *(f"    {line}" for line in shown)]
+    """Return the lines of a text below its title."""
+    return [f"  {title}:", *(f"    {line}" for line in text.splitlines() or [""])]
 
 
 def shortened(text: str) -> str:

@@ -105,6 +105,19 @@ def ray_cluster(
             ray.shutdown()
 
 
+def cluster_hosts() -> list[dict[str, Any]]:
+    """Return name, CPUs and GPUs of each live node of the cluster to which this process is connected."""
+    return [
+        dict(
+            name=node["NodeManagerHostname"],
+            cpus=int(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
 def object_store_bytes(memory: int, shared_memory: int) -> int:
     """Return the size of a local cluster's object store, from the free memory of the machine and the free space of /dev/shm.
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mrl.algorithms.filters import filter_values
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.core.run_warnings import forward_warnings
-from mrl.core.sample_file import SampleFile, TextSample, shortened, spread
+from mrl.core.sample_file import SampleFile, spread
 from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble_column
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
@@ -27,6 +27,7 @@ from mrl.rollout.client import HELD_OUT
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
+from mrl.rollout.sample_texts import text_samples
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
 from mrl.rollout.step_metrics import LengthBias, SampledStep, score_failures
@@ -92,8 +93,8 @@ class RolloutWorker:
         # The groups of `_sampled`, with the serial numbers of their prompt requests
         self._taken: StepGroups[Group] = StepGroups(numbers=[], groups=[], filtered_numbers=[], filtered=[], dropped=[])
         self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
-        # Rewards and rollout log-probabilities of the last collected step
-        self._collected: tuple[ScoredBatch, Column] | None = None
+        # Groups, rewards and rollout log-probabilities of the last collected step
+        self._collected: tuple[list[Group], ScoredBatch, Column] | None = None
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait until every engine takes requests; return the URLs of all engines."""
@@ -204,9 +205,8 @@ class RolloutWorker:
         block, columns = to_block(groups), control_columns(groups)
         if self.spec.record:
             write_recording(Path(self.spec.run_dir) / "rollouts", step, block, **columns)
-        if self._sample_file:
-            self._sample_file.write(step + 1, text_samples(groups, self.spec.samples_per_step, self.train))
-        self._collected = (to_scored_batch(groups), block.rollout_logprobs)
+        scored = to_scored_batch(groups)
+        self._collected = (groups, scored, block.rollout_logprobs)
         numbers = taken.numbers or taken.filtered_numbers
         return Rollouts(
             block=ray.put(block),
@@ -217,7 +217,7 @@ class RolloutWorker:
             digests=sample_digests([sample for group in groups for sample in group.samples]),
             version_spans=version_spans(groups),
             request_numbers=np.array(numbers[: len(groups)] or np.arange(len(groups))),
-            rewards=self._collected[0].rewards,
+            rewards=scored.rewards,
             untrained_requests=[(request.number, request.row, request.min_weight_version) for request in untrained],
             num_drawn_requests=self._pipeline.buffer.num_drawn,
             sampling_metrics={
@@ -232,18 +232,28 @@ class RolloutWorker:
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
         """Compute the advantages of the last collected step, and put all columns that the losses need into Ray's object store.
 
+        Also writes samples of the step to samples.jsonl.
+
         `columns`: name of a column -> handles of its parts; each replica computed one part. `kl_coef`: coefficient of the KL
         penalty in the reward.
         """
         assert self._collected, "collect() must be called before estimate()"
-        scored, rollout_logprobs = self._collected
+        groups, scored, rollout_logprobs = self._collected
         computed = {name: assemble_column(ray.get(parts), scored.lengths) for name, parts in columns.items()}
         old = {"old_logprobs": rollout_logprobs} if self.spec.rollout_logprobs_as_old else {}
         with spans.span("advantages"):
             result = self.spec.advantage_pipeline(scored, computed | old, kl_coef, [self.spec.seed, step])
         all_columns = {**computed, **result.columns}
+        self._write_samples(step + 1, groups, all_columns)
         rejected = result.rejected | self._all_filtered
         return AdvantageResult(ray.put(all_columns), result.zero_advantage, rejected, result.metrics)
+
+    def _write_samples(self, step: int, groups: Sequence[Group], columns: Mapping[str, Column]) -> None:
+        """Write samples of the step. Their rewards are spread evenly between the best and the worst. `columns`: name -> [R]."""
+        if self._sample_file:
+            rewards = [sample.score.value for group in groups for sample in group.samples]
+            chosen = spread(rewards, self.spec.samples_per_step)
+            self._sample_file.write(step, text_samples(groups, chosen, self.train, columns))
 
     def _passes_filter(self, group: Group) -> bool:
         """Return whether the rollout filter lets steps train this group."""
@@ -334,28 +344,6 @@ class RolloutWorker:
         self._pipeline.close()
         self.engines.close()
         self._scorer.close()
-
-
-def text_samples(groups: Sequence[Group], count: int, data: PromptDataset) -> list[TextSample]:
-    """Return `count` responses as text, best first. Their rewards are spread evenly between the best and the worst."""
-    samples = [sample for group in groups for sample in group.samples]
-    chosen = [samples[index] for index in spread([sample.score.value for sample in samples], count)]
-    prompts = data.decode([sample.prompt for sample in chosen])
-    responses = data.decode([sample.trajectory.token_ids for sample in chosen])
-    return [
-        TextSample(
-            prompt=shortened(prompt),
-            response=shortened(response),
-            reward=float(sample.score.value),
-            row=int(sample.row),
-            weight_version=int(sample.trajectory.weight_version),
-            num_tokens=sample.trajectory.num_sampled,
-            truncated=bool(sample.trajectory.truncated),
-            parts={name: float(value) for name, value in sample.score.parts.items()},
-            failure=sample.score.failure,
-        )
-        for sample, prompt, response in zip(chosen, prompts, responses, strict=True)
-    ]
 
 
 def _reward_inputs(

@@ -7,6 +7,9 @@ import pytest
 from mrl_runs import wait_until
 from run_comparison import check_equal_runs, check_equal_weights, learning_metrics
 
+from mrl.checkpoint.starts import read_events
+from mrl.core.sample_file import read_samples
+
 KILLING_FILTER = '''
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,9 @@ def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(
     assert (tmp_path / "killed").exists() and "restart 1 of 5" in run.output()
     check_equal_runs(run.folder, recorded.folder)
     assert run.leftovers() == []
+    events = [(event.event, event.step, event.outcome) for event in read_events(run.folder)]
+    assert events == [("start", 0, None), ("resume", 2, None), ("end", 5, "finished")], "a killed driver writes no end"
+    assert [step for step, _ in read_samples(run.folder)] == [1, 2, 3, 4, 5]
 
 
 @pytest.fixture(scope="module")

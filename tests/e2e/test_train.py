@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from mrl_runs import wait_until
 
+from mrl.checkpoint.starts import read_events
+from mrl.core.sample_file import read_samples
+
 PHASES = ("rollout", "score", "advantage", "update", "weight_sync")
 
 
@@ -27,6 +30,22 @@ def served_logprob_difference(folder, model, prompt: list[int]) -> float:
     return (expected - torch.tensor(done.logprobs)).abs().max().item()
 
 
+def check_samples(folder, mean_rewards: list[float]) -> None:
+    """Check the tokens of samples.jsonl. All responses of a step are kept if a step has at most 8."""
+    found = dict(read_samples(folder))
+    assert list(found) == list(range(1, len(mean_rewards) + 1))
+    for step, samples in found.items():
+        rewards = [sample.reward for sample in samples]
+        assert rewards == sorted(rewards, reverse=True) and len(samples) == 8
+        for sample in samples:
+            assert "".join(sample.tokens) == sample.response and len(sample.tokens) == sample.num_tokens
+            assert set(sample.versions) == {step - 1} and set(sample.trained) == {1} and sample.group in range(6)
+            assert all(-20 < value <= 0 for value in sample.logprobs) and len(sample.logprobs) == len(sample.tokens)
+            assert len(set(sample.advantages)) == 1, "GRPO gives all tokens of a response the same advantage"
+        of_group = {sample.group: sample.advantages[0] for sample in samples if sample.reward == rewards[0]}
+        assert all(advantage >= 0 for advantage in of_group.values()), "the best responses are not made less likely"
+
+
 def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(recorded, warm):
     import torch
     from safetensors.torch import load_file
@@ -43,6 +62,11 @@ def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(record
         assert step["rollout/weight_version"] == step["step"] - 1, "as reported by the engine"
         model_bytes = sum(t.nbytes for t in load_file(warm / "model.safetensors").values())
         assert step["weight_sync/bytes"] == model_bytes
+    check_samples(run.folder, [step["reward/mean"] for step in steps])
+    start, end = read_events(run.folder)
+    assert (start.event, start.step) == ("start", 0) and start.hosts and "torch" in start.packages
+    assert start.command is not None and "trainer.max_steps=5" in start.command
+    assert (end.event, end.step, end.outcome, end.error) == ("end", 5, "finished", None)
     assert "held-out reward sampled" in run.output()
     assert (run.folder / "curve.png").stat().st_size > 10_000
     assert (run.folder / "checkpoints/step_000005/actor/metadata.json").exists()

@@ -1,16 +1,20 @@
 """`mrl samples` and samples.jsonl: which responses of a step are kept, and how they are shown."""
 
 import io
+import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
-from sampled_groups import group
+from sampled_groups import group, trajectory
 
 from mrl import cli
 from mrl.core.sample_file import (
     MAX_CHARACTERS,
+    MAX_TOKENS,
     SAMPLES_FILE,
     SampleFile,
     TextSample,
@@ -20,7 +24,8 @@ from mrl.core.sample_file import (
     spread,
 )
 from mrl.rewards.reward_types import Score
-from mrl.rollout.worker import text_samples
+from mrl.rollout.sample_texts import text_samples
+from mrl.rollout.trajectory import Group, Sample
 from mrl.tracking.console import ConsoleSink
 
 
@@ -124,8 +129,7 @@ def test_control_characters_of_a_response_do_not_act_on_the_terminal():
 
 def test_the_rollout_worker_turns_groups_into_text():
     groups = [group(4, Score(0.0), Score(1.0, parts={"exact": 1.0})), group(5, Score.failed("too slow"))]
-    data = SimpleNamespace(decode=lambda rows: [" ".join(map(str, row)) for row in rows])
-    best, worst = text_samples(groups, 2, data)
+    best, worst = text_samples(groups, [1, 2], worker_data(), {})
     assert (best.reward, best.row, best.prompt, best.response) == (1.0, 4, "4 7", "100 101 102")
     assert (best.parts, best.weight_version, best.num_tokens) == ({"exact": 1.0}, 3, 3)
     assert worst.row == 5 and worst.failure == "too slow"
@@ -149,3 +153,109 @@ def test_the_terminal_shows_the_best_and_the_worst_response_every_few_steps(run_
 def test_samples_of_another_step_are_not_shown(run_dir, tmp_path):
     assert best_and_worst_text(run_dir, 2) == "", "the file has step 3 already"
     assert best_and_worst_text(tmp_path / "none", 1) == ""
+
+
+def worker_data(source=""):
+    """Stands for a PromptDataset whose tokens decode to their numbers."""
+    return SimpleNamespace(
+        decode=lambda rows: [" ".join(map(str, row)) for row in rows], data_source=lambda row: source
+    )
+
+
+def test_a_sample_has_the_values_of_its_own_tokens():
+    first, second = group(4, Score(0.0), Score(1.0)), group(5, Score(0.5), sampled=[True, False])
+    columns = {"advantages": np.arange(6.0) - 3, "old_logprobs": np.array([0, -1, -2, -3, np.nan, -5])}
+    rewards = [sample.score.value for each in (first, second) for sample in each.samples]
+    best, middle, worst = text_samples([first, second], spread(rewards, 3), worker_data("sums"), columns)
+    assert best.tokens == ["100", "101", "102"] and best.trained == [1, 1, 1] and best.group == 0
+    assert best.advantages == [-1, 0, 1] and best.trainer_logprobs == [-2, -3, None], "tokens 2 to 4 of the step"
+    assert best.logprobs == [0, -0.1, -0.2] and best.versions == [3, 3, 3] and best.source == "sums"
+    assert best.mismatches == [-2.0, pytest.approx(-2.9), None]
+    assert middle.group == 1 and middle.trained == [1, 0] and middle.versions == [3, None]
+    assert middle.advantages == [2, None] and middle.logprobs == [0, None] and worst.advantages == [-3, -2]
+    assert [turn["role"] for turn in middle.turns] == ["assistant", "tool"] and best.turns == []
+
+
+def test_tokens_of_several_weight_versions_name_their_version():
+    mixed = trajectory(4, sampled=[True, True, False, True])
+    mixed = replace(mixed, versions=((3, 1), (4, 2)))
+    (found,) = text_samples([Group([Sample(0, [1], mixed, Score(1.0))])], [0], worker_data(), {})
+    assert found.versions == [3, 4, None, 4] and found.trainer_logprobs == [None] * 4 == found.advantages
+
+
+def test_a_long_response_keeps_the_tokens_of_its_start_and_end():
+    long = trajectory(MAX_TOKENS + 10)
+    (found,) = text_samples([Group([Sample(0, [1], long, Score(1.0))])], [0], worker_data(), {})
+    assert len(found.tokens) == len(found.logprobs) == MAX_TOKENS and found.omitted_tokens == 10
+    assert found.tokens[0] == "100" and found.tokens[-1] == str(100 + MAX_TOKENS + 9)
+    assert found.logprobs[-1] == pytest.approx(-0.1 * (MAX_TOKENS + 9))
+
+
+def test_samples_of_older_versions_of_mrl_are_read(run_dir):
+    path = run_dir / SAMPLES_FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    old = {"prompt", "response", "reward", "row", "weight_version", "num_tokens", "truncated", "parts", "failure"}
+    for line in lines:
+        line["samples"] = [{name: one[name] for name in old} for one in line["samples"]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run_dir / f".{SAMPLES_FILE}.hashes").unlink()
+    (step, found), *_ = read_samples(run_dir)
+    assert step == 1 and found[0].reward == 1.9 and not found[0].tokens
+
+
+@pytest.fixture
+def token_run(tmp_path):
+    """One step: group 0 has the rewards 1 and 0, and group 1 has two equal rewards."""
+    lists = dict(tokens=["2", "0\n"], trained=[1, 1], logprobs=[-2.0, -1.0], trainer_logprobs=[-2.5, None])
+    lists |= dict(advantages=[1.0, 1.0], versions=[3, 4])
+    samples = [sample(reward, group=number, source=source, **lists) for reward, number, source in SAMPLES]
+    SampleFile(tmp_path).write(1, samples)
+    return tmp_path
+
+
+SAMPLES = [(1.0, 0, "sums"), (0.5, 1, "products"), (0.5, 1, "products"), (0.0, 0, "sums")]
+
+
+@pytest.mark.parametrize(
+    "arguments, rewards",
+    [
+        (["--group", "0"], [1.0, 0.0]),
+        (["--equal"], [0.5, 0.5]),
+        (["--source", "sums"], [1.0, 0.0]),
+        (["--search", "of 0.0"], [0.0]),
+    ],
+)
+def test_samples_are_filtered(token_run, capsys, arguments, rewards):
+    assert cli.main(["samples", str(token_run), *arguments]) == 0
+    assert rewards_shown(capsys) == rewards
+
+
+def test_filters_that_match_nothing_are_one_line(token_run, capsys):
+    assert cli.main(["samples", str(token_run), "--search", "no such text"]) == 2
+    assert "none of the 4 samples of step 1 matches" in capsys.readouterr().err
+
+
+RED, BLUE = "\x1b[38;2;214;69;65m", "\x1b[38;2;38;130;196m"
+
+
+@pytest.mark.parametrize("coloring, legend", [("logprob", "-2"), ("version", "3"), ("mismatch", "-0.5")])
+def test_tokens_are_colored_by_their_values_with_a_legend(token_run, capsys, monkeypatch, coloring, legend):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert cli.main(["samples", str(token_run), "--color", coloring]) == 0
+    out = capsys.readouterr().out
+    assert f"from {RED}{legend}" in out or coloring == "mismatch"
+    if coloring == "mismatch":
+        assert "\x1b[38;2;128;128;128m2" in out, "a single value is in the middle of the range"
+    else:
+        assert f"{RED}2\x1b[0m{BLUE}0\x1b[0m" in out
+
+
+def test_no_color_leaves_out_the_escape_codes(token_run, capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert cli.main(["samples", str(token_run), "--color", "logprob"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_color_without_values_says_why(run_dir, capsys):
+    assert cli.main(["samples", str(run_dir), "--color", "advantage"]) == 2
+    assert "an older version of mrl wrote them" in capsys.readouterr().err

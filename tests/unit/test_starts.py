@@ -1,0 +1,86 @@
+"""starts.jsonl: what is recorded when a run starts, resumes and ends."""
+
+import logging
+import subprocess
+
+import pytest
+
+from mrl.checkpoint.starts import STARTS_FILE, read_events, record_run
+from mrl.core.run_errors import PreemptedError, UnhealthyRunError
+
+HOSTS = [{"name": "node-1", "cpus": 2, "gpus": 8}]
+
+
+@pytest.mark.parametrize(
+    "error, outcome",
+    [
+        (PreemptedError("preempted"), "preempted"),
+        (UnhealthyRunError("the reward fell"), "unhealthy"),
+        (KeyboardInterrupt(), "interrupted"),
+        (RuntimeError("no room"), "failed"),
+    ],
+)
+def test_the_end_has_the_outcome_and_the_error(tmp_path, error, outcome):
+    with pytest.raises(type(error)), record_run(tmp_path, 0, HOSTS):
+        raise error
+    start, end = read_events(tmp_path)
+    assert (start.event, start.hosts) == ("start", HOSTS)
+    assert (end.event, end.outcome) == ("end", outcome) and end.error == f"{type(error).__name__}: {error}"
+
+
+def test_a_resumed_run_adds_its_events(tmp_path):
+    with record_run(tmp_path, 0, HOSTS):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    with record_run(tmp_path, 2, HOSTS):
+        pass
+    events = read_events(tmp_path)
+    assert [(event.event, event.step) for event in events] == [("start", 0), ("end", 2), ("resume", 2), ("end", 2)]
+    assert [event.outcome for event in events] == [None, "finished", None, "finished"]
+    assert events[0].time <= events[1].time <= events[2].time and "torch" in events[0].packages
+
+
+def test_the_commit_and_the_changed_files_are_those_of_the_working_directory(tmp_path, monkeypatch):
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    monkeypatch.chdir(checkout)
+    with record_run(tmp_path, 0, HOSTS):
+        pass
+    assert read_events(tmp_path)[0].commit is None
+    (checkout / "file").write_text("1")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    (checkout / "file").write_text("2")
+    with record_run(tmp_path, 0, HOSTS):
+        pass
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    start = read_events(tmp_path)[2]
+    assert (start.commit, start.changed_files) == (commit, 1)
+
+
+def test_the_command_and_the_error_have_no_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "hush-hush-1234")
+    monkeypatch.setattr("sys.argv", ["/x/train_process.py", "reward.url=http://hush-hush-1234@judge", "run.name=a b"])
+    with pytest.raises(RuntimeError), record_run(tmp_path, 0, HOSTS):
+        raise RuntimeError("hush-hush-1234 is refused")
+    assert "hush" not in (tmp_path / STARTS_FILE).read_text()
+    command = read_events(tmp_path)[0].command
+    assert command is not None and command.startswith("mrl train ") and command.endswith("'run.name=a b'")
+
+
+def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, caplog):
+    with record_run(tmp_path, 0, HOSTS):
+        pass
+    with (tmp_path / STARTS_FILE).open("a") as file:
+        file.write('{"event": "resu')
+    with caplog.at_level(logging.WARNING), record_run(tmp_path, 1, HOSTS):
+        assert [event.event for event in read_events(tmp_path)] == ["start", "end", "resume"]
+    assert "line 3 is damaged" in caplog.text
+    assert [event.event for event in read_events(tmp_path)] == ["start", "end", "resume", "end"]
+
+
+def test_a_run_goes_on_if_the_file_cannot_be_written(tmp_path, caplog):
+    (tmp_path / STARTS_FILE).mkdir()
+    with record_run(tmp_path, 0, HOSTS):
+        pass
+    assert "the start of the run is not recorded" in caplog.text
