@@ -1,10 +1,11 @@
 """Measures what the timeline and the text of samples cost: time and CPU-seconds of a step, and bytes through the driver.
 
-    python benchmarks/observability.py [--blocks 12] [--steps 5] [--json FILE] [mrl train overrides]
+    python benchmarks/observability.py [--rounds 5] [--blocks 4] [--steps 4] [--json FILE] [mrl train overrides]
 
-One run for each mode is alive during the whole measurement, and the runs take turns: each makes a block of steps while the
-others are idle. So load of the machine that changes slowly affects all modes alike. A ratio compares two blocks that follow each
-other. CPU-seconds are those of all processes of a run.
+In each round, a new run of each mode is started, and the runs take turns: each makes a block of steps while the others are idle.
+So load of the machine that changes slowly affects all modes alike. Two runs of the same mode differ by up to 4 %, because their
+processes get other memory and other cores, so only the mean over several rounds says something. CPU-seconds are those of all
+processes of a run.
 """
 
 import argparse
@@ -82,11 +83,14 @@ def started_run(overrides: Sequence[str]) -> Iterator[Any]:
         yield trainer
 
 
-def measure(overrides: Sequence[str], num_blocks: int, steps: int) -> dict[str, list[Block]]:
-    """Return the blocks of each mode, in the order in which they were made. The first block of each mode is left out."""
+type Round = dict[str, list[Block]]  # mode -> blocks, in the order in which they were made
+
+
+def measure_round(overrides: Sequence[str], num_blocks: int, steps: int) -> Round:
+    """Start a run of each mode, and return its blocks. The first block of each run is left out."""
     spawn, blocks = multiprocessing.get_context("spawn"), {mode: list[Block]() for mode in MODES}
+    pipes: dict[str, Connection] = {}
     with ExitStack() as stack:
-        pipes = {}
         for mode, more in MODES.items():
             folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             pipes[mode], other = spawn.Pipe()
@@ -94,8 +98,9 @@ def measure(overrides: Sequence[str], num_blocks: int, steps: int) -> dict[str, 
             run.start()
             other.close()
             stack.callback(run.join, 60)
-            stack.callback(pipes[mode].send, 0)
-            assert receive(pipes[mode], START_TIMEOUT_S) == "ready", mode  # runs start one after another
+            stack.callback(pipes[mode].send, 0)  # ends the run
+        for mode in MODES:
+            assert receive(pipes[mode], START_TIMEOUT_S) == "ready", mode
         for index in range(num_blocks + 1):
             modes = list(MODES) if index % 2 else list(reversed(MODES))  # so that no mode is always the first
             for mode in modes:
@@ -112,33 +117,38 @@ def receive(pipe: Connection, timeout_s: float) -> Any:
     return pipe.recv()
 
 
-def ratios(blocks: dict[str, list[Block]], mode: str, field: str) -> list[float]:
-    """Return the ratio of each block of the mode to the block of the mode "off" beside it."""
-    return [
-        getattr(block, field) / getattr(base, field) for block, base in zip(blocks[mode], blocks["off"], strict=True)
-    ]
+def total(blocks: Sequence[Block], field: str) -> float:
+    """Return the sum of a field over blocks."""
+    return sum(getattr(block, field) for block in blocks)
 
 
-def measurements(blocks: dict[str, list[Block]], steps: int) -> list[dict[str, Any]]:
-    """Return the measurements with their noise: half of the distance between the quartiles, over the root of their number."""
+def measurements(rounds: Sequence[Round], steps: int) -> list[dict[str, Any]]:
+    """Return the measurements. A ratio is the mean over the rounds, and its noise is the standard error of this mean."""
     found = []
     for mode in MODES:
-        tokens = sum(block.tokens for block in blocks[mode])
-        found.append(entry(f"{mode}: tokens of a step", tokens / len(blocks[mode]) / steps, "tokens", 0.0, "count"))
-        driver_bytes = statistics.median(block.driver_bytes for block in blocks[mode]) / steps
-        found.append(entry(f"{mode}: bytes of a step through the driver", driver_bytes, "bytes", 0.0, "count"))
-        cpu_s = statistics.median(block.cpu_s for block in blocks[mode]) / steps
-        found.append(entry(f"{mode}: CPU-seconds of a step", cpu_s, "s", 0.0, "cpu_s"))
+        blocks = [block for each in rounds for block in each[mode]]
+        num_steps = steps * len(blocks)
+        found.append(
+            entry(f"{mode}: tokens of a step", total(blocks, "tokens") / num_steps, unit="tokens", kind="count")
+        )
+        driver_bytes = statistics.median(block.driver_bytes for block in blocks) / steps
+        found.append(entry(f"{mode}: bytes of a step through the driver", driver_bytes, unit="bytes", kind="count"))
+        cpu_s = [total(each[mode], "cpu_s") / steps / len(each[mode]) for each in rounds]
+        found.append(entry(f"{mode}: CPU-seconds of a step", *mean_and_error(cpu_s), kind="cpu_s", unit="s"))
     for mode in list(MODES)[1:]:
-        for field, kind in {"seconds": "wall time", "cpu_s": "CPU-seconds"}.items():
-            values = ratios(blocks, mode, field)
-            lower, median, upper = statistics.quantiles(values, n=4)
-            noise = (upper - lower) / 2 / len(values) ** 0.5
-            found.append(entry(f"{mode}: {kind} of a step, on / off", median, "", noise, "ratio"))
+        for field, name in {"seconds": "wall time", "cpu_s": "CPU-seconds"}.items():
+            ratios = [total(each[mode], field) / total(each["off"], field) for each in rounds]
+            found.append(entry(f"{mode}: {name} of a step, on / off", *mean_and_error(ratios), kind="ratio", unit=""))
     return found
 
 
-def entry(name: str, value: float, unit: str, noise: float, kind: str) -> dict[str, Any]:
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of values and its standard error."""
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return statistics.mean(values), spread / len(values) ** 0.5
+
+
+def entry(name: str, value: float, noise: float = 0.0, *, unit: str, kind: str) -> dict[str, Any]:
     """Return one measurement for the JSON file."""
     return dict(name=name, value=value, unit=unit, noise=noise, better="lower", kind=kind)
 
@@ -146,12 +156,15 @@ def entry(name: str, value: float, unit: str, noise: float, kind: str) -> dict[s
 def main() -> None:
     """Measure, print a table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=12, help="number of blocks of each mode")
-    parser.add_argument("--steps", type=int, default=5, help="number of steps of a block")
+    parser.add_argument("--rounds", type=int, default=5, help="number of runs of each mode")
+    parser.add_argument("--blocks", type=int, default=4, help="number of blocks of each run")
+    parser.add_argument("--steps", type=int, default=4, help="number of steps of a block")
     parser.add_argument("--json", type=Path, help="file for the measurements")
     args, overrides = parser.parse_known_args()
-    found = measurements(measure(overrides, args.blocks, args.steps), args.steps)
-    table = Table("measurement", "value", "noise", title=f"{args.blocks} blocks of {args.steps} steps in each mode")
+    rounds = [measure_round(overrides, args.blocks, args.steps) for _ in range(args.rounds)]
+    found = measurements(rounds, args.steps)
+    title = f"{args.rounds} runs of each mode, {args.blocks} blocks of {args.steps} steps"
+    table = Table("measurement", "value", "noise", title=title)
     for each in found:
         table.add_row(each["name"], f"{each['value']:.4f} {each['unit']}", f"{each['noise']:.4f}")
     Console().print(table)

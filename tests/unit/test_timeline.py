@@ -183,6 +183,15 @@ def test_the_hooks_in_the_engine_record_each_batch_until_its_result_is_processed
     assert (second.name, second.args["tokens"], second.kind) == ("decode", 3, "engine_batch")
 
 
+def test_an_error_in_a_hook_is_logged_once_and_never_reaches_the_engine(caplog):
+    from mrl.rollout.engines.batch_spans import harmless, note_launch
+
+    hook = harmless(note_launch.__wrapped__)
+    for _ in range(3):
+        hook("no scheduler", "no batch")
+    assert len(caplog.records) == 1 and "records no more batches" in caplog.text
+
+
 def test_the_backward_pass_of_a_micro_batch_is_recorded_until_its_end(run_dir):
     class Slow(torch.autograd.Function):
         @staticmethod

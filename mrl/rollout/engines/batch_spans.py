@@ -4,13 +4,17 @@ The hooks note when a batch is launched and when its result has been processed. 
 SGLang overlaps the launch of a batch with the computation of the last batch, the spans of the two batches overlap.
 """
 
+import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 from parallel import spans
 
+logger = logging.getLogger(__name__)
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
@@ -38,6 +42,24 @@ def register_hooks() -> None:
     HookRegistry.register(f"{SCHEDULER}.process_batch_result", record_batch, HookType.AFTER)
 
 
+def harmless(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that logs its first error and then does nothing more. An error in a hook would end the SGLang server."""
+    failed = False
+
+    @wraps(hook)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        nonlocal failed
+        try:
+            if not failed:
+                hook(*args, **kwargs)
+        except Exception:  # process boundary: the engine works on without its timeline
+            failed = True
+            logger.exception("this engine records no more batches in its timeline")
+
+    return guarded
+
+
+@harmless
 def note_launch(scheduler: Any, batch: Any, *_: object, **__: object) -> None:
     """Note the start of a batch. Hook before Scheduler.run_batch."""
     is_prefill, responses = batch.forward_mode.is_extend(), len(batch.reqs)
@@ -46,6 +68,7 @@ def note_launch(scheduler: Any, batch: Any, *_: object, **__: object) -> None:
     _launched.append(_Launch(name, time.time(), responses, tokens or 0, len(scheduler.waiting_queue)))
 
 
+@harmless
 def record_batch(result: None, scheduler: Any, batch: Any, *_: object, **__: object) -> None:
     """Record the oldest batch that was launched. Hook after Scheduler.process_batch_result."""
     from sglang.srt.runtime_context import get_parallel  # can be imported only inside SGLang
