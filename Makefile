@@ -1,5 +1,5 @@
 # `make help` lists the targets.
-.PHONY: help train test test-all lint docs format lock audit setup clean
+.PHONY: help train test test-all browser lint docs format lock audit setup clean
 .DEFAULT_GOAL := help
 LOCK ?= requirements.txt
 # Number of pytest processes. Many tests wait for engines, so 3 processes keep two cores busy. They need 24 GiB of memory.
@@ -15,11 +15,14 @@ train: setup ## run `make setup`, then mrl train with the arguments in ARGS, e.g
 test: lint ## lint, then the core tests: at most 10 minutes on two cores; ARGS has arguments of pytest, e.g. ARGS="-k packing"
 	$(PYTEST) $(ARGS)
 
-test-all: lint ## lint, all tests that need no GPU, no Slurm and no hours, then the mutation score: at most 60 minutes
+test-all: lint browser ## lint, all tests that need no GPU, no Slurm and no hours, then the mutation score: at most 60 minutes
 	@scripts/fetch_te_python.sh
 	@scripts/fetch_perfetto.sh
 	$(PYTEST) -m "$(ALL)" --hypothesis-profile=random $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutation_score.py
+
+browser: setup ## install the packages with which tests drive a browser; the browser itself is Debian's package chromium
+	@PATH=".uv/bin:$$PATH" UV_SYSTEM_CERTS=1 VIRTUAL_ENV=.venv uv pip install --quiet --require-hashes -r requirements/browser.txt
 
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ALL = not gpu and not learning and not soak and not slurm

@@ -118,7 +118,8 @@ setup(
     package_dir={"": "."},
     packages=find_packages(".", include=["mrl*", "parallel*", "models*"]),
     cmdclass={"build_py": BuildWithInstalledFiles},
-    package_data={package: ["py.typed"] for package in ("mrl", "models", "parallel")},
+    package_data={package: ["py.typed"] for package in ("mrl", "models", "parallel")}
+    | {"mrl.tracking.report": ["*.html", "*.css", "*.js"]},
     install_requires=DEPENDENCIES,
     extras_require=EXTRAS,
     entry_points={

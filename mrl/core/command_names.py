@@ -3,6 +3,7 @@
 COMMANDS = {
     "train": "train a model with RL (the default experiment runs on any machine)",
     "sft": "fine-tune a model on prompt/response rows",
+    "report": "write a page that shows a run, two runs side by side, or a sweep",
     "samples": "show sampled responses of a run with their rewards",
     "timeline": "merge what all processes of a run recorded into one file, and say what the steps spend their time on",
     "generate": "sample responses to a data set, into parquet files",

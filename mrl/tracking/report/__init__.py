@@ -1,0 +1,1 @@
+"""The page of `mrl report`: one HTML file that shows a run, two runs side by side, or a sweep."""

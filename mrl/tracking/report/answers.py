@@ -1,0 +1,353 @@
+"""Answers to the first questions about a run, each in one or two sentences, from what the run recorded."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mrl.tracking.learning_health import RULES, LearningHealth, LearningSettings, StepView
+from mrl.tracking.report.charts import SPENT
+from mrl.tracking.report.page import number
+from mrl.tracking.report.provenance import changed_keys, next_commands
+from mrl.tracking.report.recorded_run import RecordedRun, Sample
+
+CLEAR_ERRORS = 2.0  # a change of the mean reward is clear if it exceeds this number of standard errors
+QUOTE_CHARACTERS = 90  # length of a quoted response
+NOT_RECORDED = "Not recorded"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question with its answer."""
+
+    question: str
+    text: str
+    state: str = ""  # "good", "bad", or "" for neither
+    link: str = ""  # section of the page with the details
+
+
+def answers(run: RecordedRun) -> list[dict[str, Any]]:
+    """Return the questions with their answers as JSON values."""
+    found = (
+        Answer("Is it learning?", *_learning(run), "learning"),
+        Answer("Why is the reward what it is?", *_reward(run), "learning"),
+        Answer("What does the model write?", _writing(run), "", "samples"),
+        Answer("Did anything fail?", *_failures(run), "provenance"),
+        Answer("Is it stable?", *_stability(run), "learning"),
+        Answer("What takes the time?", time_text(run), "", "time"),
+        Answer("Which rank is slow?", _slow_rank(run), "", "time"),
+        Answer("What is truncated?", *_truncation(run), "samples"),
+        Answer("What was changed?", _changes(run), "", "provenance"),
+        Answer("How do I go on?", next_commands(run)[0]["command"], "", "next"),
+    )
+    return [asdict(answer) for answer in found]
+
+
+def health(run: RecordedRun) -> dict[str, Any]:
+    """Return the state of the run ("good", "bad" or "unknown"), a headline, and the problems of the health check as lines."""
+    lines: list[str] = []
+    if run.error:
+        lines.append(f"The run ended with an error: {run.error}")
+    lines += problems(run)
+    if not run.metrics:
+        state = "bad" if run.error else "unknown"
+        headline = "The run failed before its first step." if run.error else "No step was recorded yet."
+        return {"state": state, "headline": headline, "lines": lines}
+    steps = f"{len(run.metrics)} step{'s' if len(run.metrics) > 1 else ''}"
+    outcome = {"not recorded": "", "running": ", and the run goes on"}.get(
+        run.outcome, f"; the run {_ended(run.outcome)}"
+    )
+    headline = f"{steps}, no problem found{outcome}." if not lines else f"{steps}{outcome}. What needs attention:"
+    return {"state": "bad" if lines else "good", "headline": headline, "lines": lines}
+
+
+def _ended(outcome: str) -> str:
+    return {"finished": "finished", "unhealthy": "was ended by the health check", "preempted": "was preempted"}.get(
+        outcome, outcome
+    )
+
+
+def problems(run: RecordedRun) -> list[str]:
+    """Return what the health check of learning reports, and problems that the last step has."""
+    reported: list[str] = []
+    check = LearningHealth(_settings(run), reported.append)
+    for step, metrics in run.metrics.items():
+        check.check(step, metrics)
+    totals_from = len(reported)
+    check.report_totals()
+    views = reported[totals_from:]
+    found = [text[:1].upper() + text[1:] for text in reported[:totals_from]]
+    found = [f"{text} ({total})" for text, total in zip(found, views, strict=True)]
+    if not found and 0 < len(run.metrics) < max(rule.patience for rule in RULES.values()):
+        found = _problems_of_last_step(run)
+    return found
+
+
+def _problems_of_last_step(run: RecordedRun) -> list[str]:
+    """Return the problems of the last step of a run that is too short for the health check."""
+    view = StepView(now=run.last, first=(), settings=_settings(run))
+    return [f"Step {max(run.metrics)}: {text}" for rule in RULES.values() if (text := rule.find(view))]
+
+
+def _settings(run: RecordedRun) -> LearningSettings:
+    target = str(run.setting("algorithm.advantage._target_", "the advantage"))
+    return LearningSettings(
+        responses_per_prompt=int(run.setting("rollout.responses_per_prompt", 1)),
+        max_response_tokens=int(run.setting("rollout.max_response_tokens", 0)),
+        lr=float(run.setting("optim.lr", math.nan)),
+        advantage=target.rpartition(".")[2],
+        group_relative=False,
+        mask_truncated=bool(run.setting("algorithm.mask_truncated", False)),
+    )
+
+
+def ends(values: Sequence[float]) -> tuple[float, float, float, int]:
+    """Return (mean of the first steps, mean of the last steps, standard error of the difference, number of averaged steps)."""
+    count = max(1, min(10, len(values) // 3))
+    first, last = np.array(values[:count]), np.array(values[-count:])
+    error = math.sqrt((np.var(first, ddof=1) + np.var(last, ddof=1)) / count) if count > 1 else math.nan
+    return float(first.mean()), float(last.mean()), error, count
+
+
+def _learning(run: RecordedRun) -> tuple[str, str]:
+    values = list(run.series("reward/mean").values())
+    held_out = _held_out_text(run)
+    if len(values) < 2:
+        return (
+            (f"Too early to say: {len(values)} steps have a reward.{held_out}", "")
+            if values
+            else (f"{NOT_RECORDED}: no step has a reward.", "")
+        )
+    before, after, error, count = ends(values)
+    change = f"the mean reward went from {number(before)} to {number(after)}, {_averaged(count)}"
+    if math.isnan(error):
+        return f"Too few steps to tell a change from noise: {change}.{held_out}", ""
+    if after - before > CLEAR_ERRORS * error and after > before:
+        return f"Yes: {change}.{held_out}", "good"
+    if before - after > CLEAR_ERRORS * error and after < before:
+        return f"No, the reward falls: {change}.{held_out}", "bad"
+    return f"No clear change: {change}, which is within the noise (standard error {number(error, 2)}).{held_out}", ""
+
+
+def _averaged(count: int) -> str:
+    return f"each averaged over {count} steps" if count > 1 else "each of one step"
+
+
+def _held_out_text(run: RecordedRun) -> str:
+    for name, word in (("eval/reward_sampled", "sampled"), ("eval/reward_greedy", "greedy")):
+        values = list(run.series(name).values())
+        if len(values) > 1:
+            return (
+                f" Held-out reward ({word}): {number(values[0])} before, {number(values[-1])} at the last evaluation."
+            )
+    return " Held-out reward: not recorded twice."
+
+
+def _reward(run: RecordedRun) -> tuple[str, str]:
+    last, step = run.last, max(run.metrics, default=0)
+    if "reward/mean" not in last:
+        return f"{NOT_RECORDED}: no step has a reward.", ""
+    mean = last["reward/mean"]
+    start = f"In step {step} the mean reward is {number(mean)}"
+    failed, truncated = last.get("reward/failed_fraction", 0.0), last.get("rollout/truncated_fraction", 0.0)
+    equal, limit = last.get("reward/uniform_groups_fraction", 0.0), run.setting("rollout.max_response_tokens", "?")
+    if failed >= 0.5:
+        reason = (
+            f"{failed:.0%} of the responses could not be scored and count as 0{_failure_text(run)}. "
+            f"Correct the reward function; logs/rollout.log has the reasons."
+        )
+        return f"{start}, because {reason}", "bad"
+    if truncated >= 0.5:
+        return (
+            f"{start}: {truncated:.0%} of the responses are cut at "
+            f"rollout.max_response_tokens={limit} before they end. Raise this key.",
+            "bad",
+        )
+    if zero := [name[7:-5] for name, value in _parts(last).items() if value == 0]:
+        start += f", and no response earns the part{'s' if len(zero) > 1 else ''} {', '.join(zero)}"
+    if not mean > 0 and not any(sample.get("reward", 0) > 0 for sample in _samples(run)):
+        return (
+            f"{start}. {_empty_text(run)}Compare the responses with the expected answers in the "
+            f"samples below: either the prompts are too hard, or the reward does not find the answers.",
+            "bad",
+        )
+    parts = ", ".join(f"{name[7:-5]} {number(value)}" for name, value in _parts(last).items())
+    details = f" ({parts})" if parts else ""
+    groups = f" In {equal:.0%} of the groups all rewards are equal, so these groups teach nothing." if equal else ""
+    return f"{start}{details}; {failed:.0%} of the responses failed and {truncated:.0%} were truncated.{groups}", ""
+
+
+def _parts(metrics: dict[str, float]) -> dict[str, float]:
+    return {n: v for n, v in metrics.items() if n.startswith("reward/") and n.endswith("_mean")}
+
+
+def _samples(run: RecordedRun) -> list[Sample]:
+    return run.samples[-1][1] if run.samples else []
+
+
+def _empty_text(run: RecordedRun) -> str:
+    samples = _samples(run)
+    empty = sum(not str(sample.get("response", "")).strip() for sample in samples)
+    return f"{empty} of the {len(samples)} kept responses are empty. " if empty else ""
+
+
+def _failure_text(run: RecordedRun) -> str:
+    reasons = [str(sample["failure"]) for sample in _samples(run) if sample.get("failure")]
+    return f", for example: {reasons[0][:300]}" if reasons else ""
+
+
+def _writing(run: RecordedRun) -> str:
+    samples = _samples(run)
+    if not samples:
+        return f"{NOT_RECORDED}: the run kept no samples (tracking.samples_per_step)."
+    best, worst = samples[0], samples[-1]
+    quotes = [
+        f"{title} (reward {number(one.get('reward'))}): “{_quote(one)}”"
+        for title, one in (("best", best), ("worst", worst))
+    ]
+    return f"Step {run.samples[-1][0]}, {'; '.join(quotes)}."
+
+
+def _quote(sample: Sample) -> str:
+    text = " ".join(str(sample.get("response", "")).split())
+    return text if len(text) <= QUOTE_CHARACTERS else f"{text[:QUOTE_CHARACTERS]}…"
+
+
+COUNTS = {
+    "rollout/replaced_engines": "engines failed during sampling and were replaced",
+    "weight_sync/replaced_engines": "engines failed during a weight sync and were replaced",
+    "rollout/retried_responses": "responses were requested again",
+    "mismatch/nan_tokens": "trained tokens had no log-probability from the engine",
+}
+"""Metrics that count failures, with the words for their sum."""
+
+
+def _failures(run: RecordedRun) -> tuple[str, str]:
+    found = [f"the run failed: {run.error}"] if run.error else []
+    for name, words in COUNTS.items():
+        if total := sum(run.series(name).values()):
+            found.append(f"{total:,.0f} {words}")
+    failed = run.series("reward/failed_fraction")
+    if failed and (worst := max(failed.values())):
+        found.append(f"up to {worst:.1%} of the responses of a step could not be scored")
+    found += [f"damaged file: {text}" for text in run.damaged]
+    if run.resumed_steps:
+        found.append(
+            f"the run was resumed {len(run.resumed_steps)} times, after step {', '.join(map(str, run.resumed_steps))}"
+        )
+    if found:
+        return f"Yes: {'; '.join(found)}.", "bad" if run.error or run.damaged else ""
+    if not run.metrics:
+        return f"{NOT_RECORDED}: no step finished.", ""
+    return "No failed response, replaced engine, retry or damaged line was recorded.", "good"
+
+
+STABILITY = {
+    "policy/entropy_mean": "entropy",
+    "policy/kl_ref": "KL to the reference",
+    "optim/grad_norm": "gradient norm",
+    "mismatch/logprob_abs_mean": "mismatch",
+}
+UNSTABLE = (
+    "entropy",
+    "differ by",
+    "diverge",
+    "gradient norm is 0",
+)  # words in the health check's texts about stability
+
+
+def _stability(run: RecordedRun) -> tuple[str, str]:
+    parts, missing = [], []
+    for name, word in STABILITY.items():
+        values = list(run.series(name).values())
+        if values:
+            parts.append(f"{word} {number(values[0])} to {number(values[-1])} (largest {number(max(values))})")
+        else:
+            missing.append(word)
+    if not parts:
+        return f"{NOT_RECORDED}: no step has entropy, KL, gradient norm or mismatch.", ""
+    bad = [text for text in problems(run) if any(word in text for word in UNSTABLE)]
+    absent = f" Not recorded: {', '.join(missing)}." if missing else ""
+    verdict = "No, see the problems above: " if bad else "Nothing exceeds the limits of the health check: "
+    return f"{verdict}{'; '.join(parts)}.{absent}", "bad" if bad else "good"
+
+
+WORDS = {
+    "engine": "sampling in the engines",
+    "megatron": "Megatron's passes and optimizer",
+    "critic": "the critic",
+    "sync_engine": "loading weights in the engines",
+    "reward": "rewards",
+    "controller": "the controller",
+}
+
+
+def spent_shares(run: RecordedRun) -> dict[str, float]:
+    """Return the part of the time of all steps that spent/* reports, largest first."""
+    total = sum(run.series("time/step_s").values())
+    seconds = {part: sum(run.series(f"spent/{part}_s").values()) for part in SPENT}
+    shares = {part: value / total for part, value in seconds.items() if value} if total else {}
+    return dict(sorted(shares.items(), key=lambda each: -each[1]))
+
+
+def time_text(run: RecordedRun) -> str:
+    """Return what bounds the duration of a step."""
+    shares, seconds = spent_shares(run), list(run.series("time/step_s").values())
+    if not shares:
+        return f"{NOT_RECORDED}: no step has time/step_s and spent/*."
+    first = next(iter(shares))
+    others = ", ".join(f"{WORDS[part]} {share:.0%}" for part, share in list(shares.items())[1:] if share >= 0.005)
+    return (
+        f"A step takes {number(float(np.median(seconds)))} s (median). Most of it, {shares[first]:.0%}, is {WORDS[first]}"
+        + (f"; {others}." if others else ".")
+    )
+
+
+def idle_text(run: RecordedRun) -> str:
+    """Return which part of the steps the trainer ranks and the controller are busy, or ""."""
+    shares = spent_shares(run)
+    if "megatron" not in shares:
+        return ""
+    return (
+        f"The slowest trainer rank computes during {shares['megatron']:.0%} "
+        f"of the steps, so trainer ranks are idle during at least "
+        f"{max(0.0, 1 - shares['megatron']):.0%} of them unless they share their GPUs with other roles. The steps wait for "
+        f"sampling during {shares.get('engine', 0.0):.0%}, and the controller takes {shares.get('controller', 0.0):.1%}."
+    )
+
+
+def _slow_rank(run: RecordedRun) -> str:
+    if found := [text for text in run.timeline if "rank" in text]:
+        return " ".join(found[:2])
+    if imbalance := list(run.series("batch/imbalance").values()):
+        return (
+            f"No timeline was recorded (tracking.timeline=true records one). By its batches, the replica with the most work has "
+            f"{number(float(np.mean(imbalance)), 4)} times the mean work of the replicas."
+        )
+    return f"{NOT_RECORDED}: tracking.timeline=true records it."
+
+
+def _truncation(run: RecordedRun) -> tuple[str, str]:
+    values = list(run.series("rollout/truncated_fraction").values())
+    if not values:
+        return f"{NOT_RECORDED}: no step has rollout/truncated_fraction.", ""
+    limit = run.setting("rollout.max_response_tokens", "?")
+    text = (
+        f"{values[-1]:.1%} of the responses of the last step were cut at "
+        f"rollout.max_response_tokens={limit} (largest step: {max(values):.1%})."
+    )
+    return text, "bad" if values[-1] >= 0.5 else ""
+
+
+def _changes(run: RecordedRun) -> str:
+    if not run.config:
+        return f"{NOT_RECORDED}: the folder has no run.json."
+    changed = changed_keys(run)
+    given = [each for each in changed if each["given"] and not each["key"].startswith(("run.dir", "data.inputs"))]
+    shown = ", ".join(f"{each['key']}={each['value']}" for each in given[:6])
+    more = f" and {len(given) - 6} more" if len(given) > 6 else ""
+    return f"{len(changed)} keys differ from their defaults" + (
+        f"; on the command line: {shown}{more}." if given else "; none was given on the command line."
+    )

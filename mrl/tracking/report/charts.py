@@ -1,0 +1,204 @@
+"""Learning curves and distributions of a run as JSON values, with few enough points for a page."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mrl.core import metrics as declared
+from mrl.tracking.report.recorded_run import RecordedRun
+
+CHARTS = (
+    ("Reward", ("reward/mean",)),
+    ("Parts of the reward", (r"reward/(?!mean|std)\w+_mean",)),
+    ("Held-out reward", (r"eval/.*",)),
+    ("Response length", ("rollout/response_length_mean_tokens",)),
+    ("Truncated and failed responses", ("rollout/truncated_fraction", "reward/failed_fraction")),
+    ("Groups without a signal", ("reward/uniform_groups_fraction", "batch/zero_advantage_fraction")),
+    ("Entropy", ("policy/entropy_mean",)),
+    ("KL to the reference", ("policy/kl_ref", "policy/kl_reward")),
+    ("Gradient norm", ("optim/grad_norm", "critic/grad_norm")),
+    ("Mismatch of trainer and engine", ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max")),
+    ("Clipped tokens", ("loss/clip_fraction", "loss/dual_clip_fraction")),
+    ("Staleness", ("rollout/age_mean_versions", "rollout/age_max_versions")),
+    ("Turns and tool calls", ("rollout/turns_mean", "rollout/tool_calls_mean", "rollout/tool_errors_fraction")),
+    ("Critic", ("critic/explained_variance",)),
+    ("Supervised loss", ("loss/sft",)),
+    ("Throughput", ("throughput/tokens_per_s",)),
+    ("Time of a step", ("time/step_s",)),
+    ("Metrics of plug-ins", (r"own/.*",)),
+)
+"""Title of each chart, and regular expressions of its metrics."""
+MAX_POINTS = 600  # points of one curve; of longer curves, the extremes of equal intervals are kept
+MAX_COLUMNS = 60  # columns of a distribution
+NUM_BINS = 14  # rows of a distribution
+SPENT = ("engine", "megatron", "critic", "sync_engine", "reward", "controller")
+INTERVAL_Z = 1.96  # normal quantile of a 95 % interval
+
+
+def learning_charts(run: RecordedRun) -> list[dict[str, Any]]:
+    """Return the charts of one run. A chart without values is left out."""
+    names = sorted({name for values in (*run.metrics.values(), *run.evaluations.values()) for name in values})
+    charts = []
+    for title, patterns in CHARTS:
+        chosen = [name for pattern in patterns for name in names if re.fullmatch(pattern, name)]
+        series = [one for name in chosen if (one := _series(run, name, _label(name)))["points"]]
+        if series:
+            charts.append(_chart(title, chosen[0], series))
+    return charts
+
+
+def overlaid_charts(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return charts with one curve for each run: the first metric of each chart that the runs recorded."""
+    charts = []
+    for title, patterns in CHARTS:
+        names = {
+            name for run in runs for values in (*run.metrics.values(), *run.evaluations.values()) for name in values
+        }
+        for name in [name for pattern in patterns for name in sorted(names) if re.fullmatch(pattern, name)][:2]:
+            series = [
+                _series(run, name, label) | {"run": n} for n, (run, label) in enumerate(zip(runs, labels, strict=True))
+            ]
+            if any(one["points"] for one in series):
+                charts.append(_chart(f"{title}: {_label(name)}", name, series))
+    return charts
+
+
+def _chart(title: str, name: str, series: list[dict[str, Any]]) -> dict[str, Any]:
+    meaning, unit, good = describe(name)
+    return {"title": title, "unit": unit, "meaning": meaning, "good": good, "series": series}
+
+
+def describe(name: str) -> tuple[str, str, str]:
+    """Return (meaning, unit, what a good value looks like) of a metric; empty texts if it is not declared."""
+    try:
+        metric = declared.find(name)
+    except ValueError:
+        return "", "", ""
+    return metric.meaning, metric.unit, str(getattr(metric, "good", ""))
+
+
+def _label(name: str) -> str:
+    try:
+        return declared.label(name)
+    except ValueError:
+        return name
+
+
+def _series(run: RecordedRun, name: str, label: str) -> dict[str, Any]:
+    points = thinned(sorted(run.series(name).items()))
+    rounded = [[step, _rounded(value)] for step, value in points]
+    rows = run.setting("trainer.eval_rows")
+    if name.startswith("eval/") and isinstance(rows, int) and all(0 <= value <= 1 for _, value in points):
+        rounded = [[step, _rounded(value), *map(_rounded, interval(value, rows))] for step, value in points]
+    return {"name": name, "label": label, "points": rounded}
+
+
+def interval(mean: float, rows: int) -> tuple[float, float]:
+    """Return the Wilson interval (95 %) of a mean of `rows` rewards between 0 and 1.
+
+    Rewards between 0 and 1 vary most if they are 0 or 1, so for other rewards the interval is too wide, and never too narrow.
+    """
+    z2 = INTERVAL_Z**2
+    centre = (mean + z2 / (2 * rows)) / (1 + z2 / rows)
+    half = INTERVAL_Z / (1 + z2 / rows) * math.sqrt(mean * (1 - mean) / rows + z2 / (4 * rows**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
+    """Return at most about `most` points: the smallest and the largest of each of `most / 2` intervals, and both ends."""
+    if len(points) <= most:
+        return list(points)
+    kept = {points[0], points[-1]}
+    for part in np.array_split(np.arange(len(points)), most // 2):
+        inside = [points[i] for i in part]
+        kept |= {min(inside, key=lambda point: point[1]), max(inside, key=lambda point: point[1])}
+    return sorted(kept)
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def time_chart(run: RecordedRun) -> dict[str, Any] | None:
+    """Return the seconds of each phase, averaged over at most MAX_COLUMNS groups of steps, and each part of spent/*.
+
+    Returns None if no step was recorded.
+    """
+    steps = [step for step, values in run.metrics.items() if "time/step_s" in values]
+    if not steps:
+        return None
+    names = {name for step in steps for name in run.metrics[step] if re.fullmatch(r"time/\w+_s", name)}
+    names -= {"time/step_s"}
+    columns = np.array_split(np.array(steps), min(MAX_COLUMNS, len(steps)))
+    phases = {
+        name[5:-2]: [_mean(run.metrics[int(step)].get(name, 0.0) for step in column) for column in columns]
+        for name in sorted(names, key=lambda name: -_mean(run.metrics[step].get(name, 0.0) for step in steps))
+    }
+    step_s = _mean(run.metrics[step]["time/step_s"] for step in steps)
+    spent = {
+        part: _mean(run.metrics[step].get(f"spent/{part}_s", 0.0) for step in steps)
+        for part in SPENT
+        if any(f"spent/{part}_s" in run.metrics[step] for step in steps)
+    }
+    return {
+        "steps": [[int(column[0]), int(column[-1])] for column in columns],
+        "phases": phases,
+        "step_s": step_s,
+        "spent": spent,
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = [value for value in values if math.isfinite(value)]
+    return float(f"{sum(found) / len(found):.5g}") if found else 0.0
+
+
+def distributions(run: RecordedRun) -> list[dict[str, Any]]:
+    """Return how lengths and rewards are distributed in each step."""
+    lengths: Mapping[int, Sequence[float]] = run.lengths
+    source = "all trained responses"
+    if not any(lengths.values()):
+        lengths, source = _sampled(run, "num_tokens"), "the kept samples"
+    found = [
+        ("Sampled tokens of a response", source, lengths),
+        ("Reward of a response", "the kept samples", _sampled(run, "reward")),
+    ]
+    return [chart for title, of, values in found if (chart := _distribution(f"{title}, of {of}", values))]
+
+
+def _sampled(run: RecordedRun, name: str) -> dict[int, list[float]]:
+    return {
+        step: [one[name] for one in samples if isinstance(one.get(name), int | float)] for step, samples in run.samples
+    }
+
+
+def _distribution(title: str, values: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:
+    steps = [step for step in values if values[step]]
+    if not steps:
+        return None
+    columns = np.array_split(np.array(steps), min(MAX_COLUMNS, len(steps)))
+    everything = np.concatenate([values[step] for step in steps])
+    low, high = float(everything.min()), float(everything.max())
+    edges = np.linspace(low, high if high > low else low + 1, NUM_BINS + 1)
+    counts = [np.histogram(np.concatenate([values[int(s)] for s in column]), edges)[0].tolist() for column in columns]
+    return {
+        "title": title,
+        "steps": [[int(column[0]), int(column[-1])] for column in columns],
+        "edges": [float(f"{edge:.5g}") for edge in edges],
+        "counts": counts,
+    }
+
+
+def metric_rows(run: RecordedRun) -> list[list[Any]]:
+    """Return [name, first value, last value, smallest, largest, unit, meaning, what is good] of each metric."""
+    names = sorted({name for values in (*run.metrics.values(), *run.evaluations.values()) for name in values})
+    rows = []
+    for name in names:
+        values = list(run.series(name).values())
+        meaning, unit, good = describe(name)
+        numbers = map(_rounded, (values[0], values[-1], min(values), max(values)))
+        rows.append([name, *numbers, unit, meaning, good])
+    return rows

@@ -1,0 +1,124 @@
+"""Where a run comes from: its changed config keys, starts, hosts and packages, and the commands with which to go on."""
+
+import json
+import shlex
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mrl.config.secrets import redacted
+from mrl.config.validate import key_fields, structured_schema
+from mrl.tracking.report.recorded_run import RecordedRun
+
+MAIN_PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "mrl")
+MISSING = object()
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Return the default of every key of the schema."""
+    container = OmegaConf.to_container(structured_schema(), resolve=False, enum_to_str=True)
+    return {key: _at(container, key) for key, _ in key_fields()}
+
+
+def _at(node: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return MISSING
+        node = node[part]
+    return node
+
+
+def changed_keys(run: RecordedRun) -> list[dict[str, Any]]:
+    """Return {key, value, default, given, meaning} of each key whose value is not the schema's default.
+
+    `given`: whether the command line sets the key. Other changed keys come from the files of config groups.
+    """
+    given = {word.lstrip("+").partition("=")[0] for word in run.overrides}
+    meanings = {key: field.metadata.get("description", "") for key, field in key_fields()}
+    found = []
+    for key, default in _defaults().items():
+        value = _at(run.config, key)
+        if value is MISSING or _text(value) == _text(default):
+            continue
+        is_given = any(word == key or word.startswith(f"{key}.") for word in given)
+        found.append(dict(key=key, value=_text(value), default=_text(default), given=is_given, meaning=meanings[key]))
+    return sorted(found, key=lambda each: (not each["given"], each["key"]))
+
+
+def _text(value: Any) -> str:
+    if value is MISSING or value == "???":
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def settings(run: RecordedRun) -> dict[str, str]:
+    """Return all keys of the run's config with their values as text."""
+    values = {key: _at(run.config, key) for key in _defaults()}
+    return {key: _text(value) for key, value in redacted(values).items() if value is not MISSING}
+
+
+def provenance(run: RecordedRun) -> dict[str, Any]:
+    """Return everything about the origin of the run, as JSON values."""
+    start, packages = run.start, run.start.get("packages") or {}
+    chosen = {name: packages[name] for name in MAIN_PACKAGES if name in packages}
+    return {
+        "folder": str(run.folder.resolve()),
+        "command": command(run),
+        "commit": start.get("commit"),
+        "changed_files": start.get("changed_files"),
+        "hosts": start.get("hosts") or [],
+        "packages": chosen | {name: version for name, version in sorted(packages.items()) if name not in chosen},
+        "events": [
+            {name: event.get(name) for name in ("event", "time", "step", "outcome", "error", "commit")}
+            for event in run.events
+        ],
+        "outcome": run.outcome,
+        "error": run.error,
+        "changed": changed_keys(run),
+        "next": next_commands(run),
+        "trace": "timeline.json" if (run.folder / "timeline.json").exists() else None,
+    }
+
+
+def command(run: RecordedRun) -> str:
+    """Return the command that started the run; "" if it was not recorded."""
+    if recorded := run.start.get("command"):
+        return str(recorded)
+    return shlex.join(["mrl", "train", *(word.lstrip("+") for word in run.overrides)]) if run.overrides else ""
+
+
+def next_commands(run: RecordedRun) -> list[dict[str, str]]:
+    """Return {title, command} of the commands with which to go on. The first one suits the outcome of the run."""
+    folder = str(run.folder)
+    own = [word.lstrip("+") for word in run.overrides]
+    own = [word for word in own if word.partition("=")[0] not in ("run.dir", "trainer.max_steps")]
+    steps = run.setting("trainer.max_steps", 0)
+    more = (
+        [f"trainer.max_steps={2 * steps}"]
+        if run.outcome == "finished" and steps
+        else [f"trainer.max_steps={steps}"]
+        if steps
+        else []
+    )
+    commands = {
+        "Continue the run": ["train", *own, f"run.dir={folder}", *more],
+        "Read the worst samples": ["samples", folder, "--worst"],
+        "Merge the timeline": ["timeline", folder],
+        "Refresh this page while the run goes on": ["report", folder, "--watch"],
+    }
+    if (run.folder / "hf").is_dir():
+        commands["Measure the trained model"] = [
+            "evaluate",
+            *[word for word in own if word.startswith(("experiment=", "data.", "reward"))],
+            f"model.path={folder}/hf",
+        ]
+    elif (run.folder / "checkpoints").is_dir():
+        commands["Convert the last checkpoint to Hugging Face format"] = [
+            "convert",
+            "to-hf",
+            f"{folder}/checkpoints",
+            f"{folder}/hf",
+        ]
+    return [{"title": title, "command": shlex.join(["mrl", *words])} for title, words in commands.items()]

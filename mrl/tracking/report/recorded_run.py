@@ -1,0 +1,193 @@
+"""Reads everything that a run directory records, for the page of `mrl report`. Missing files count as not recorded."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from mrl.checkpoint.run_dir import OUTPUTS, check_not_in_use, read_run_record
+from mrl.core.jsonl import check_lines
+from mrl.core.metrics import Metrics
+from mrl.core.run_errors import StartError
+from mrl.core.sample_file import SAMPLES_FILE
+from mrl.tracking import timeline_summary
+
+logger = logging.getLogger(__name__)
+
+STARTS_FILE = "starts.jsonl"
+LOG_FILE = "mrl.log"
+MAX_LOG_BYTES = 200_000  # part of the log, from its end, in which an error is searched
+Sample = dict[str, Any]  # one sample of samples.jsonl
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run directory contains, in the order of the steps."""
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)  # {} if it was not recorded
+    metrics: dict[int, Metrics] = field(default_factory=dict)  # step -> metrics
+    evaluations: dict[int, Metrics] = field(default_factory=dict)  # step -> metrics eval/*
+    samples: list[tuple[int, list[Sample]]] = field(default_factory=list)  # (step, samples of the step, best first)
+    lengths: dict[int, list[int]] = field(default_factory=dict)  # step -> sampled tokens of each trained response
+    events: list[dict[str, Any]] = field(default_factory=list)  # lines of STARTS_FILE
+    overrides: list[str] = field(default_factory=list)  # overrides of the command line
+    timeline: list[str] = field(default_factory=list)  # summary of the timeline
+    damaged: list[str] = field(default_factory=list)  # which files have damaged lines
+    is_running: bool = False
+    logged_error: str = ""  # last error in the log
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run and of its folder."""
+        name, folder = str(self.config.get("run", {}).get("name", "")), self.folder.resolve().name
+        return f"{name} {folder}".strip() if name != folder else name
+
+    @property
+    def last(self) -> Metrics:
+        """Return the metrics of the last step; {} before the first one."""
+        return self.metrics[max(self.metrics)] if self.metrics else {}
+
+    @property
+    def outcome(self) -> str:
+        """Return how the run ended: "running", "finished", "failed", another outcome of STARTS_FILE, or "not recorded"."""
+        if self.is_running:
+            return "running"
+        ended = self.events[-1].get("outcome") if self.events and self.events[-1].get("event") == "end" else None
+        return str(ended) if ended else "failed" if self.logged_error and not self.metrics else "not recorded"
+
+    @property
+    def error(self) -> str:
+        """Return the error that ended the run, or ""."""
+        if self.is_running or self.outcome in ("finished", "preempted", "not recorded"):
+            return ""
+        return str((self.events[-1].get("error") if self.events else "") or self.logged_error)
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """Return the latest start or resume: commit, packages, hosts, command. {} if it was not recorded."""
+        return next((event for event in reversed(self.events) if event.get("event") in ("start", "resume")), {})
+
+    @property
+    def resumed_steps(self) -> list[int]:
+        """Return the steps after which the run was resumed."""
+        return [int(event.get("step") or 0) for event in self.events if event.get("event") == "resume"]
+
+    def series(self, name: str) -> dict[int, float]:
+        """Return the values of a metric by step. Steps without a finite value are left out."""
+        steps = self.evaluations if name.startswith("eval/") else self.metrics
+        return {step: values[name] for step, values in steps.items() if values.get(name) is not None}
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return the value of a dotted config key, or `default` if it was not recorded."""
+        node: Any = self.config
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        return default if node is None else node
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """Read a run directory. Raises ValueError if the folder is no run directory."""
+    damaged: list[str] = []
+    known = (*OUTPUTS, STARTS_FILE, SAMPLES_FILE, LOG_FILE)
+    if not any((folder / name).exists() for name in known):
+        raise ValueError(
+            f"{folder}: not the folder of a run: expected a folder with one of {', '.join(known)}. Name the run.dir of "
+            "`mrl train`, or the folder of a sweep."
+        )
+    samples = _steps(folder / SAMPLES_FILE, damaged)
+    ledger = _steps(folder / "ledger.jsonl", damaged)
+    return RecordedRun(
+        folder,
+        config=_read_config(folder, damaged),
+        metrics={step: _numbers(line) for step, line in _steps(folder / "metrics.jsonl", damaged)},
+        evaluations={step: _numbers(line) for step, line in _steps(folder / "eval.jsonl", damaged)},
+        samples=[(step, [one for one in line.get("samples", []) if isinstance(one, dict)]) for step, line in samples],
+        lengths={step: [length for group in line.get("lengths", []) for length in group] for step, line in ledger},
+        events=list(_events(folder / STARTS_FILE)),
+        overrides=_read_overrides(folder),
+        timeline=_timeline_sentences(folder),
+        damaged=damaged,
+        is_running=is_running(folder),
+        logged_error=_last_error(folder / LOG_FILE),
+    )
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a process of this host writes to the run directory."""
+    try:
+        check_not_in_use(folder)
+    except StartError:
+        return True
+    except OSError:  # a folder that cannot be written
+        return False
+    return False
+
+
+def _steps(path: Path, damaged: list[str]) -> list[tuple[int, dict[str, Any]]]:
+    """Return (step, line) of the intact lines in order. Adds the file to `damaged` if lines are damaged or missing."""
+    if not path.exists():
+        return []
+    checked, found = check_lines(path), {}
+    if lost := len(set(checked.lost_steps)) or len(checked.damaged):
+        damaged.append(f"{path.name}: {lost} damaged or missing lines")
+    for step, line in checked.lines:
+        content = _parsed(line)
+        if content is not None:
+            found[step] = content
+    return sorted(found.items())
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        content = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _numbers(line: dict[str, Any]) -> Metrics:
+    return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        yield from (content for line in path.read_bytes().splitlines() if (content := _parsed(line)) is not None)
+
+
+def _read_config(folder: Path, damaged: list[str]) -> dict[str, Any]:
+    try:
+        return dict((read_run_record(folder) or {}).get("config") or {})
+    except ValueError:
+        damaged.append("run.json")
+        return {}
+
+
+def _read_overrides(folder: Path) -> list[str]:
+    path = folder / "hydra" / "overrides.yaml"
+    try:
+        return [str(word) for word in yaml.safe_load(path.read_text()) or []] if path.exists() else []
+    except (yaml.YAMLError, OSError, UnicodeDecodeError):
+        return []
+
+
+def _timeline_sentences(folder: Path) -> list[str]:
+    try:
+        return timeline_summary.sentences(folder)
+    except (ValueError, OSError, KeyError, json.JSONDecodeError):
+        return []
+
+
+def _last_error(path: Path) -> str:
+    """Return the last line of the log that reports an error, or ""."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line.strip()[:2000] for line in reversed(lines) if " ERROR" in line or line.startswith("mrl: ")), "")

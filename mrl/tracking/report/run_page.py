@@ -1,0 +1,40 @@
+"""The data of the page of one run."""
+
+import time
+from typing import Any
+
+from mrl.tracking.report.answers import answers, health, idle_text, time_text
+from mrl.tracking.report.charts import distributions, learning_charts, metric_rows, time_chart
+from mrl.tracking.report.page import samples_budget
+from mrl.tracking.report.provenance import provenance
+from mrl.tracking.report.recorded_run import RecordedRun
+from mrl.tracking.report.sample_table import sample_table
+
+
+def run_data(run: RecordedRun, reload_s: int = 0) -> dict[str, Any]:
+    """Return the data of the page. The page loads itself again after `reload_s` seconds; 0 stands for never."""
+    data: dict[str, Any] = {
+        "kind": "run",
+        "title": run.name,
+        "subtitle": _subtitle(run),
+        "written": time.time(),
+        "reload_s": reload_s,
+        "health": health(run),
+        "answers": answers(run),
+        "charts": learning_charts(run),
+        "resumes": run.resumed_steps,
+        "time": time_chart(run),
+        "sentences": [text for text in (time_text(run), idle_text(run)) if text] + run.timeline,
+        "has_timeline": bool(run.timeline),
+        "distributions": distributions(run),
+        "metrics": metric_rows(run),
+        "provenance": provenance(run),
+        "damaged": run.damaged,
+    }
+    return data | {"samples": sample_table(run, samples_budget(data))}
+
+
+def _subtitle(run: RecordedRun) -> str:
+    model = str(run.setting("model.path", "")).rstrip("/").rpartition("/")[2]
+    words = [f"{len(run.metrics)} steps", f"model {model}" if model else "", f"outcome: {run.outcome}"]
+    return " · ".join(word for word in words if word)

@@ -1,0 +1,134 @@
+"""The samples of a run as a compact table for a page, within a limit of bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from mrl.tracking.report.recorded_run import RecordedRun, Sample
+
+COLUMNS = (
+    "step",
+    "prompt",  # index in `prompts`
+    "response",
+    "reward",
+    "group",
+    "num_tokens",
+    "weight_version",
+    "truncated",
+    "row",
+    "source",
+    "parts",
+    "failure",
+    "turns",
+    "uniform",  # whether all kept responses of the group have the same reward
+    "rank",  # position among the samples of the step; 0 is the best
+    "last",  # position of the worst sample of the step
+)
+"""Columns of the table."""
+TOKEN_FIELDS = ("logprobs", "trainer_logprobs", "advantages", "versions", "trained")
+TEXT_SHARE = 0.6  # part of the limit for texts; tokens get the rest
+
+
+def sample_table(run: RecordedRun, limit_bytes: int) -> dict[str, Any]:
+    """Return the samples as {columns, prompts, rows, tokens, left_out}, of at most about `limit_bytes` bytes of JSON.
+
+    If not all samples fit, the best and the worst samples of each step are kept first. Tokens with their values are kept for
+    the newest steps first. `left_out` says in a sentence what is missing.
+    """
+    candidates = [
+        (abs_rank, step, rank, len(samples) - 1, sample, uniform)
+        for step, samples in run.samples
+        for (abs_rank, rank, sample, uniform) in _ranked(samples)
+    ]
+    candidates.sort(key=lambda each: (each[0], -each[1]))
+    total, prompts, chosen, size = len(candidates), {}, [], 0
+    for _, step, rank, last, sample, uniform in candidates:
+        row = _row(step, rank, last, sample, uniform)
+        size += len(orjson.dumps(row)) + (0 if row[1] in prompts else len(orjson.dumps(row[1])))
+        if size > limit_bytes * TEXT_SHARE:
+            break
+        prompts.setdefault(row[1], len(prompts))
+        row[1] = prompts[row[1]]
+        chosen.append((row, sample))
+    chosen.sort(key=lambda each: (-each[0][0], each[0][COLUMNS.index("rank")]))
+    tokens = _tokens([sample for _, sample in chosen], limit_bytes - min(size, int(limit_bytes * TEXT_SHARE)))
+    return {
+        "columns": COLUMNS,
+        "prompts": list(prompts),
+        "rows": [row for row, _ in chosen],
+        "tokens": tokens,
+        "left_out": _left_out_text(run, total, chosen, tokens),
+    }
+
+
+def _ranked(samples: Sequence[Sample]) -> list[tuple[int, int, Sample, bool]]:
+    """Return (priority, rank, sample, whether its group has equal rewards). The best and the worst have the priority 0."""
+    rewards: dict[Any, set[float]] = {}
+    for sample in samples:
+        rewards.setdefault(group_of(sample), set()).add(sample.get("reward", 0.0))
+    counts: dict[Any, int] = {}
+    for sample in samples:
+        counts[group_of(sample)] = counts.get(group_of(sample), 0) + 1
+    found = []
+    for rank, sample in enumerate(samples):
+        group = group_of(sample)
+        uniform = counts[group] > 1 and len(rewards[group]) == 1
+        found.append((min(rank, len(samples) - 1 - rank), rank, sample, uniform))
+    return found
+
+
+def group_of(sample: Sample) -> Any:
+    """Return what identifies the group of a sample in its step: its number, or its prompt in files without numbers."""
+    return sample["group"] if sample.get("group") is not None else sample.get("prompt", "")
+
+
+def _row(step: int, rank: int, last: int, sample: Sample, uniform: bool) -> list[Any]:
+    values = {name: sample.get(name) for name in COLUMNS} | dict(step=step, rank=rank, last=last, uniform=int(uniform))
+    values["prompt"] = str(sample.get("prompt", ""))
+    values["truncated"] = int(bool(sample.get("truncated")))
+    values["parts"] = sample.get("parts") or None
+    values["turns"] = [_turn(turn) for turn in sample.get("turns") or [] if isinstance(turn, dict)] or None
+    return [values[name] for name in COLUMNS]
+
+
+def _turn(turn: dict[str, Any]) -> list[str]:
+    return [str(turn.get("role", "")), str(turn.get("text", ""))]
+
+
+def _tokens(samples: Sequence[Sample], limit_bytes: int) -> dict[str, Any]:
+    """Return {index of the sample: its tokens and their values} of the first samples that fit."""
+    found, size = {}, 0
+    for index, sample in enumerate(samples):
+        tokens = sample.get("tokens")
+        if not isinstance(tokens, list) or not tokens:
+            continue
+        entry = {"tokens": tokens} | {
+            name: _short(sample[name]) for name in TOKEN_FIELDS if isinstance(sample.get(name), list)
+        }
+        size += len(orjson.dumps(entry))
+        if size > limit_bytes:
+            break
+        found[str(index)] = entry
+    return found
+
+
+def _short(values: list[Any]) -> Any:
+    """Return rounded values, or one value if all are equal."""
+    rounded = [round(value, 3) if isinstance(value, float) else value for value in values]
+    return rounded[0] if rounded and all(value == rounded[0] for value in rounded) else rounded
+
+
+def _left_out_text(
+    run: RecordedRun, total: int, chosen: Sequence[tuple[list[Any], Sample]], tokens: dict[str, Any]
+) -> str:
+    if not total:
+        return "No samples were recorded (tracking.samples_per_step)."
+    shown = f"{len(chosen):,} of the {total:,} samples that the run kept are on this page"
+    reason = "; the others are left out to keep it small. `mrl samples` shows all." if len(chosen) < total else "."
+    recorded = sum(1 for _, sample in chosen if sample.get("tokens"))
+    if not recorded:
+        return f"{shown}{reason} The values of tokens were not recorded."
+    return f"{shown}{reason} {len(tokens):,} of them have the values of their tokens" + (
+        ", those of the newest steps." if len(tokens) < recorded else "."
+    )

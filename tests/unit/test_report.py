@@ -1,0 +1,128 @@
+"""The page of `mrl report`: what it says about runs, and that no content of a run can break it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.commands.report import main, page_data
+from mrl.core.jsonl import JsonLinesFile, write_json
+from mrl.tracking.report.charts import interval, thinned
+from mrl.tracking.report.page import PAGE_BYTES, render
+
+
+def make_run(folder: Path, steps: int = 3, config=None, samples=(), **metrics) -> Path:
+    """Write the files of a run."""
+    folder.mkdir()
+    write_json(folder / "run.json", {"command": "train", "config": {"run": {"name": "toy"}, **(config or {})}})
+    file, kept = JsonLinesFile(folder / "metrics.jsonl"), JsonLinesFile(folder / "samples.jsonl", 1 << 60)
+    for step in range(1, steps + 1):
+        values = {"reward/mean": 0.0, "time/step_s": 2.0, "spent/engine_s": 1.5, "spent/controller_s": 0.5}
+        file.write(step, values | {name.replace("__", "/"): value for name, value in metrics.items()})
+        if samples:
+            kept.write(step, {"samples": list(samples)})
+    return folder
+
+
+def answer(data, question: str) -> str:
+    """Return the answer whose question contains a text."""
+    return next(each["text"] for each in data["answers"] if question in each["question"])
+
+
+def test_a_reward_of_0_is_explained_by_truncation_and_names_the_key(tmp_path):
+    config = {"rollout": {"max_response_tokens": 7}}
+    data = page_data([make_run(tmp_path / "run", config=config, rollout__truncated_fraction=1.0)])
+    assert "rollout.max_response_tokens=7" in answer(data, "Why is the reward")
+    assert data["health"]["state"] == "bad" and "truncated" in " ".join(data["health"]["lines"])
+
+
+def test_a_reward_of_0_is_explained_by_rewards_that_failed(tmp_path):
+    sample = {"prompt": "p", "response": "r", "reward": 0.0, "failure": "KeyError: 'answer'"}
+    data = page_data([make_run(tmp_path / "run", samples=[sample], reward__failed_fraction=1.0)])
+    assert "KeyError: 'answer'" in answer(data, "Why is the reward")
+
+
+def test_what_takes_the_time_is_the_largest_part_of_the_steps(tmp_path):
+    data = page_data([make_run(tmp_path / "run")])
+    assert "75%, is sampling in the engines" in answer(data, "What takes the time")
+    assert "Not recorded" in answer(data, "Which rank is slow")
+
+
+def test_no_text_of_a_sample_can_end_the_script_of_the_page(tmp_path):
+    evil = "</script><script>alert(1)</script>\u2028\x00\x1b[31m"
+    page = render(page_data([make_run(tmp_path / "run", samples=[{"prompt": evil, "response": evil, "reward": 1.0}])]))
+    text = page.split(b'type="application/json">')[1].split(b"</script>")[0]
+    assert json.loads(text)["samples"]["prompts"] == [evil]
+
+
+def test_a_folder_that_is_no_run_is_an_error_with_a_hint(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2 and "expected a folder with" in capsys.readouterr().err
+    assert main(["a", "b", "c"]) == 2 and main([str(tmp_path / "gone")]) == 2
+
+
+def test_a_run_that_failed_before_its_first_step_says_so(tmp_path):
+    folder = make_run(tmp_path / "run", steps=0)
+    end = {"event": "end", "time": 1, "step": 0, "outcome": "failed", "error": "out of memory"}
+    (folder / "starts.jsonl").write_text(json.dumps(end) + "\nnot json\n")
+    data = page_data([folder])
+    assert (
+        data["health"]["headline"] == "The run failed before its first step."
+        and "out of memory" in data["health"]["lines"][0]
+    )
+
+
+def test_damaged_lines_and_nan_are_reported_and_do_not_break_the_page(tmp_path):
+    folder = make_run(tmp_path / "run", steps=5, optim__grad_norm=float("nan"))
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([lines[0], b"{broken\n", *lines[2:]]))
+    data = page_data([folder])
+    assert len(data["charts"][0]["series"][0]["points"]) == 4 and "metrics.jsonl" in answer(data, "Did anything fail")
+    assert render(data)
+
+
+def test_a_large_run_stays_within_the_limit_and_says_what_is_left_out(tmp_path):
+    tokens = [f"t{n}" for n in range(100)]
+    samples = [
+        {
+            "prompt": f"question {n} " * 20,
+            "response": "word " * 150,
+            "reward": 1 - n / 100,
+            "group": n,
+            "tokens": tokens,
+        }
+        | {"logprobs": [-0.1 * k for k in range(100)]}
+        for n in range(100)
+    ]
+    data = page_data([make_run(tmp_path / "run", steps=100, samples=samples)])
+    assert len(render(data)) <= PAGE_BYTES and "of the 10,000 samples" in data["samples"]["left_out"]
+    steps = {row[0] for row in data["samples"]["rows"]}
+    assert len(steps) == 100 and data["samples"]["tokens"]
+
+
+def test_two_runs_are_compared_by_config_reward_and_samples(tmp_path):
+    sample = {"prompt": "same", "response": "r", "reward": 0.0}
+    first = make_run(tmp_path / "a", config={"optim": {"lr": 1e-4}}, samples=[sample])
+    second = make_run(tmp_path / "b", config={"optim": {"lr": 3e-4}}, samples=[sample], reward__mean=1.0)
+    data = page_data([first, second])
+    assert answer(data, "What changed") == "optim.lr from 0.0001 to 0.0003." and data["step"] == 3
+    assert answer(data, "higher reward").startswith("toy b") and [pair["prompt"] for pair in data["pairs"]] == ["same"]
+
+
+def test_a_sweep_names_the_best_point_and_what_matters(tmp_path):
+    points = [(f"optim.lr={lr}", f"run.seed={seed}") for lr in (1, 2) for seed in (0, 1)]
+    write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
+    for n, reward in enumerate((0.1, 0.2, 0.8, 0.9)):
+        write_json(make_run(tmp_path / str(n), reward__mean=reward) / "status.json", {"status": 0, "seconds": 1.0})
+    data = page_data([tmp_path])
+    assert data["best"] == 3 and data["effects"][0][0] == "optim.lr" and data["effects"][0][1] == pytest.approx(0.98)
+    assert render(data)
+
+
+def test_thinned_curves_keep_both_ends_and_the_extremes():
+    points = [(step, 100.0 if step == 777 else 0.0) for step in range(10_000)]
+    kept = thinned(points)
+    assert len(kept) <= 602 and {points[0], points[777], points[-1]} <= set(kept)
+
+
+def test_the_interval_of_a_mean_is_wilsons():
+    assert interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
