@@ -75,14 +75,14 @@ def test_10000_samples_open_quickly_and_can_be_filtered_coloured_and_read_by_key
     page, seen = open_page(browser, large)
     page.wait_for_selector("[role=option]")
     assert time.monotonic() - start < 10 and page.locator("[role=option]").count() < 60
-    page.get_by_label("Step").select_option("7")
-    page.get_by_label("Search").fill("a42")
+    page.get_by_label("Step", exact=True).select_option("7")
+    page.get_by_label("Search", exact=True).fill("a42")
     assert page.locator("[role=option]").count() == 1 and "step=7" in page.url and "q=a42" in page.url
     page.get_by_label("Colour of tokens").select_option("logprobs")
     assert page.locator(".token").count() == 2
-    page.get_by_label("Search").fill("")
+    page.get_by_label("Search", exact=True).fill("")
     page.locator("[role=listbox]").focus()
     page.keyboard.press("ArrowDown")
     assert page.locator("[aria-selected=true]").get_attribute("aria-posinset") == "2"
     page.reload()
-    assert page.get_by_label("Step").input_value() == "7" and seen == []
+    assert page.get_by_label("Step", exact=True).input_value() == "7" and seen == []

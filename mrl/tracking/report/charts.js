@@ -91,5 +91,5 @@ function table(name, heads, rows, best) {
   const fill = (order) => body.replaceChildren(...order.map((row) => el("tr", { class: row === rows[best] ? "best" : null }, ...row.map(cell)))); let up = false;
   const sort = (i) => { up = !up; fill([...rows].sort((a, b) => (typeof a[i] === "number" && typeof b[i] === "number" ? a[i] - b[i] : String(a[i] ?? "").localeCompare(String(b[i] ?? ""), "en", { numeric: true })) * (up ? 1 : -1))); };
   fill(rows);
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": name }, el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((head, i) => el("th", { scope: "col" }, el("button", { type: "button", onclick: () => sort(i) }, head))))), body));
+  return el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": name }, el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((head, i) => el("th", { scope: "col" }, el("button", { type: "button", onclick: () => sort(i) }, head))))), body));
 }

@@ -8,7 +8,7 @@ function samplesBrowser(table, state, changed) {
   const prompt = (i) => table.prompts[get(i, "prompt")], texts = rows.map((_, i) => null), text = (i) => texts[i] ??= `${prompt(i)}\n${get(i, "response") ?? ""}`.toLowerCase();
   let found = [], chosen = 0;
   const count = el("p", { class: "soft", "aria-live": "polite" }), space = el("div", { role: "presentation" }), list = el("div", { class: "list", role: "listbox", tabindex: 0, "aria-label": "Samples" }, space), detail = el("div", { "aria-live": "polite" });
-  const control = (name, label, node) => { node.value = state[name] ?? (node.tagName === "SELECT" ? node.options[0].value : ""); node.addEventListener("input", () => { state[name] = node.value; changed(); filter(); }); return el("label", {}, label, node); };
+  const control = (name, label, node) => { node.setAttribute("aria-label", label); node.value = state[name] ?? (node.tagName === "SELECT" ? node.options[0].value : ""); node.addEventListener("input", () => { state[name] = node.value; changed(); filter(); }); return el("label", {}, label, node); };
   const select = (choices) => el("select", {}, ...choices.map(([value, label]) => el("option", { value }, label)));
   const unique = (name) => [...new Set(rows.map((r) => r[at[name]]))].filter((v) => v !== null);
   const same = (a, b) => get(a, "step") === get(b, "step") && (get(a, "group") ?? get(a, "prompt")) === (get(b, "group") ?? get(b, "prompt"));
