@@ -105,20 +105,14 @@ def next_commands(run: RecordedRun) -> list[dict[str, str]]:
     commands = {
         "Continue the run": ["train", *own, f"run.dir={folder}", *more],
         "Read the worst samples": ["samples", folder, "--worst"],
-        "Merge the timeline": ["timeline", folder],
         "Refresh this page while the run goes on": ["report", folder, "--watch"],
     }
+    if run.timeline:
+        commands["Merge the timeline"] = ["timeline", folder]
     if (run.folder / "hf").is_dir():
         commands["Measure the trained model"] = [
             "evaluate",
             *[word for word in own if word.startswith(("experiment=", "data.", "reward"))],
             f"model.path={folder}/hf",
-        ]
-    elif (run.folder / "checkpoints").is_dir():
-        commands["Convert the last checkpoint to Hugging Face format"] = [
-            "convert",
-            "to-hf",
-            f"{folder}/checkpoints",
-            f"{folder}/hf",
         ]
     return [{"title": title, "command": shlex.join(["mrl", *words])} for title, words in commands.items()]
