@@ -46,8 +46,8 @@ setup: ## create or update .venv from LOCK (default: requirements.txt; on a clus
 
 # The CPU lock is the GPU lock without the packages that only a GPU can use. Both locks have the same versions.
 lock: setup ## resolve both locks from setup.py; with UPGRADE=--upgrade, take the newest versions that setup.py allows
-	$(COMPILE) setup.py --extra train --extra dev --extra optuna --extra gpu $(UPGRADE) -o requirements-gpu.txt
-	$(COMPILE) setup.py --extra train --extra dev --extra optuna --override requirements/overrides-cpu.txt -c requirements-gpu.txt -o requirements.txt
+	$(COMPILE) setup.py --extra train --extra dev --extra optuna --extra trackers --extra gpu $(UPGRADE) -o requirements-gpu.txt
+	$(COMPILE) setup.py --extra train --extra dev --extra optuna --extra trackers --override requirements/overrides-cpu.txt -c requirements-gpu.txt -o requirements.txt
 	$(COMPILE) requirements/uv.in $(UPGRADE) -o requirements/uv.txt
 	PATH=".uv/bin:$$PATH" UV_SYSTEM_CERTS=1 scripts/check_wheels.sh uv $(BIN)/python requirements-gpu.txt
 

@@ -60,6 +60,8 @@ EXTRAS = {
         "cuda-toolkit[cccl,crt,nvcc,nvvm]",
     ],
     "optuna": ["optuna>=5,<6"],  # needed by hydra/sweeper=optuna
+    # tracking.backends=[tensorboard,mlflow] and `mrl wandb-report` need these packages.
+    "trackers": ["tensorboard>=2.20,<3", "mlflow-skinny>=3.10,<4", "wandb-workspaces>=0.4.10,<1"],
     "dev": [
         "cosmic-ray>=8.7",  # makes small changes of the code, which unit tests must notice
         "import-linter>=2.5",

@@ -70,7 +70,7 @@ def measure(overrides: Sequence[str], num_blocks: int, steps: int) -> dict[str, 
     hydra_entry.register_schema()
     blocks: dict[str, list[Block]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        fixed = ["experiment=quickstart", "tracking.wandb=false", "trainer.save=false", "tracking.timeline=true"]
+        fixed = ["experiment=quickstart", "tracking.backends=[]", "trainer.save=false", "tracking.timeline=true"]
         more = ["trainer.max_steps=1000000", f"run.dir={folder}"]
         with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
             config = from_hydra(compose("config", [*fixed, *more, *overrides]))

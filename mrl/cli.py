@@ -31,8 +31,8 @@ def missing_packages(command: str, arguments: Sequence[str]) -> list[str]:
     return [name for name in TRAIN_PACKAGES.get(command, ()) if find_spec(name) is None]
 
 
-MODULES = {"import": "import_config"}
-"""Commands whose module has another name, because Python reserves the word."""
+MODULES = {"import": "import_config", "wandb-report": "wandb_report"}
+"""Commands whose module has another name, because the command's name is no name of a Python module."""
 
 
 def usage() -> str:

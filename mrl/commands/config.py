@@ -1,9 +1,10 @@
 """`mrl config`: describes the config keys, and generates the reference pages of keys and metrics."""
 
 import difflib
+import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import EnumType
 from typing import Any, get_args
 
@@ -11,8 +12,8 @@ from omegaconf import OmegaConf
 
 from mrl.config.schema import Config
 from mrl.config.validate import RENAMED_KEYS, bounds_text, section_type
+from mrl.core import metrics
 from mrl.core.installation import CONF
-from mrl.core.metrics import METRICS
 
 USAGE = """usage: mrl config [WORD ...] [--markdown | --metrics]
 
@@ -42,18 +43,16 @@ METRICS_START = """# Metrics
 
 This page is generated: `mrl config --metrics > docs/reference/metrics.md`. The metrics are declared in
 mrl/core/metrics.py. A run writes metrics of evaluation (`eval/*`) to `eval.jsonl` in the run directory, and all other metrics to
-`metrics.jsonl`. With `tracking.wandb`, the run also sends all metrics to wandb.
-
-| metric | unit | meaning |
-|---|---|---|
+`metrics.jsonl`. The run also sends all metrics to the trackers in `tracking.backends`. `mrl wandb-report` makes a
+workspace with the same sections. "Over steps" says how one number is made of several steps, for tables of runs.
 """
-# (name, unit, meaning) of metrics whose names have a variable part <...>
+# (name, meaning) of metrics whose names have a variable part <...>
 METRIC_FAMILIES = (
-    ("time/<phase>_s", "s", "wall time of the phase `<phase>` of the training loop"),
-    ("reward/<part>_mean", "", "mean of the reward's part `<part>`"),
-    ("eval/reward_sampled_<set>", "", "`eval/reward_sampled` for the set `<set>` of data.test_sets"),
-    ("eval/reward_greedy_<set>", "", "`eval/reward_greedy` for the set `<set>` of data.test_sets"),
-    ("own/<name>", "", "metric `<name>` of a user's plug-in"),
+    ("time/<phase>_s", "wall time of the phase `<phase>` of the training loop"),
+    ("reward/<part>_mean", "mean of the reward's part `<part>`"),
+    ("eval/reward_sampled_<set>", "`eval/reward_sampled` for the set `<set>` of data.test_sets"),
+    ("eval/reward_greedy_<set>", "`eval/reward_greedy` for the set `<set>` of data.test_sets"),
+    ("own/<name>", "metric `<name>` of a user's plug-in"),
 )
 
 
@@ -140,8 +139,8 @@ def _default_text(value: Any) -> str:
         return str(value).lower()
     if value is None:
         return "null"
-    if isinstance(value, tuple):
-        return str(list(value))
+    if isinstance(value, tuple | list):
+        return str([getattr(item, "value", item) for item in value])
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -193,12 +192,32 @@ def _markdown_table(entries: list[KeyEntry]) -> list[str]:
 
 def metrics_page() -> str:
     """Return the text of docs/reference/metrics.md."""
-    declared = [(name, metric.unit, metric.meaning) for name, metric in METRICS.items()]
-    rows = [
-        f"| `{name}` | {unit} | {meaning.replace('|', '&#124;')} |"
-        for name, unit, meaning in (*declared, *METRIC_FAMILIES)
+    text = METRICS_START
+    for area, title in metrics.SECTIONS.items():
+        rows = [
+            f"| `{name}` | {metric.unit} | {metric.meaning} | {metric.good} | {metric.reduction} |"
+            for name, metric in [*metrics.METRICS.items(), *_metric_families()]
+            if name.startswith(f"{area}/")
+        ]
+        lines = [
+            "",
+            f"## {title}",
+            "",
+            "| Metric | Unit | Meaning | Good values | Over steps |",
+            "|---|---|---|---|---|",
+            *rows,
+        ]
+        text += "\n".join(lines) + "\n"
+    return text
+
+
+def _metric_families() -> list[tuple[str, metrics.Metric]]:
+    """Return (name, declaration) of the metrics whose names have a variable part <...>."""
+    declared = ((name, metrics.find(re.sub(r"<(\w+)>", r"\1", name))) for name, _ in METRIC_FAMILIES)
+    return [
+        (name, replace(metric, meaning=meaning))
+        for (name, metric), (_, meaning) in zip(declared, METRIC_FAMILIES, strict=True)
     ]
-    return METRICS_START + "\n".join(rows) + "\n"
 
 
 def main(argv: list[str]) -> int:

@@ -137,20 +137,33 @@ class WeightSyncConfig:
     )
 
 
+class TrackingBackend(StrEnum):
+    """Where metrics are logged besides the run directory."""
+
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+    mlflow = "mlflow"
+
+
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Metrics in Weights & Biases (wandb), and responses as text in the terminal and in the run directory."""
+    """Trackers of metrics, and responses as text in the terminal and in the run directory."""
 
-    wandb: bool = key(True, "Whether to log to Weights & Biases. Without an API key it logs offline.")
-    project: str = key("mrl", "Project in wandb.")
+    backends: list[TrackingBackend] = key(
+        lambda: [TrackingBackend.wandb],
+        "Trackers that get all metrics, such as [wandb,tensorboard]. wandb logs offline without an API key. tensorboard writes "
+        "run.dir/tensorboard. mlflow logs to the server of MLFLOW_TRACKING_URI, or else to run.dir/mlflow.",
+    )
+    project: str = key("mrl", "Project in wandb, experiment in MLflow.")
     name: str | None = key(
         None,
-        "Name of the run in wandb. Default: run.name and the name of the run directory, such as quickstart/2026-01-31_12-00-00.",
+        "Name of the run in trackers. Default: run.name and the name of the run directory, such as "
+        "quickstart/2026-01-31_12-00-00.",
     )
     entity: str | None = key(None, "User or team in wandb that owns the run. Default: that of the wandb login.")
-    tags: list[str] = key(list, "Tags of the run in wandb, such as [baseline,lr-test].")
-    notes: str | None = key(None, "Notes on the run in wandb.")
-    group: str | None = key(None, "Group in wandb. A sweep sets it for all its runs.")
+    tags: list[str] = key(list, "Tags of the run in trackers, such as [baseline,lr-test].")
+    notes: str | None = key(None, "Notes on the run in trackers.")
+    group: str | None = key(None, "Group of the run in trackers. A sweep sets it for all its runs.")
     samples_per_step: int = key(
         8,
         "Number of responses of each step that run.dir/samples.jsonl keeps as text, for `mrl samples`. 0 keeps none.",
@@ -163,7 +176,8 @@ class TrackingConfig:
     )
     samples_every: int = key(
         10,
-        "Number of steps after which the terminal shows the best and the worst response of the step. 0 shows none.",
+        "Number of steps after which the terminal shows the best and the worst response of the step, and trackers get a table of "
+        "samples. 0 shows none.",
         "steps",
         least=0,
     )

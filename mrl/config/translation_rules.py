@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from mrl.config.process_schema import TrackingBackend
+
 KL = "mrl.algorithms.kl.KLPenalty"
 
 
@@ -84,8 +86,9 @@ def same_as_default(defaults: tuple, text: str, value: Any, values: Values) -> N
     return Note(text)
 
 
-def wandb_logger(value: Any, values: Values) -> Overrides:
-    return {"tracking.wandb": "wandb" in (value if isinstance(value, list) else str(value))}
+def trackers(value: Any, values: Values) -> Overrides:
+    named = value if isinstance(value, list) else str(value)
+    return {"tracking.backends": [backend.value for backend in TrackingBackend if backend.value in named]}
 
 
 ALGORITHMS = {

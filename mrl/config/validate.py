@@ -17,6 +17,7 @@ from mrl.config.secrets import refuse_plain_secrets
 PARTIAL_LAYOUTS = ("critic.parallel", "teacher.parallel")
 """Free-form sections that may only contain keys of ParallelConfig."""
 RENAMED_KEYS = {
+    "tracking.wandb": "tracking.backends",
     "algorithm.lr": "optim.lr",
     "algorithm.lr_schedule": "optim.lr_schedule",
     "algorithm.lr_decay_steps": "optim.lr_decay_steps",

@@ -24,7 +24,7 @@ from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, r
 from mrl.controller.trainer import Phases, Trainer, TrainingResult, TrainingSchedule
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
-from mrl.core.sample_file import best_and_worst_text
+from mrl.core.sample_file import best_and_worst_text, recent_samples
 from mrl.core.types import Handle, Rollouts
 from mrl.diagnostics.engine_check import EngineCheck, EngineReport
 from mrl.diagnostics.parity import ParityCheck
@@ -36,9 +36,10 @@ from mrl.rollout.client import EngineClient
 from mrl.rollout.engines.forward_recorder import recording_args
 from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
+from mrl.tracking.backends import BACKENDS, TrackedRun, default_run_name
 from mrl.tracking.console import ConsoleSink, Startup, show_warning
+from mrl.tracking.curve import CurveSink
 from mrl.tracking.learning_health import LearningHealth, read_first_steps
-from mrl.tracking.sinks import CurveSink, WandbSink, default_run_name
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.workers.group import StepRecording, WorkerGroup
@@ -301,20 +302,24 @@ def _sinks(config: Config, last_step: int, startup: Startup) -> list[Sink]:
         startup=startup,
     )
     sinks: list[Sink] = [metrics, evaluations, console, curve]
-    if config.tracking.wandb:
-        sinks.append(_wandb_sink(config))
-    return sinks
+    tracked = _tracked_run(config, last_step)
+    return sinks + [BACKENDS[name](tracked) for name in dict.fromkeys(config.tracking.backends)]
 
 
-def _wandb_sink(config: Config) -> WandbSink:
+def _tracked_run(config: Config, last_step: int) -> TrackedRun:
     tracking, folder = config.tracking, Path(config.run.dir)
-    return WandbSink(
-        folder,
+    return TrackedRun(
+        folder=folder,
         project=tracking.project,
         name=tracking.name or default_run_name(config.run.name, folder),
         group=tracking.group,
-        labels=dict(entity=tracking.entity, tags=tracking.tags, notes=tracking.notes),
+        entity=tracking.entity,
+        tags=tracking.tags,
+        notes=tracking.notes,
         config=config_as_json(config),
+        last_step=last_step,
+        samples_every=tracking.samples_every,
+        read_samples=partial(recent_samples, folder),
     )
 
 

@@ -33,6 +33,7 @@ from mrl.rewards.scorer import check_reward
 from mrl.rollout import rollout_log
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
+from mrl.tracking.backends import check_installed
 from mrl.tracking.console import show_warning
 from mrl.tracking.learning_health import LearningSettings, find_static_problems
 
@@ -80,6 +81,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
 
     Without `check_hashes`, only the sizes of the files of a checkpoint are compared.
     """
+    check_installed(config.tracking.backends)
     resume = find_resume_point(config, check_hashes=check_hashes)
     algorithm = build_algorithm(config)
     reward = instantiate_callable(config.reward, "reward")

@@ -6,6 +6,7 @@ COMMANDS = {
     "report": "write a page that shows a run, two runs side by side, or a sweep",
     "samples": "show sampled responses of a run with their rewards",
     "timeline": "merge what all processes of a run recorded into one file, and say what the steps spend their time on",
+    "wandb-report": "save a workspace in wandb whose sections are those of the metrics page",
     "generate": "sample responses to a data set, into parquet files",
     "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
     "certify": "check that a parallel layout, or an engine, computes what one process of the trainer computes",

@@ -1,4 +1,4 @@
-"""Declarations of all metrics of a run: name (`area/quantity_unit`), unit, meaning, and format.
+"""Declarations of all metrics of a run: name (`area/quantity_unit`), unit, meaning, format, section, and good values.
 
 Logging a name that is not declared is an error, so that dashboards, the progress display and the code agree. METRICS declares
 most names. Names of these four forms are also declared:
@@ -10,12 +10,38 @@ most names. Names of these four forms are also declared:
 """
 
 import difflib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 Metrics = dict[str, float]
 """Metric name -> value. Every name is in `METRICS` or has one of the four forms above."""
+
+
+Reduction = Literal["mean", "sum", "max", "last"]
+
+SECTIONS = {
+    "reward": "Reward",
+    "eval": "Held-out reward",
+    "rollout": "Rollout",
+    "policy": "Policy",
+    "loss": "Loss",
+    "optim": "Optimizer",
+    "advantage": "Advantages",
+    "critic": "Critic",
+    "mismatch": "Mismatch between trainer and engine",
+    "correction": "Correction of the mismatch",
+    "throughput": "Throughput",
+    "time": "Time by phase",
+    "spent": "Time by component",
+    "batch": "Batches",
+    "weight_sync": "Weight sync",
+    "placement": "Placement",
+    "own": "Metrics of plug-ins",
+}
+"""Area of a metric's name -> title of its section, in the order in which dashboards and pages show the sections."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +52,8 @@ class Metric:
     meaning: str  # what the value measures, for plots and docs/reference/metrics.md
     number_format: str = ".3f"  # Python format specification of the value
     label: str = ""  # name in the progress display; if it is empty, `label()` makes one from the metric's name
+    good: str = ""  # what the values of a healthy run look like
+    reduction: Reduction = "mean"  # how the values of several steps become one number, for tables of runs
 
     def text(self, value: float) -> str:
         """Format the value with its unit."""
@@ -33,157 +61,366 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "reward/mean": Metric("", "mean reward of the step's responses", label="reward"),
-    "reward/std": Metric("", "standard deviation of the rewards of all sampled responses of the step"),
+    "reward/mean": Metric("", "mean reward of the step's responses", label="reward", good="rises over the run"),
+    "reward/std": Metric(
+        "",
+        "standard deviation of the rewards of all sampled responses of the step",
+        good="above 0; at 0 all responses have the same reward",
+    ),
     "reward/uniform_groups_fraction": Metric(
-        "", "fraction of the sampled groups whose responses all have the same reward"
+        "",
+        "fraction of the sampled groups whose responses all have the same reward",
+        good="well below 1; these groups teach nothing",
     ),
-    "reward/failed_fraction": Metric("", "fraction of the responses that could not be scored; their reward is 0"),
+    "reward/failed_fraction": Metric(
+        "", "fraction of the responses that could not be scored; their reward is 0", good="0"
+    ),
     "eval/reward_sampled": Metric(
-        "", "mean reward of one response to each held-out prompt, sampled at temperature 1", label="sampled"
+        "",
+        "mean reward of one response to each held-out prompt, sampled at temperature 1",
+        label="sampled",
+        good="rises with reward/mean; if it falls while reward/mean rises, the policy overfits",
+        reduction="last",
     ),
-    "eval/reward_greedy": Metric("", "mean reward of the greedy response to each held-out prompt", label="greedy"),
+    "eval/reward_greedy": Metric(
+        "",
+        "mean reward of the greedy response to each held-out prompt",
+        label="greedy",
+        good="rises with reward/mean",
+        reduction="last",
+    ),
     "rollout/samples": Metric(
-        "", "number of responses that the step trains; groups that rollout.filter rejects are not included", ",.0f"
+        "",
+        "number of responses that the step trains; groups that rollout.filter rejects are not included",
+        ",.0f",
+        good="constant, unless rollout.filter rejects groups",
     ),
-    "rollout/tokens": Metric("tokens", "number of sampled tokens in the responses that the step trains", ",.0f"),
+    "rollout/tokens": Metric(
+        "tokens",
+        "number of sampled tokens in the responses that the step trains",
+        ",.0f",
+        good="changes only with the length of the responses",
+        reduction="sum",
+    ),
     "rollout/response_length_mean_tokens": Metric(
-        "tokens", "mean length of the responses, tool results included", ".1f", label="length"
+        "tokens",
+        "mean length of the responses, tool results included",
+        ".1f",
+        label="length",
+        good="well below rollout.max_response_tokens",
     ),
-    "rollout/weight_version": Metric("", "oldest weight version that sampled a token of the step", ".0f"),
+    "rollout/weight_version": Metric(
+        "",
+        "oldest weight version that sampled a token of the step",
+        ".0f",
+        good="rises by 1 in each step",
+        reduction="last",
+    ),
     "rollout/age_mean_versions": Metric(
-        "", "mean staleness of the responses: number of weight versions from the first sampled token to training", ".2f"
+        "",
+        "mean staleness of the responses: number of weight versions from the first sampled token to training",
+        ".2f",
+        good="0 for synchronous rollouts; at most rollout.max_staleness",
     ),
-    "rollout/age_max_versions": Metric("", "largest staleness of a response", ".0f"),
-    "rollout/truncated_fraction": Metric("", "fraction of the responses that were cut at the length limit"),
-    "rollout/kept_groups_fraction": Metric("", "fraction of the sampled groups that rollout.filter accepts"),
+    "rollout/age_max_versions": Metric(
+        "", "largest staleness of a response", ".0f", good="at most rollout.max_staleness", reduction="max"
+    ),
+    "rollout/truncated_fraction": Metric(
+        "",
+        "fraction of the responses that were cut at the length limit",
+        good="near 0; a truncated response often has no answer",
+    ),
+    "rollout/kept_groups_fraction": Metric(
+        "", "fraction of the sampled groups that rollout.filter accepts", good="above 0.5; rejected groups cost time"
+    ),
     "rollout/rounds": Metric(
-        "", "number of times that prompts were drawn for the step: once, and again after groups were rejected", ".0f"
+        "",
+        "number of times that prompts were drawn for the step: once, and again after groups were rejected",
+        ".0f",
+        good="1",
     ),
     "rollout/waiting_groups": Metric(
-        "", "number of groups in the staleness buffer, finished or still being sampled", ".0f"
+        "",
+        "number of groups in the staleness buffer, finished or still being sampled",
+        ".0f",
+        good="0 for synchronous rollouts; else constant",
     ),
     "rollout/dropped_groups": Metric(
-        "", "number of groups that were discarded because over-sampling dispatched more groups than needed", ".0f"
+        "",
+        "number of groups that were discarded because over-sampling dispatched more groups than needed",
+        ".0f",
+        good="near 0; dropped groups cost time",
+        reduction="sum",
     ),
     "rollout/length_selected_ratio": Metric(
         "",
         "mean length of trained groups, divided by the mean length of as many consecutively drawn groups; 1 means no bias",
+        good="near 1",
     ),
-    "rollout/token_age_mean_versions": Metric("", "mean staleness of the sampled tokens", ".2f"),
+    "rollout/token_age_mean_versions": Metric(
+        "", "mean staleness of the sampled tokens", ".2f", good="at most rollout.max_staleness"
+    ),
     "rollout/mixed_versions_fraction": Metric(
-        "", "fraction of the responses whose tokens were sampled by several weight versions"
+        "",
+        "fraction of the responses whose tokens were sampled by several weight versions",
+        good="0 for synchronous rollouts",
     ),
-    "rollout/turns_mean": Metric("", "mean number of assistant turns in a response", ".2f", label="turns"),
-    "rollout/tool_calls_mean": Metric("", "mean number of tool calls in a response", ".2f", label="calls"),
-    "rollout/tool_errors_fraction": Metric("", "fraction of the tool calls that were malformed, failed or timed out"),
+    "rollout/turns_mean": Metric(
+        "",
+        "mean number of assistant turns in a response",
+        ".2f",
+        label="turns",
+        good="between 1 and the limit of turns",
+    ),
+    "rollout/tool_calls_mean": Metric(
+        "", "mean number of tool calls in a response", ".2f", label="calls", good="above 0 if the task needs tools"
+    ),
+    "rollout/tool_errors_fraction": Metric(
+        "", "fraction of the tool calls that were malformed, failed or timed out", good="falls towards 0"
+    ),
     "rollout/cached_tokens_fraction": Metric(
-        "", "fraction of the prompt tokens, over all turns, that the engine had in its prefix cache"
+        "",
+        "fraction of the prompt tokens, over all turns, that the engine had in its prefix cache",
+        good="high; later turns then skip the prefill of earlier ones",
     ),
-    "rollout/replaced_engines": Metric("", "number of engines that failed during sampling and were replaced", ".0f"),
+    "rollout/replaced_engines": Metric(
+        "", "number of engines that failed during sampling and were replaced", ".0f", good="0", reduction="sum"
+    ),
     "rollout/retried_responses": Metric(
-        "", "number of responses that were requested again because an engine failed", ".0f"
+        "", "number of responses that were requested again because an engine failed", ".0f", good="0", reduction="sum"
     ),
-    "time/step_s": Metric("s", "wall time of the whole step", ".2f"),
-    "spent/engine_s": Metric("s", "part of the step that waits for SGLang to sample", ".2f"),
+    "time/step_s": Metric("s", "wall time of the whole step", ".2f", good="constant after the first step"),
+    "spent/engine_s": Metric(
+        "s",
+        "part of the step that waits for SGLang to sample",
+        ".2f",
+        good="near spent/megatron_s for disaggregated asynchronous runs",
+    ),
     "spent/megatron_s": Metric(
-        "s", "part of the step for Megatron's forward and backward passes and its optimizer, on the slowest rank", ".2f"
+        "s",
+        "part of the step for Megatron's forward and backward passes and its optimizer, on the slowest rank",
+        ".2f",
+        good="constant for responses of constant length",
     ),
     "spent/critic_s": Metric(
         "s",
         "part of the step for the critic's forward and backward passes and its optimizer, on the slowest rank",
         ".2f",
+        good="at most spent/megatron_s for models of equal size",
     ),
-    "spent/sync_engine_s": Metric("s", "part of the step that waits for SGLang to load weights", ".2f"),
-    "spent/reward_s": Metric("s", "part of the step that decodes and scores responses", ".2f"),
+    "spent/sync_engine_s": Metric(
+        "s", "part of the step that waits for SGLang to load weights", ".2f", good="a few percent of the step"
+    ),
+    "spent/reward_s": Metric(
+        "s", "part of the step that decodes and scores responses", ".2f", good="a few percent of the step"
+    ),
     "spent/controller_s": Metric(
-        "s", "rest of the step: its wall time minus time/score_s and all other spent/* metrics", ".2f"
+        "s",
+        "rest of the step: its wall time minus time/score_s and all other spent/* metrics",
+        ".2f",
+        good="a few percent of the step",
     ),
     "throughput/tokens_per_s": Metric(
-        "tokens/s", "response tokens, divided by the wall time of the whole step", ",.0f"
+        "tokens/s", "response tokens, divided by the wall time of the whole step", ",.0f", good="high and constant"
     ),
-    "throughput/samples_per_s": Metric("samples/s", "responses, divided by the wall time of the whole step", ".1f"),
-    "weight_sync/bytes": Metric("bytes", "number of bytes sent, summed over all engines", ",.0f"),
-    "weight_sync/version": Metric("", "weight version that all engines serve", ".0f"),
-    "weight_sync/buckets": Metric("", "number of buckets in which the weights were sent", ".0f"),
-    "weight_sync/senders": Metric("", "number of trainer ranks that sent weights", ".0f"),
-    "weight_sync/compressed_fraction": Metric("", "size of the sent data, divided by its size before compression"),
-    "weight_sync/attempts": Metric("", "number of pushes until every engine had the weight version", ".0f"),
-    "weight_sync/replaced_engines": Metric("", "number of engines that failed during a push and were replaced", ".0f"),
-    "placement/switch_s": Metric("s", "part of the step that offloads and loads colocated roles", ".2f"),
-    "placement/switches": Metric("", "number of times that an offloaded role was loaded", ".0f"),
+    "throughput/samples_per_s": Metric(
+        "samples/s", "responses, divided by the wall time of the whole step", ".1f", good="high and constant"
+    ),
+    "weight_sync/bytes": Metric(
+        "bytes",
+        "number of bytes sent, summed over all engines",
+        ",.0f",
+        good="constant; smaller with weight_sync.delta",
+        reduction="sum",
+    ),
+    "weight_sync/version": Metric(
+        "", "weight version that all engines serve", ".0f", good="rises by 1 in each step", reduction="last"
+    ),
+    "weight_sync/buckets": Metric("", "number of buckets in which the weights were sent", ".0f", good="constant"),
+    "weight_sync/senders": Metric("", "number of trainer ranks that sent weights", ".0f", good="constant"),
+    "weight_sync/compressed_fraction": Metric(
+        "", "size of the sent data, divided by its size before compression", good="below 0.5 with weight_sync.delta"
+    ),
+    "weight_sync/attempts": Metric(
+        "", "number of pushes until every engine had the weight version", ".0f", good="1", reduction="max"
+    ),
+    "weight_sync/replaced_engines": Metric(
+        "", "number of engines that failed during a push and were replaced", ".0f", good="0", reduction="sum"
+    ),
+    "placement/switch_s": Metric(
+        "s", "part of the step that offloads and loads colocated roles", ".2f", good="a few percent of the step"
+    ),
+    "placement/switches": Metric("", "number of times that an offloaded role was loaded", ".0f", good="constant"),
     "placement/residual_bytes": Metric(
-        "bytes", "largest device memory that an offloaded trainer rank still uses", ",.0f"
+        "bytes",
+        "largest device memory that an offloaded trainer rank still uses",
+        ",.0f",
+        good="small in comparison with the memory of the GPU",
+        reduction="max",
     ),
     "mismatch/logprob_abs_max": Metric(
         "nats",
         "largest absolute difference between the trainer's and the engine's log-probability of a token",
         ".1e",
         label="mismatch",
+        good="1e-4 or less in float32; below about 1 in bfloat16",
+        reduction="max",
     ),
     "mismatch/logprob_abs_mean": Metric(
-        "nats", "mean absolute difference between the trainer's and the engine's log-probability of a token", ".1e"
+        "nats",
+        "mean absolute difference between the trainer's and the engine's log-probability of a token",
+        ".1e",
+        good="1e-5 or less in float32; below about 0.02 in bfloat16",
     ),
     "mismatch/nan_tokens": Metric(
-        "tokens", "number of trained tokens for which the engine reported no log-probability (NaN)", ",.0f"
+        "tokens",
+        "number of trained tokens for which the engine reported no log-probability (NaN)",
+        ",.0f",
+        good="0",
+        reduction="sum",
     ),
-    "mismatch/kl": Metric("nats", "KL(engine || trainer) per token, estimated by the mean log ratio", ".2e"),
-    "mismatch/k3": Metric("nats", "KL(engine || trainer) per token, estimated by k3", ".2e"),
-    "mismatch/chi2": Metric("", "chi-square divergence of the trainer from the engine, per token", ".2e"),
+    "mismatch/kl": Metric(
+        "nats",
+        "KL(engine || trainer) per token, estimated by the mean log ratio",
+        ".2e",
+        good="below 1e-3 for fresh samples, and constant",
+    ),
+    "mismatch/k3": Metric(
+        "nats",
+        "KL(engine || trainer) per token, estimated by k3",
+        ".2e",
+        good="below 1e-3 for fresh samples, and constant",
+    ),
+    "mismatch/chi2": Metric(
+        "", "chi-square divergence of the trainer from the engine, per token", ".2e", good="near 0, and constant"
+    ),
     "mismatch/ess_fraction": Metric(
-        "", "effective sample size under the trainer's policy, divided by the number of tokens", ".4f"
+        "", "effective sample size under the trainer's policy, divided by the number of tokens", ".4f", good="near 1"
     ),
     "mismatch/ppl_ratio": Metric(
-        "", "perplexity of the samples under the trainer, divided by their perplexity under the engine", ".4f"
+        "",
+        "perplexity of the samples under the trainer, divided by their perplexity under the engine",
+        ".4f",
+        good="near 1",
     ),
-    "correction/weight_mean": Metric("", "mean weight that algorithm.correction gives a response token"),
+    "correction/weight_mean": Metric("", "mean weight that algorithm.correction gives a response token", good="near 1"),
     "correction/truncated_fraction": Metric(
-        "", "fraction of the response tokens whose correction weight was truncated", ".4f"
+        "", "fraction of the response tokens whose correction weight was truncated", ".4f", good="near 0"
     ),
     "correction/rejected_fraction": Metric(
-        "", "fraction of the response tokens that the correction rejects as too far off-policy", ".4f"
+        "", "fraction of the response tokens that the correction rejects as too far off-policy", ".4f", good="near 0"
     ),
-    "loss/policy": Metric("", "loss of the actor, averaged over the optimizer steps", ".2e"),
-    "loss/clip_fraction": Metric("", "fraction of the response tokens whose probability ratio was clipped"),
+    "loss/policy": Metric(
+        "",
+        "loss of the actor, averaged over the optimizer steps",
+        ".2e",
+        good="has no target value; look at the reward instead",
+    ),
+    "loss/clip_fraction": Metric(
+        "", "fraction of the response tokens whose probability ratio was clipped", good="below about 0.2"
+    ),
     "loss/dual_clip_fraction": Metric(
-        "", "fraction of the response tokens whose loss is limited by dual_clip; their advantage is negative"
+        "",
+        "fraction of the response tokens whose loss is limited by dual_clip; their advantage is negative",
+        good="near 0",
     ),
-    "loss/selected_fraction": Metric("", "fraction of the response tokens that ClipCov or KLCov selects", ".5f"),
-    "loss/sft": Metric("nats", "mean cross-entropy per response token in supervised fine-tuning", label="loss"),
-    "optim/grad_norm": Metric("", "gradient norm before clipping"),
-    "optim/lr": Metric("", "learning rate", ".1e"),
-    "advantage/mean": Metric("", "mean advantage per trained token"),
-    "advantage/std": Metric("", "standard deviation of the advantages over trained tokens"),
-    "critic/loss": Metric("", "half the mean squared error of the values", ".2e"),
-    "critic/value_mean": Metric("", "mean of the critic's values for the sampled tokens"),
+    "loss/selected_fraction": Metric(
+        "",
+        "fraction of the response tokens that ClipCov or KLCov selects",
+        ".5f",
+        good="near the fraction that the algorithm asks for",
+    ),
+    "loss/sft": Metric(
+        "nats", "mean cross-entropy per response token in supervised fine-tuning", label="loss", good="falls"
+    ),
+    "optim/grad_norm": Metric("", "gradient norm before clipping", good="constant, without jumps"),
+    "optim/lr": Metric("", "learning rate", ".1e", good="follows the schedule of optim", reduction="last"),
+    "advantage/mean": Metric("", "mean advantage per trained token", good="near 0"),
+    "advantage/std": Metric(
+        "", "standard deviation of the advantages over trained tokens", good="above 0; at 0 nothing is learned"
+    ),
+    "critic/loss": Metric("", "half the mean squared error of the values", ".2e", good="falls"),
+    "critic/value_mean": Metric("", "mean of the critic's values for the sampled tokens", good="near the mean return"),
     "critic/explained_variance": Metric(
-        "", "1 - Var[return - value] / Var[return]; 1 for perfect values, 0 for constant values"
+        "",
+        "1 - Var[return - value] / Var[return]; 1 for perfect values, 0 for constant values",
+        good="above 0, towards 1",
     ),
-    "critic/grad_norm": Metric("", "the critic's gradient norm before clipping"),
-    "critic/lr": Metric("", "the critic's learning rate", ".1e"),
+    "critic/grad_norm": Metric("", "the critic's gradient norm before clipping", good="constant, without jumps"),
+    "critic/lr": Metric(
+        "", "the critic's learning rate", ".1e", good="follows the schedule of critic.optim", reduction="last"
+    ),
     "policy/kl_ref": Metric(
-        "nats", "mean estimate of KL(policy || reference) over the trained tokens, as in the loss", ".2e"
+        "nats",
+        "mean estimate of KL(policy || reference) over the trained tokens, as in the loss",
+        ".2e",
+        good="rises slowly",
     ),
     "policy/kl_reward": Metric(
-        "nats", "mean estimate of KL(policy || reference) over the sampled tokens, as subtracted from the reward", ".2e"
+        "nats",
+        "mean estimate of KL(policy || reference) over the sampled tokens, as subtracted from the reward",
+        ".2e",
+        good="rises slowly",
     ),
-    "policy/kl_coef_loss": Metric("", "coefficient of the KL term in the loss", ".2e"),
-    "policy/kl_coef_reward": Metric("", "coefficient of the KL penalty in the reward", ".2e"),
-    "policy/entropy_mean": Metric("nats", "mean entropy of the distributions that predicted the trained tokens"),
-    "batch/computed_tokens": Metric("tokens", "number of tokens that the forward and backward passes compute", ",.0f"),
+    "policy/kl_coef_loss": Metric(
+        "", "coefficient of the KL term in the loss", ".2e", good="constant, unless it is adapted", reduction="last"
+    ),
+    "policy/kl_coef_reward": Metric(
+        "",
+        "coefficient of the KL penalty in the reward",
+        ".2e",
+        good="constant, unless it is adapted",
+        reduction="last",
+    ),
+    "policy/entropy_mean": Metric(
+        "nats",
+        "mean entropy of the distributions that predicted the trained tokens",
+        good="falls slowly; near 0 the policy no longer explores",
+    ),
+    "batch/computed_tokens": Metric(
+        "tokens",
+        "number of tokens that the forward and backward passes compute",
+        ",.0f",
+        good="below trained prompts and responses together, if prompts are shared",
+        reduction="sum",
+    ),
     "batch/skipped_tokens_fraction": Metric(
-        "", "fraction of the tokens that are not computed because the advantage of their response is 0"
+        "",
+        "fraction of the tokens that are not computed because the advantage of their response is 0",
+        good="the fraction of tokens in groups with equal rewards",
     ),
     "batch/shared_tokens_fraction": Metric(
-        "", "fraction of the tokens of trained sequences that are not computed because responses share their prompt"
+        "",
+        "fraction of the tokens of trained sequences that are not computed because responses share their prompt",
+        good="high for long prompts",
     ),
     "batch/imbalance": Metric(
-        "", "estimated cost of the replica with the most work, divided by the mean cost of the replicas", ".4f"
+        "",
+        "estimated cost of the replica with the most work, divided by the mean cost of the replicas",
+        ".4f",
+        good="near 1",
+        reduction="max",
     ),
-    "batch/micro_batches": Metric("", "largest number of micro-batches on a replica", ".0f"),
-    "batch/optimizer_steps": Metric("", "number of optimizer steps on the responses of the step", ".0f"),
-    "batch/trained_tokens": Metric("tokens", "number of response tokens in the loss", ",.0f"),
-    "batch/zero_advantage_fraction": Metric("", "fraction of the responses whose advantage is 0"),
+    "batch/micro_batches": Metric(
+        "",
+        "largest number of micro-batches on a replica",
+        ".0f",
+        good="constant for responses of constant length",
+        reduction="max",
+    ),
+    "batch/optimizer_steps": Metric(
+        "",
+        "number of optimizer steps on the responses of the step",
+        ".0f",
+        good="algorithm.mini_batches",
+        reduction="sum",
+    ),
+    "batch/trained_tokens": Metric(
+        "tokens", "number of response tokens in the loss", ",.0f", good="near rollout/tokens", reduction="sum"
+    ),
+    "batch/zero_advantage_fraction": Metric(
+        "", "fraction of the responses whose advantage is 0", good="well below 1; these responses teach nothing"
+    ),
 }
 
 _PHASE_TIME = re.compile(r"time/([a-z][a-z_]*)_s")
@@ -197,21 +434,44 @@ def find(name: str) -> Metric:
     if name in METRICS:
         return METRICS[name]
     if phase := _PHASE_TIME.fullmatch(name):
-        return Metric("s", f"wall time of the phase {phase[1]}", ".2f")
+        return Metric("s", f"wall time of the phase {phase[1]}", ".2f", good="constant after the first step")
     if own := _OWN.fullmatch(name):
-        return Metric("", f"{own[1]}, reported by a user's plug-in")
+        return Metric("", f"{own[1]}, reported by a user's plug-in", good="see the documentation of the plug-in")
     if held_out := _HELD_OUT.fullmatch(name):
         return Metric(
             "",
             f"mean reward on the prompts of test set {held_out[2]}, {held_out[1]}",
             label=f"{held_out[2]} {held_out[1]}",
+            good="rises with reward/mean",
+            reduction="last",
         )
     if part := _REWARD_PART.fullmatch(name):
-        return Metric("", f"mean of the reward's part {part[1]}", label=part[1])
+        return Metric("", f"mean of the reward's part {part[1]}", label=part[1], good="rises over the run")
     near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"metric {name!r} is not declared; did you mean {near!r}? Declare a new metric in mrl/core/metrics.py."
     )
+
+
+def section(name: str) -> str:
+    """Return the title of a metric's section: `reward/mean` -> `Reward`."""
+    return SECTIONS[name.split("/")[0]]
+
+
+def in_sections(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return title of a section -> its metrics among `names`, in the order of SECTIONS and METRICS."""
+    found, order = set(names), list(METRICS)
+    ranked = sorted(found, key=lambda name: (order.index(name) if name in METRICS else len(order), name))
+    by_section = {title: [name for name in ranked if section(name) == title] for title in SECTIONS.values()}
+    return {title: members for title, members in by_section.items() if members}
+
+
+def reduce(name: str, values: Sequence[float]) -> float:
+    """Return one number for the values of a metric over steps, by the metric's reduction. NaN if there are no values."""
+    if not values:
+        return math.nan
+    reductions = {"mean": lambda: sum(values) / len(values), "sum": lambda: sum(values), "max": lambda: max(values)}
+    return reductions.get(find(name).reduction, lambda: values[-1])()
 
 
 def label(name: str) -> str:

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 SAMPLES_FILE = "samples.jsonl"
 MAX_CHARACTERS = 4000  # limit of a prompt and of a response; the middle of a longer text is left out
 MAX_TOKENS = 1024  # limit of the tokens of a response; the middle of a longer response is left out
+RECENT_STEPS = 32  # number of steps that `recent_samples` searches
 ALL_STEPS = 1 << 62
 
 
@@ -139,6 +140,12 @@ def last_samples(run_dir: Path, step: int) -> list[TextSample]:
     """Return the samples of a step if it is the last one in the file, otherwise []."""
     parsed = [found for line in last_lines(run_dir / SAMPLES_FILE, 1) if (found := _parse(line))]
     return parsed[0][1] if parsed and parsed[0][0] == step else []
+
+
+def recent_samples(run_dir: Path, step: int) -> list[TextSample]:
+    """Return the samples of a step if it is one of the last RECENT_STEPS in the file, otherwise []."""
+    lines = last_lines(run_dir / SAMPLES_FILE, RECENT_STEPS)
+    return dict(found for line in lines if (found := _parse(line))).get(step, [])
 
 
 def best_and_worst_text(run_dir: Path, step: int) -> str:

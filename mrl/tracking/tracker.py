@@ -1,7 +1,8 @@
 """Tracker: passes the metrics of each step to sinks. JsonlSink, the sink that writes JSON Lines, is in this module too.
 
-The terminal's sink is in mrl.tracking.console. The sinks of wandb and of the learning curve are in mrl.tracking.sinks. A sink
-must not slow or stop a run, so wandb and matplotlib are imported in separate threads after the run has started.
+The sink of the terminal is in mrl.tracking.console, those of trackers such as wandb are in mrl.tracking.backends, and that of the
+learning curve is in mrl.tracking.curve. A sink must not slow or stop a run, so the packages of trackers and matplotlib are
+imported in separate threads after the run has started.
 """
 
 import logging

@@ -99,7 +99,7 @@ def quickstart(inputs, warm) -> list[str]:
         "rollout.responses_per_prompt=4",
         "trainer.eval_rows=16",
         "trainer.stop_reward=null",
-        "tracking.wandb=false",
+        "tracking.backends=[]",
     ]
 
 
@@ -109,7 +109,7 @@ def recorded(start_mrl, quickstart, make_once) -> RunFolder:
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        options = ["trainer.max_steps=5", "rollout.record=true", "tracking.wandb=true"]
+        options = ["trainer.max_steps=5", "rollout.record=true", "tracking.backends=[wandb,tensorboard,mlflow]"]
         run = start_mrl("train", *quickstart, *options, folder=folder).finish()
         assert run.process.returncode == 0 and run.leftovers() == [], run.output()
 

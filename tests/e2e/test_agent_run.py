@@ -7,7 +7,7 @@ from mrl.data.tokenizer import load_tokenizer
 
 SMALL = [
     "experiment=calculator",
-    "tracking.wandb=false",
+    "tracking.backends=[]",
     "rollout.prompts_per_step=8",
     "rollout.responses_per_prompt=4",
     "trainer.eval_rows=8",

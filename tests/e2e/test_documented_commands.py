@@ -35,7 +35,7 @@ def shortened(arguments: list[str]) -> list[str]:
         return arguments
     keys = {argument.split("=")[0] for argument in arguments}
     short = [override for override in SHORT if override.split("=")[0] not in keys]
-    return [*arguments, *short, "tracking.wandb=false"]
+    return [*arguments, *short, "tracking.backends=[]"]
 
 
 def run(command: str, folder) -> None:

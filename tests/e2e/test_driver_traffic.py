@@ -49,7 +49,7 @@ def trainer(quickstart, tmp_path):
         f"rollout.prompts_per_step={NUM_PROMPTS}",
         f"rollout.responses_per_prompt={GROUP}",
         "trainer.max_steps=2",
-        "tracking.wandb=false",
+        "tracking.backends=[]",
         "algorithm.mini_batches=2",  # with the columns of old and reference log-probabilities
         "++algorithm.kl_in_loss.coef=0.01",
         "++algorithm.kl_in_reward.coef=0.01",

@@ -116,7 +116,7 @@ def run(inputs, tmp_path_factory):
         *["experiment=quickstart", f"data.inputs.folder={inputs}", f"run.dir={folder}", "sft.train=null"],
         *["parallel.pp=2", "rollout.prompts_per_step=4", "rollout.responses_per_prompt=2", "trainer.eval_rows=4"],
         *[
-            "tracking.wandb=false",
+            "tracking.backends=[]",
             "algorithm.skip_zero_advantage=false",
             "reward._target_=faulty_ranks.Deadlock",
             "scoring.rehearse=false",

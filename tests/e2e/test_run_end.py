@@ -56,7 +56,7 @@ def options(inputs) -> list[str]:
         "rollout.responses_per_prompt=2",
         "trainer.stop_reward=null",
         "trainer.eval_rows=2",
-        "tracking.wandb=false",
+        "tracking.backends=[]",
     ]
 
 

@@ -103,7 +103,7 @@ def inspected(start_mrl, quickstart):
         for name, value in planted.items():
             patch.setenv(name, value)
         secret = "sglang.served_model_name='${oc.env:JUDGE_API_KEY}'"  # SGLang logs it, and wandb gets the config
-        more = ["trainer.max_steps=100000", "trainer.save=false", "sglang.log_level=info", "tracking.wandb=true"]
+        more = ["trainer.max_steps=100000", "trainer.save=false", "sglang.log_level=info", "tracking.backends=[wandb]"]
         run = start_mrl("train", *quickstart, secret, *more)
     end = time.monotonic() + 720
     while not (run.folder / "metrics.jsonl").exists() or not run.metrics():

@@ -49,6 +49,7 @@ def check_samples(folder, mean_rewards: list[float]) -> None:
 def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(recorded, warm):
     import torch
     from safetensors.torch import load_file
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = recorded
@@ -70,7 +71,11 @@ def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(record
     assert "held-out reward sampled" in run.output()
     assert (run.folder / "curve.png").stat().st_size > 10_000
     assert (run.folder / "checkpoints/step_000005/actor/metadata.json").exists()
-    assert list(run.folder.glob("wandb/offline-run-*"))
+    assert list(run.folder.glob("wandb/offline-run-*")) and (run.folder / "mlflow_run_id").exists()
+    scalars = EventAccumulator(str(run.folder / "tensorboard")).Reload().Scalars("reward/mean")
+    assert [(point.step, point.value) for point in scalars] == [
+        (step["step"], pytest.approx(step["reward/mean"])) for step in steps
+    ]
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf", dtype=torch.float32)
     tokens = AutoTokenizer.from_pretrained(run.folder / "hf")("12", return_tensors="pt")["input_ids"]
     assert torch.isfinite(model(tokens).logits).all()

@@ -65,7 +65,7 @@ def test_every_placement_and_mode_raises_the_reward(start_mrl, inputs, runs, mod
         "optim.lr=3e-4",
         f"data.inputs.folder={folder}",
     ]
-    run = start_mrl("train", *task, *overrides, f"placement={placement}", *short, "tracking.wandb=false").finish(1100)
+    run = start_mrl("train", *task, *overrides, f"placement={placement}", *short, "tracking.backends=[]").finish(1100)
     assert run.process.returncode == 0, run.output()
     runs[model, mode, placement] = steps = run.metrics()
     first, last = (np.mean([step["reward/mean"] for step in part]) for part in (steps[:3], steps[-5:]))

@@ -60,7 +60,7 @@ def test_an_unknown_key_names_its_nearest_match(key, near):
     ("key", "near"),
     [
         ("seed", "'run.seed'"),
-        ("wandb", "'tracking.wandb'"),
+        ("backends", "'tracking.backends'"),
         ("top_p", "'generate.top_p'"),
         ("trainer.seed", "'run.seed'"),
         ("rollout.n", "'rollout.responses_per_prompt'"),

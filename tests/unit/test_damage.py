@@ -25,7 +25,7 @@ from mrl.config.secrets import config_as_json
 from mrl.core.jsonl import JsonLinesFile
 from mrl.core.sample_file import SampleFile, TextSample, read_samples
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog
-from mrl.tracking.sinks import _stored_run_id
+from mrl.tracking.backends import _stored_run_id
 from parallel import file_hashes
 
 STEPS, LAST = 6, 4  # the run has six steps; its newest checkpoint is of step 4

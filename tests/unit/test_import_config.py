@@ -87,7 +87,7 @@ EXPECTED = {
         "megatron.recompute_granularity=full",
         "rollout.responses_per_prompt=16",
         "rollout.engine_tp=4",
-        "tracking.wandb=true",
+        "tracking.backends=[wandb]",
         "checkpoint.every=0",
         "optim.lr=1e-06",
     },

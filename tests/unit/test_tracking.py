@@ -1,12 +1,12 @@
 import io
 import json
 import logging
+import math
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -14,9 +14,14 @@ from rich.console import Console
 from mrl.config import hydra_entry
 from mrl.controller import build
 from mrl.core import metrics
-from mrl.tracking import sinks
+from mrl.tracking import backends
+from mrl.tracking.backends import (
+    TrackedRun,
+    WandbSink,
+    wandb_mode,
+)
 from mrl.tracking.console import ConsoleSink
-from mrl.tracking.sinks import CurveSink, WandbSink, wandb_mode
+from mrl.tracking.curve import CurveSink, draw_curve
 from mrl.tracking.tracker import JsonlSink, Tracker
 
 
@@ -46,6 +51,10 @@ def no_login(monkeypatch, tmp_path):
     return tmp_path / "netrc"
 
 
+def tracked(folder, **fields) -> TrackedRun:
+    return TrackedRun(folder=folder, project="mrl", name="test", **fields)
+
+
 def console_lines(log, *, terminal=False, total=10, every_s=0.0):
     screen = io.StringIO()
     sink = ConsoleSink(total, every_s=every_s, console=Console(file=screen, force_terminal=terminal, width=200))
@@ -64,6 +73,31 @@ def test_every_metric_says_what_it_means_and_can_be_shown():
     for name, metric in metrics.METRICS.items():
         assert metric.meaning, name
         assert metric.text(0.5)
+
+
+def test_every_metric_has_a_section_good_values_and_a_reduction():
+    for name in [*metrics.METRICS, "time/update_s", "reward/format_mean", "eval/reward_greedy_easy", "own/surprise"]:
+        metric = metrics.find(name)
+        assert metric.good and metric.reduction in ("mean", "sum", "max", "last"), name
+        assert metrics.section(name) in metrics.SECTIONS.values(), name
+
+
+def test_sections_are_in_reading_order_and_empty_ones_are_left_out():
+    names = ["own/b", "time/update_s", "time/step_s", "reward/std", "reward/mean", "reward/format_mean"]
+    assert metrics.in_sections(names) == {
+        "Reward": ["reward/mean", "reward/std", "reward/format_mean"],
+        "Time by phase": ["time/step_s", "time/update_s"],
+        "Metrics of plug-ins": ["own/b"],
+    }
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [("reward/mean", 2.0), ("rollout/tokens", 6.0), ("mismatch/logprob_abs_max", 3.0), ("optim/lr", 2.0)],
+)
+def test_steps_are_reduced_as_the_metric_says(name, expected):
+    assert metrics.reduce(name, [1.0, 3.0, 2.0]) == expected
+    assert math.isnan(metrics.reduce(name, []))
 
 
 def test_a_misspelt_metric_is_an_error_that_names_the_nearest():
@@ -180,13 +214,13 @@ def test_wandb_is_offline_without_a_login_and_online_with_a_key_or_netrc(no_logi
 
 def test_a_missing_key_of_wandb_is_a_warning_with_the_command_that_uploads(no_login, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(WandbSink, "_work", lambda sink: None)
-    WandbSink(tmp_path, project="mrl", name="test").close()
+    WandbSink(tracked(tmp_path)).close()
     assert "there is no API key" in caplog.text and f"`wandb sync {tmp_path}/wandb/offline-run-*`" in caplog.text
     caplog.clear()
     for variable, value in (("WANDB_MODE", "offline"), ("WANDB_API_KEY", "secret")):  # wanted offline, and online
         with monkeypatch.context() as own:
             own.setenv(variable, value)
-            WandbSink(tmp_path, project="mrl", name="test").close()
+            WandbSink(tracked(tmp_path)).close()
     assert not caplog.records
 
 
@@ -199,7 +233,7 @@ def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_
         return start(sink)
 
     monkeypatch.setattr(WandbSink, "_start", held_up)
-    sink = WandbSink(tmp_path, project="mrl", name="test", config={"seed": 0})
+    sink = WandbSink(tracked(tmp_path, config={"seed": 0}))
     sink.log(1, {"reward/mean": 0.5})
     may_start.set()
     sink.close()
@@ -209,14 +243,15 @@ def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_
 
 UNREACHABLE = """
 import logging, pathlib, sys, threading, time
-from mrl.tracking.sinks import WandbSink
+from mrl.tracking.backends import TrackedRun, WandbSink
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
 start, logged, in_time = WandbSink._start, threading.Event(), []
 def after_the_steps(sink):
     in_time.append(logged.wait(60))
     return start(sink)
 WandbSink._start = after_the_steps
-sink = WandbSink(pathlib.Path(sys.argv[1]), project="mrl", name="test", deadline_s=3.0)
+run = TrackedRun(folder=pathlib.Path(sys.argv[1]), project="mrl", name="test")
+sink = WandbSink(run, deadline_s=3.0)
 for step in range(3):
     sink.log(step, {"reward/mean": 0.5})
 logged.set()
@@ -234,14 +269,14 @@ def test_a_wandb_server_that_cannot_be_reached_holds_up_neither_steps_nor_the_en
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     done = subprocess.run([sys.executable, "-c", UNREACHABLE, tmp_path], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "WARNING:mrl.tracking.sinks:wandb" in done.stdout
+    assert "WARNING:mrl.tracking.backends:wandb" in done.stdout
 
 
 @pytest.fixture
 def ended(monkeypatch):
     """Counts the times wandb's helper process would have been ended, and ends none."""
     calls: list[None] = []
-    monkeypatch.setattr(sinks, "_kill_wandb_service", lambda: calls.append(None))
+    monkeypatch.setattr(backends, "_kill_wandb_service", lambda: calls.append(None))
     return calls
 
 
@@ -251,7 +286,7 @@ def test_a_failure_in_wandb_is_one_warning_and_nothing_else(monkeypatch, tmp_pat
 
     monkeypatch.setattr(WandbSink, "_start", fail)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    with caplog.at_level(logging.WARNING), Tracker([WandbSink(tmp_path, project="mrl", name="test")]) as tracker:
+    with caplog.at_level(logging.WARNING), Tracker([WandbSink(tracked(tmp_path))]) as tracker:
         for step in range(3):
             tracker.log(step, {"reward/mean": 0.5})
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -261,9 +296,9 @@ def test_a_failure_in_wandb_is_one_warning_and_nothing_else(monkeypatch, tmp_pat
 
 def test_a_wandb_that_hangs_is_left_behind_at_the_deadline(monkeypatch, tmp_path, caplog, ended):
     release = threading.Event()
-    run = SimpleNamespace(finish=lambda: release.wait(60))
-    monkeypatch.setattr(WandbSink, "_start", lambda self: run)
-    sink = WandbSink(tmp_path, project="mrl", name="test", deadline_s=0.2)
+    monkeypatch.setattr(WandbSink, "_start", lambda self: None)
+    monkeypatch.setattr(WandbSink, "_finish", lambda self: release.wait(60))
+    sink = WandbSink(tracked(tmp_path), deadline_s=0.2)
     start = time.monotonic()
     sink.close()
     assert time.monotonic() - start < 5
@@ -325,7 +360,7 @@ def test_a_run_that_ends_before_its_first_step_draws_nothing(tmp_path):
 
 
 def test_importing_the_tracker_loads_neither_wandb_nor_matplotlib_nor_rich():
-    modules = ", ".join(f"mrl.tracking.{name}" for name in ("tracker", "console", "sinks"))
+    modules = ", ".join(f"mrl.tracking.{name}" for name in ("tracker", "console", "backends", "curve"))
     code = f"import sys, {modules}; print(*{{'wandb', 'matplotlib', 'rich', 'torch'}} & set(sys.modules))"
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
@@ -364,7 +399,7 @@ def test_the_curve_names_its_raw_and_its_smoothed_line(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes, "plot", lambda self, *a, **k: labels.append((k.get("linewidth"), k.get("label"))) or plot(self, *a, **k)
     )
-    sinks.draw_curve(tmp_path / "curve.png", {1: 0.1, 2: 0.3}, {}, metric="reward/mean")
+    draw_curve(tmp_path / "curve.png", {1: 0.1, 2: 0.3}, {}, metric="reward/mean")
     assert labels == [(1, "mean reward of the step's responses"), (2.2, "mean of the last 10 steps")]
 
 
@@ -376,22 +411,15 @@ def test_the_curve_names_its_raw_and_its_smoothed_line(tmp_path, monkeypatch):
     ],
 )
 def test_runs_have_different_names_in_wandb(tmp_path, folder, name):
-    assert sinks.default_run_name("quickstart", tmp_path / folder) == name
+    assert backends.default_run_name("quickstart", tmp_path / folder) == name
 
 
-def test_wandb_gets_name_group_entity_tags_and_notes_of_the_config(tmp_path, monkeypatch):
-    started = []
-    (tmp_path / "a").mkdir()
-    monkeypatch.setattr(
-        WandbSink, "_start", lambda sink: started.append(sink._run) or SimpleNamespace(finish=lambda: None)
-    )
-
+def test_trackers_get_name_group_entity_tags_and_notes_of_the_config(tmp_path):
     def run_of(*overrides):
         config = hydra_entry.compose_config(["experiment=quickstart", f"run.dir={tmp_path}/a", *overrides])
-        build._wandb_sink(config).close()
-        return started.pop()
+        return build._tracked_run(config, last_step=3)
 
     run = run_of("tracking.entity=team", "tracking.tags=[baseline,lr]", "tracking.notes=first", "tracking.group=g")
-    assert (run["entity"], run["tags"], run["notes"], run["group"]) == ("team", ["baseline", "lr"], "first", "g")
-    assert run["name"] == "quickstart/a" and run["project"] == "mrl"
-    assert run_of("tracking.name=mine")["name"] == "mine"
+    assert (run.entity, run.tags, run.notes, run.group) == ("team", ["baseline", "lr"], "first", "g")
+    assert run.name == "quickstart/a" and run.project == "mrl" and run.last_step == 3
+    assert run_of("tracking.name=mine").name == "mine"

@@ -1,0 +1,366 @@
+"""Trackers of tracking.backends: Weights & Biases (wandb), TensorBoard and MLflow.
+
+Each tracker has its own thread, so that it never slows or stops a run. If it fails, one warning is logged, and it gets no more
+metrics.
+"""
+
+import logging
+import netrc
+import os
+import queue
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlparse
+
+import psutil
+import xxhash
+
+from mrl.config.secrets import flatten_config, redacted
+from mrl.core.sample_file import TextSample
+from mrl.tracking.tracker import Metrics
+from parallel.durable_files import write_file
+
+logger = logging.getLogger(__name__)
+
+_ID_LENGTH = 12  # characters of a wandb run id before its hash
+PACKAGES = {
+    "wandb": ("wandb", "wandb"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+}
+"""Name of a backend -> (module, package on PyPI)."""
+
+
+def check_installed(backends: Iterable[str]) -> None:
+    """Raise ValueError if the package of a backend is not installed."""
+    for name in backends:
+        module, package = PACKAGES[name]
+        if find_spec(module) is None:
+            raise ValueError(
+                f"tracking.backends has {name}, but its package is not installed; install it with `pip install {package}`, or "
+                f"remove {name} from tracking.backends."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """What trackers show of a run beside its metrics."""
+
+    folder: Path  # the run directory
+    project: str
+    name: str
+    group: str | None = None
+    entity: str | None = None  # user or team that owns the run; only wandb has it
+    tags: Sequence[str] = ()
+    notes: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)  # without secrets
+    last_step: int = 0  # step from which the run resumes; 0: the run is new
+    samples_every: int = 0  # number of steps between two tables of samples; 0: no tables
+    read_samples: Callable[[int], Sequence[TextSample]] | None = None  # step -> its samples, or [] if it has none
+
+
+class TrackerThread(ABC):
+    """A sink that passes metrics to a tracker from a thread. `close` waits at most `deadline_s` seconds for the tracker."""
+
+    name: str
+
+    def __init__(self, run: TrackedRun, *, deadline_s: float = 30.0) -> None:
+        self.run, self.deadline_s = run, deadline_s
+        # (step, metrics), or the last step that stays after a rewind; None ends the thread
+        self._queue: queue.SimpleQueue[tuple[int, Metrics] | int | None] = queue.SimpleQueue()
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._queue.put((step, dict(metrics)))
+
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        self._queue.put(last_step)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(self.deadline_s)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s did not finish within %.0f s; the run ends without waiting for it", self.name, self.deadline_s
+            )
+            self._abandon()
+
+    def _work(self) -> None:
+        try:
+            self._start()
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, int):
+                    self._rewind(item)
+                else:
+                    self._write(*item)
+                    self._write_due_samples(*item)
+            self._finish()
+        except Exception as error:
+            logger.warning(
+                "%s failed and gets no more metrics of this run: %s: %s", self.name, type(error).__name__, error
+            )
+            self._abandon()
+
+    def _write_due_samples(self, step: int, metrics: Metrics) -> None:
+        every, read = self.run.samples_every, self.run.read_samples
+        if read and every and step % every == 0 and "reward/mean" in metrics and (samples := read(step)):
+            self._write_samples(step, samples)
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Import the tracker's package, which takes seconds, and begin or continue the tracker's run."""
+
+    @abstractmethod
+    def _write(self, step: int, metrics: Metrics) -> None: ...
+
+    def _write_samples(self, step: int, samples: Sequence[TextSample]) -> None:  # noqa: B027
+        """Write samples of a step as a table or as text."""
+
+    def _rewind(self, last_step: int) -> None:  # noqa: B027
+        """Let the tracker discard steps after `last_step`, if it can."""
+
+    @abstractmethod
+    def _finish(self) -> None: ...
+
+    def _abandon(self) -> None:  # noqa: B027
+        """End what would keep the process from exiting."""
+
+
+SAMPLE_COLUMNS = ("step", "reward", "prompt", "response", "tokens", "truncated", "source", "parts")
+
+
+def sample_rows(step: int, samples: Sequence[TextSample]) -> list[Iterable[Any]]:
+    """Return one row for each sample, with the columns SAMPLE_COLUMNS."""
+    return [
+        [
+            step,
+            sample.reward,
+            sample.prompt,
+            sample.response,
+            sample.num_tokens,
+            sample.truncated,
+            sample.source or "",
+            ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items()),
+        ]
+        for sample in samples
+    ]
+
+
+class WandbSink(TrackerThread):
+    """Logs to Weights & Biases: online if a login is configured, otherwise offline in the run directory.
+
+    It never asks for a login. The id of the wandb run is stored in the run directory, so a resumed run continues the same wandb
+    run. Steps that wandb has already are not sent again.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run: TrackedRun, *, deadline_s: float = 30.0) -> None:
+        if wandb_mode() == "offline" and not os.environ.get("WANDB_MODE"):
+            logger.warning(
+                "tracking.backends has wandb, but there is no API key (WANDB_API_KEY or `wandb login`): metrics are recorded "
+                "offline. `wandb sync %s/wandb/offline-run-*` uploads them; tracking.backends=[] turns trackers off.",
+                run.folder,
+            )
+        super().__init__(run, deadline_s=deadline_s)
+
+    def _start(self) -> None:
+        import wandb
+
+        run = self.run
+        self._wandb_run = wandb.init(
+            project=run.project,
+            name=run.name,
+            group=run.group,
+            entity=run.entity,
+            tags=list(run.tags),
+            notes=run.notes,
+            config=redacted(run.config),
+            dir=run.folder,
+            id=_stored_run_id(run.folder / "wandb_run_id"),
+            resume="allow",
+            mode=cast(Any, wandb_mode()),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=self.deadline_s),
+        )
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        if step >= self._wandb_run.step:  # wandb warns about earlier steps
+            self._wandb_run.log(dict(metrics), step=step)
+
+    def _write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        import wandb
+
+        if step >= self._wandb_run.step:
+            table = wandb.Table(columns=list(SAMPLE_COLUMNS), data=[*sample_rows(step, samples)])
+            self._wandb_run.log({"samples": table}, step=step)
+
+    def _finish(self) -> None:
+        import wandb
+
+        if (curve := self.run.folder / "curve.png").exists():
+            self._wandb_run.summary["curve"] = wandb.Image(str(curve))
+        self._wandb_run.finish()
+
+    def _abandon(self) -> None:
+        _kill_wandb_service()
+
+
+class TensorBoardSink(TrackerThread):
+    """Writes event files for TensorBoard into the folder `tensorboard` of the run directory."""
+
+    name = "tensorboard"
+
+    def _start(self) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(self.run.folder / "tensorboard"))
+        if self.run.last_step:
+            self._rewind(self.run.last_step)
+        lines = (f"    {key}: {value}" for key, value in flatten_config(self.run.config))
+        self._write_text("config", self.run.last_step, "\n".join(lines))
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        from tensorboard.compat.proto import summary_pb2
+
+        summary = cast(Any, summary_pb2).Summary  # generated class without types
+        values = [summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step=step, summary=summary(value=values))
+        self._writer.flush()
+
+    def _write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        self._write_text("samples", step, "\n\n".join(sample.text() for sample in samples))
+
+    def _write_text(self, tag: str, step: int, text: str) -> None:
+        from tensorboard.plugins.text.summary import text_pb
+
+        indented = "\n".join(f"    {line}" for line in text.splitlines())  # TensorBoard renders Markdown
+        self._add(step=step, summary=text_pb(tag, indented))
+
+    def _rewind(self, last_step: int) -> None:
+        """Write an event after which TensorBoard discards earlier events of steps after `last_step`."""
+        from tensorboard.compat.proto import event_pb2
+
+        session_log = cast(Any, event_pb2).SessionLog
+        self._add(step=last_step + 1, session_log=session_log(status=session_log.START))
+
+    def _add(self, **content: Any) -> None:
+        from tensorboard.compat.proto import event_pb2
+
+        self._writer.add_event(cast(Any, event_pb2).Event(wall_time=time.time(), **content))
+
+    def _finish(self) -> None:
+        self._writer.close()
+
+
+class MlflowSink(TrackerThread):
+    """Logs to the MLflow server of MLFLOW_TRACKING_URI, or else to the folder `mlflow` of the run directory.
+
+    The id of the MLflow run is stored in the run directory, so a resumed run continues the same MLflow run. Steps that MLflow
+    has already are not sent again.
+    """
+
+    name = "mlflow"
+    METRICS_PER_REQUEST = 1000  # limit of MLflow
+    PARAMETERS_PER_REQUEST = 100  # limit of MLflow
+    VALUE_CHARACTERS = 6000  # limit of MLflow
+
+    def _start(self) -> None:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        folder = self.run.folder.resolve() / "mlflow"
+        self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or folder.as_uri())
+        self._metric = Metric
+        stored = self.run.folder / "mlflow_run_id"
+        self._last: dict[str, int] = {}  # metric -> last step that MLflow has
+        if self.run.last_step and stored.exists():
+            self._id = stored.read_text().strip()
+            self._client.update_run(self._id, "RUNNING")
+            for name in self._client.get_run(self._id).data.metrics:
+                self._last[name] = max(point.step for point in self._client.get_metric_history(self._id, name))
+            return
+        found = self._client.get_experiment_by_name(self.run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(self.run.project)
+        tags = {tag: "true" for tag in self.run.tags} | {"mlflow.note.content": self.run.notes or ""}
+        tags |= {"group": self.run.group} if self.run.group else {}
+        self._id = self._client.create_run(experiment, run_name=self.run.name, tags=tags).info.run_id
+        write_file(stored, self._id)
+        values = flatten_config(redacted(self.run.config))
+        parameters = [Param(key, str(value)[: self.VALUE_CHARACTERS]) for key, value in values]
+        for start in range(0, len(parameters), self.PARAMETERS_PER_REQUEST):
+            self._client.log_batch(self._id, params=parameters[start : start + self.PARAMETERS_PER_REQUEST])
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        now = int(time.time() * 1000)
+        new = {name: value for name, value in metrics.items() if step > self._last.get(name, -1)}
+        points = [self._metric(name, value, now, step) for name, value in new.items()]
+        self._last |= dict.fromkeys(new, step)
+        for start in range(0, len(points), self.METRICS_PER_REQUEST):
+            self._client.log_batch(self._id, metrics=points[start : start + self.METRICS_PER_REQUEST])
+
+    def _write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
+        text = "\n\n".join(sample.text() for sample in samples)
+        self._client.log_text(self._id, text, f"samples/step_{step:06d}.txt")
+
+    def _finish(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+BACKENDS: dict[str, type[TrackerThread]] = {sink.name: sink for sink in (WandbSink, TensorBoardSink, MlflowSink)}
+
+
+def default_run_name(name: str, folder: Path) -> str:
+    """Return a name for wandb that tells runs apart: the run's name, and the last parts of its folder's path.
+
+    The folder of a sweep's point is a number, so the name of the sweep's folder stands before it.
+    """
+    folder = folder.resolve()
+    parts = [folder.parent.name, folder.name] if folder.name.isdigit() else [folder.name]
+    return "/".join(part for part in [name, *parts] if part)
+
+
+def _stored_run_id(path: Path) -> str:
+    """Return the run id that is stored in `path`. If there is none or it is damaged, first store a new id."""
+    stored = path.read_text(errors="replace") if path.exists() else None
+    if stored is not None and stored == _with_check(stored[:_ID_LENGTH]):
+        return stored
+    if stored is not None:
+        logger.warning("%s is damaged: it has %r instead of a run id; wandb gets a new run", path, stored[:100])
+    write_file(path, run_id := _with_check(uuid.uuid4().hex[:_ID_LENGTH]))
+    return run_id
+
+
+def _with_check(text: str) -> str:
+    """Return `text` with its hash, so that a damaged id is found."""
+    return f"{text}-{xxhash.xxh32_hexdigest(text.encode())}"
+
+
+def wandb_mode() -> str:
+    """Return WANDB_MODE if it is set; otherwise online if an API key or a netrc login exists, else offline."""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
+    if os.environ.get("WANDB_API_KEY"):
+        return "online"
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        logins = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc")
+    except (OSError, RuntimeError, netrc.NetrcParseError):
+        return "offline"
+    return "online" if logins.authenticators(host) else "offline"
+
+
+def _kill_wandb_service() -> None:
+    """Kill wandb's helper process. Otherwise this process could not exit before the wandb server answers."""
+    for child in psutil.Process().children():
+        if child.name().startswith("wandb"):
+            child.kill()

@@ -1,0 +1,191 @@
+"""The trackers of tracking.backends, read back by the trackers' own tools."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from mrl import cli
+from mrl.core.sample_file import TextSample
+from mrl.tracking import backends
+from mrl.tracking.backends import BACKENDS, MlflowSink, TensorBoardSink, TrackedRun, check_installed
+from mrl.tracking.tracker import Tracker
+
+SAMPLE = TextSample("2*1234=", "2468", 1.0, 0, 0, 4, False, parts={"format": 0.5}, source="doubling")
+
+
+def tracked(folder: Path, **fields) -> TrackedRun:
+    more = dict(samples_every=2, read_samples=lambda step: [SAMPLE], tags=["baseline"], notes="first try")
+    return TrackedRun(folder=folder, project="sums", name="quickstart/1", config={"run": {"seed": 7}}, **more, **fields)
+
+
+def log_steps(sink, *steps: int) -> None:
+    for step in steps:
+        sink.log(step, {"reward/mean": step / 8, "loss/policy": float(step)})
+        if step == 2:
+            sink.log(step, {"eval/reward_greedy": 0.5})
+
+
+def log_run_and_resume(make, folder: Path) -> None:
+    """Log four steps. Resume after step 2, repeat steps 3 and 4, and log step 5."""
+    with Tracker([make(tracked(folder))]) as tracker:
+        log_steps(tracker, 1, 2, 3, 4)
+    with Tracker([make(tracked(folder, last_step=2))]) as tracker:
+        log_steps(tracker, 3, 4, 5)
+
+
+REWARDS = [(step, step / 8) for step in range(1, 6)]
+
+
+def test_tensorboard_reads_metrics_samples_and_config_of_a_resumed_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_run_and_resume(TensorBoardSink, tmp_path)
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(point.step, point.value) for point in read.Scalars("reward/mean")] == REWARDS
+    assert [(point.step, point.value) for point in read.Scalars("eval/reward_greedy")] == [(2, 0.5)]
+    samples = read.Tensors("samples")
+    assert {point.step for point in samples} == {2, 4}, "only scalars of repeated steps are discarded"
+    assert b"2*1234=" in samples[0].tensor_proto.string_val[0] and b"2468" in samples[0].tensor_proto.string_val[0]
+    assert b"run.seed: 7" in read.Tensors("config")[-1].tensor_proto.string_val[0]
+
+
+def test_tensorboard_discards_the_steps_that_a_running_process_repeats(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Tracker([TensorBoardSink(tracked(tmp_path))]) as tracker:
+        log_steps(tracker, 1, 2, 3)
+        tracker.rewind(1, evaluated=True)
+        log_steps(tracker, 2, 3, 4)
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [point.step for point in read.Scalars("reward/mean")] == [1, 2, 3, 4]
+
+
+def test_mlflow_reads_metrics_parameters_tags_and_samples_of_a_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    log_run_and_resume(MlflowSink, tmp_path)
+    client = MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("sums")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert sorted((point.step, point.value) for point in history) == REWARDS
+    assert run.info.run_name == "quickstart/1" and run.info.status == "FINISHED"
+    assert run.data.params["run.seed"] == "7" and run.data.tags["baseline"] == "true"
+    assert run.data.tags["mlflow.note.content"] == "first try"
+    artifacts = Path(run.info.artifact_uri.removeprefix("file://")) / "samples"
+    assert [path.name for path in sorted(artifacts.iterdir())] == ["step_000002.txt", "step_000004.txt"]
+    assert "2*1234=" in (artifacts / "step_000002.txt").read_text()
+
+
+WANDB_RUN = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from mrl.tracking.backends import WandbSink
+from test_trackers import log_run_and_resume
+log_run_and_resume(WandbSink, Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.extended
+def test_wandb_reads_metrics_samples_and_config_of_a_resumed_offline_run(tmp_path):
+    """`wandb leet inspect` prints the records of an offline run. The run is in a process of its own, as is every mrl run."""
+    env = os.environ | {"WANDB_MODE": "offline"}
+    command = [sys.executable, "-c", WANDB_RUN, str(tmp_path), str(Path(__file__).parent)]
+    subprocess.run(command, env=env, check=True, timeout=120)
+    rewards, ids, tables = {}, set(), []
+    for folder in sorted(tmp_path.glob("wandb/offline-run-*")):
+        inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+        done = subprocess.run(inspect, env=env, check=True, timeout=120, capture_output=True, text=True)
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        runs = [record["run"] for record in records if record["type"] == "run"]
+        ids |= {run["run_id"] for run in runs}
+        assert {run["display_name"] for run in runs} == {"quickstart/1"} and {run["project"] for run in runs} == {
+            "sums"
+        }
+        for record in records:
+            if record["type"] == "history":
+                values = record["history"]["item"]
+                if "reward/mean" in values:
+                    rewards[record["history"]["step"]["num"]] = values["reward/mean"]
+        tables += [json.loads(path.read_text()) for path in sorted(folder.glob("files/media/table/*.json"))]
+    assert sorted(rewards.items()) == REWARDS, "no step is missing after the resume"
+    assert len(ids) == 1, "both processes log to one wandb run"
+    assert {table["data"][0][0] for table in tables} == {2, 4}
+    assert tables[0]["columns"] == list(backends.SAMPLE_COLUMNS)
+    assert tables[0]["data"][0][1:4] == [1.0, "2*1234=", "2468"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tracker_that_hangs_never_delays_a_step(backend, tmp_path, monkeypatch, caplog):
+    """The tracker's thread waits for `release`, which is set only after all steps were logged."""
+    release, kind, ended = threading.Event(), BACKENDS[backend], []
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(kind, "_start", lambda self: release.wait(60))
+    monkeypatch.setattr(kind, "_abandon", lambda self: ended.append(self.name))
+    sink = kind(tracked(tmp_path), deadline_s=0.1)
+    log_steps(sink, *range(1, 50))
+    sink.close()
+    assert ended == [backend] and f"{backend} did not finish within" in caplog.text
+    monkeypatch.setattr(kind, "_write", lambda self, step, metrics: None)
+    monkeypatch.setattr(kind, "_write_samples", lambda self, step, samples: None)
+    monkeypatch.setattr(kind, "_finish", lambda self: None)
+    release.set()
+    sink._thread.join(60)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tracker_that_fails_is_one_warning(backend, tmp_path, monkeypatch, caplog):
+    def fail(self, step, metrics):
+        raise ConnectionError("no route")
+
+    kind = BACKENDS[backend]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(kind, "_start", lambda self: None)
+    monkeypatch.setattr(kind, "_write", fail)
+    monkeypatch.setattr(kind, "_abandon", lambda self: None)
+    with caplog.at_level(logging.WARNING), Tracker([kind(tracked(tmp_path))]) as tracker:
+        log_steps(tracker, 1, 2, 3)
+    (record,) = caplog.records
+    assert f"{backend} failed and gets no more metrics" in record.message and "no route" in record.message
+
+
+def test_a_backend_without_its_package_is_an_error_that_says_what_to_install(monkeypatch):
+    check_installed(BACKENDS)
+    monkeypatch.setitem(backends.PACKAGES, "mlflow", ("no_such_module", "mlflow-skinny"))
+    with pytest.raises(ValueError, match="install it with `pip install mlflow-skinny`"):
+        check_installed(["wandb", "mlflow"])
+
+
+def test_the_workspace_has_one_section_for_each_area_in_reading_order(tmp_path, capsys):
+    """wandb's own classes read the specification that the command writes."""
+    from wandb_workspaces.workspaces import Workspace
+    from wandb_workspaces.workspaces.internal import View
+
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time/step_s": 1.0, "reward/std": 0.5, "reward/mean": 0.5}\n{"st'
+    )
+    (tmp_path / "eval.jsonl").write_text('{"step": 0, "eval/reward_greedy": 0.5}\n')
+    assert cli.main(["wandb-report", str(tmp_path), "--json", str(tmp_path / "view.json")]) == 0
+    assert "specification of the workspace" in capsys.readouterr().out
+    read = Workspace._from_model(View.model_validate_json((tmp_path / "view.json").read_text()))
+    sections = {section.name: [panel.y[0] for panel in section.panels] for section in read.sections}
+    assert [*sections] == ["Reward", "Held-out reward", "Time by phase"] and read.project == "mrl"
+    assert [getattr(name, "name", name) for name in sections["Reward"]] == ["reward/mean", "reward/std"]
+
+
+def test_a_workspace_without_entity_or_metrics_is_one_line(tmp_path, capsys):
+    assert cli.main(["wandb-report", str(tmp_path)]) == 2
+    assert "has no metrics" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    assert cli.main(["wandb-report", str(tmp_path)]) == 2
+    assert "name the user or team" in capsys.readouterr().err
