@@ -16,8 +16,14 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mrl", "models", "parallel")
 LOCKS = ("requirements.txt", "requirements-gpu.txt")
-OF_EXTRAS = {"transformer_engine", "optuna"}  # declared in the extras `gpu` and `optuna`
-TESTED = ("train", "dev", "optuna")  # extras that both locks hold
+OF_EXTRAS = {
+    "transformer_engine",
+    "optuna",
+    "tensorboard",
+    "mlflow",
+    "wandb_workspaces",
+}  # declared in `gpu`, `optuna`, `trackers`
+TESTED = ("train", "dev", "optuna", "trackers")  # extras that both locks hold
 
 
 @pytest.fixture(scope="module")
