@@ -1,6 +1,6 @@
 """Measures the speedup of asynchronous rollouts, and compares it with the predictions of the rollout simulator.
 
-    python benchmarks/asynchrony.py [--rounds 2] [--scale 1.0] [--modes sync async]
+    python benchmarks/asynchrony.py [--rounds 2] [--scale 1.0] [--modes sync async] [--json FILE]
 
 The real rollout worker runs on Ray, with its staleness buffer, rollout log, scoring, HTTP client and weight versions. The
 engines are simulated (benchmarks/simulated_engine.py) and run in a separate process. Training is a sleep. Response lengths are
@@ -10,7 +10,6 @@ of the largest size fills. The benchmark needs two idle cores, because the simul
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measurements
 from benchmarks.simulated_engine import LogNormalScript
 from mrl.config.process_schema import ClusterConfig, PauseMode
 from mrl.data.prompts import PromptConstraints, PromptDataset, PromptStream
@@ -264,6 +264,21 @@ def show(
     Console(width=120).print(table)
 
 
+def measurements_of(
+    measured: dict[str, list[MeasuredRun]], predicted: dict[str, Prediction], scale: float
+) -> list[measurements.Measurement]:
+    """Return the seconds of a step over their prediction, and the speed over that of synchronous runs."""
+    result = []
+    for mode, runs in measured.items():
+        seconds, expected = [run.seconds() for run in runs], predicted[mode].seconds(SKIPPED)
+        name = f"{mode}: s/step over prediction, scale {scale:g}"
+        result.append(measurements.of_repeats(name, [taken / expected for taken in seconds], "ratio", "ratio"))
+        if mode != "sync" and "sync" in measured:
+            speeds = ([run.tokens_per_s() for run in of_mode] for of_mode in (runs, measured["sync"]))
+            result.append(measurements.paired_ratio(f"{mode}: tokens/s over sync", *speeds, better="higher"))
+    return result
+
+
 def main() -> None:
     """Parse the arguments, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,7 +287,7 @@ def main() -> None:
         "--scale", type=float, default=1.0, help="factor for all times; above 1 for a slow or busy machine"
     )
     parser.add_argument("--modes", nargs="+", choices=SETUPS, default=list(SETUPS))
-    parser.add_argument("--out", type=Path, help="also write the measurements into this JSON file")
+    measurements.add_json_option(parser)
     args = parser.parse_args()
     speeds = slow_down(SPEEDS, args.scale)
     with tempfile.TemporaryDirectory() as folder, ray_cluster(ClusterConfig()) as options:
@@ -289,9 +304,7 @@ def main() -> None:
     fits = [fit_speeds(run, groups) for run in measured.get("sync", [])][:1]
     predicted_from_fit = {mode: simulate(groups, fits[0], SETUPS[mode], STEPS[mode]) for mode in args.modes if fits}
     show(measured, predicted, predicted_from_fit, speeds)
-    if args.out:
-        runs = {mode: [asdict(run) for run in runs] for mode, runs in measured.items()}
-        args.out.write_text(json.dumps(dict(scale=args.scale, runs=runs)))
+    measurements.write(args.json, measurements_of(measured, predicted, args.scale))
 
 
 if __name__ == "__main__":

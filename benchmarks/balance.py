@@ -1,12 +1,20 @@
 """Measures how evenly a batch is balanced over replicas, and how many tokens are padding. Only lengths are needed, no GPU.
 
-    python benchmarks/balance.py [--seeds 10]
+    python benchmarks/balance.py [--seeds 10] [--json FILE]
 
 A batch has 512 sequences. Their lengths are log-normal (median, sigma) and clipped to 512..32768 tokens. A micro-batch has at
 most 32768 tokens. The cost of a sequence is the FLOPs of training Qwen2.5-7B on it. This model has 7.07e9 parameters in matrix
 products, 28 layers, and 28 heads of size 128. A sequence of L tokens costs `6 * 7.07e9 * L` for matrix products and
 `6 * 28 * 3584 * L**2` for causal attention. Every number except milliseconds is a ratio. The table has the median over seeds,
 and the largest value.
+
+The schedulers of verl and slime are written from their descriptions, and get the same lengths. verl 0.9.1 cannot be installed
+beside SGLang, and slime is not on PyPI.
+
+    verl           Karmarkar-Karp with equal numbers of sequences; cost `24576 * L + L**2` for every model
+    verl, greedy   sequences in sampled order go to the lightest replica that has the fewest sequences
+    slime          first-fit packs of at most 32768 tokens; the largest packs are split until their number is a multiple of the
+                   number of replicas; Karmarkar-Karp with equal numbers of packs, by their FLOPs
 """
 
 import argparse
@@ -20,6 +28,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measurements
 from mrl.data.batching import CostModel, PackingUnit, make_units, partition_units, plan_micro_batches
 
 SEQUENCES, SHORTEST, LONGEST, MAX_TOKENS = 512, 512, 32768, 32768
@@ -32,7 +41,9 @@ COST = CostModel(linear=6 * 7.07e9, quadratic=6 * 28 * 3584)
 GROUP, PROMPTS = 8, (256, 2048)  # responses per prompt; smallest and largest number of tokens in a prompt (uniform)
 CP, TP = 2, 8  # sizes of context and tensor parallelism
 PADDED_SIZE = 4  # number of sequences in a padded micro-batch
+VERL_COST = CostModel(linear=24576, quadratic=1)  # its function calculate_workload
 Lengths = NDArray[np.int64]
+type Rows = list[int]
 
 
 def imbalance(loads: Sequence[float]) -> float:
@@ -69,6 +80,71 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
         joined = sorted(a + b for a, b in zip(first, reversed(second), strict=True))
         heapq.heappush(heap, (joined[0] - joined[-1], number, joined))
     return heap[0][2]
+
+
+def equal_karmarkar_karp(costs: Sequence[float], parts: int) -> list[Rows]:
+    """Return the items of each part under the method of Karmarkar and Karp if all parts have the same number of items.
+
+    Each first partial solution has one item in every part: sorted by cost, each `parts` neighbours are one solution.
+    """
+    assert len(costs) % parts == 0, f"{parts} parts cannot have the same number of {len(costs)} items"
+    order = sorted(range(len(costs)), key=lambda item: costs[item])
+    heap = []
+    for first in range(0, len(costs), parts):
+        solution = [(costs[item], [item]) for item in order[first : first + parts]]
+        heap.append((solution[0][0] - solution[-1][0], first, solution))  # ordered by the difference, the largest first
+    heapq.heapify(heap)
+    for number in range(len(costs), len(costs) + len(heap) - 1):
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = sorted((a + b, rows + more) for (a, rows), (b, more) in zip(one, reversed(other), strict=True))
+        heapq.heappush(heap, (joined[0][0] - joined[-1][0], number, joined))
+    return [rows for _, rows in heap[0][2]]
+
+
+def equal_greedy(costs: Sequence[float], parts: int) -> list[Rows]:
+    """Return the items of each part if each item goes to the lightest of the parts that have the fewest items.
+
+    The items keep their order.
+    """
+    heap: list[tuple[int, float, int]] = [(0, 0.0, part) for part in range(parts)]
+    rows: list[Rows] = [[] for _ in range(parts)]
+    for item, cost in enumerate(costs):
+        count, load, part = heap[0]
+        rows[part].append(item)
+        heapq.heapreplace(heap, (count + 1, load + cost, part))
+    return rows
+
+
+def slime_partition(lengths: Lengths, parts: int) -> list[Rows]:
+    """Return the sequences of each part in slime's schedule: packs first, then their distribution."""
+    packs: list[Rows] = []
+    loads: list[int] = []
+    for item, tokens in enumerate(lengths.tolist()):
+        place = next((n for n, load in enumerate(loads) if load + tokens <= MAX_TOKENS), len(packs))
+        if place == len(packs):
+            packs.append([])
+            loads.append(0)
+        packs[place].append(item)
+        loads[place] += tokens
+    while len(packs) % parts:
+        largest = max((pack for pack in packs if len(pack) > 1), key=lambda pack: lengths[pack].sum())
+        packs.remove(largest)
+        packs += halves(largest, lengths)
+    costs = [sum(COST(float(lengths[item])) for item in pack) for pack in packs]
+    return [[item for pack in part for item in packs[pack]] for part in equal_karmarkar_karp(costs, parts)]
+
+
+def halves(pack: Rows, lengths: Lengths) -> list[Rows]:
+    """Split a pack into two parts with about the same number of tokens: each sequence, the longest first, to the smaller part."""
+    found: list[Rows] = [[], []]
+    for item in sorted(pack, key=lambda item: -lengths[item]):
+        min(found, key=lambda half: lengths[half].sum()).append(item)
+    return found
+
+
+def loads_of(partition: Sequence[Rows], costs: Sequence[float]) -> list[float]:
+    """Return the load of each part."""
+    return [sum(costs[item] for item in part) for part in partition]
 
 
 def mrl_partition(units: Sequence[PackingUnit], parts: int) -> list[float]:
@@ -120,6 +196,7 @@ def measure(median: int, sigma: float, parts: int, seed: int) -> dict[str, float
     rows = np.arange(SEQUENCES)
     units = make_units(np.zeros_like(rows), lengths, rows, rows, COST, MAX_TOKENS, parts, False)
     costs = [unit.cost for unit in units]
+    verl_costs = [VERL_COST.linear * tokens + VERL_COST.quadratic * tokens**2 for tokens in lengths.tolist()]
     start = time.perf_counter()
     loads = mrl_partition(units, parts)
     seconds = time.perf_counter() - start
@@ -131,6 +208,9 @@ def measure(median: int, sigma: float, parts: int, seed: int) -> dict[str, float
         "mrl / bound": max(loads) / max(statistics.fmean(loads), max(costs)),
         "Karmarkar-Karp": imbalance(karmarkar_karp(costs, parts)),
         "LPT": imbalance(longest_first(costs, parts)),
+        "verl": imbalance(loads_of(equal_karmarkar_karp(verl_costs, parts), costs)),
+        "verl, greedy": imbalance(loads_of(equal_greedy(verl_costs, parts), costs)),
+        "slime": imbalance(loads_of(slime_partition(lengths, parts), costs)),
         "round robin": imbalance(round_robin(costs, parts)),
         "ms": 1000 * seconds,
         "packed": packed_over_real(units, lengths, parts),
@@ -151,7 +231,9 @@ def main() -> None:
     """Parse the arguments, measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
-    seeds = range(parser.parse_args().seeds)
+    measurements.add_json_option(parser)
+    args = parser.parse_args()
+    seeds = range(args.seeds)
     cases = [(*lengths, parts) for lengths in LENGTHS for parts in (8, 64)]
     results = [[measure(*case, seed) for seed in seeds] for case in cases]
     table = Table(
@@ -160,6 +242,20 @@ def main() -> None:
     for name in results[0][0]:
         table.add_row(name, *(summary([result[name] for result in of_case]) for of_case in results))
     Console(width=150).print(table)
+    measurements.write(args.json, measurements_of(cases, results))
+
+
+def measurements_of(
+    cases: list[tuple[int, float, int]], results: list[list[dict[str, float]]]
+) -> list[measurements.Measurement]:
+    """Return the balance of mrl and of its peers and the padding, as medians over seeds. Equal seeds give equal numbers."""
+    return [
+        measurements.Measurement(
+            f"{name}: {median}, {sigma}, dp {parts}", statistics.median(one[name] for one in of_case), "ratio", "count"
+        )
+        for name in ("mrl", "verl", "slime", "packed", "shared: heaviest")
+        for (median, sigma, parts), of_case in zip(cases, results, strict=True)
+    ]
 
 
 if __name__ == "__main__":

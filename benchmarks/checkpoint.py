@@ -1,6 +1,6 @@
 """Compares a checkpoint with a plain write of the same number of bytes, and measures a training step during a save.
 
-    python benchmarks/checkpoint.py [--hidden 512] [--repeats 5] [--folder /tmp]
+    python benchmarks/checkpoint.py [--hidden 512] [--repeats 5] [--folder /tmp] [--json FILE]
 
 One process saves weights, optimizer state and random states in float32. The plain write takes the same number of bytes from
 memory, writes them to one file and syncs the file. The methods alternate. Memory is the proportional set size (PSS) of this
@@ -25,6 +25,8 @@ import one_process
 from one_process import Sizes
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import measurements
 
 TIMEOUT_S = 600.0
 
@@ -166,6 +168,22 @@ def show(seconds: Seconds, peaks: dict[str, list[int]], size: int, console: Cons
     console.print(table)
 
 
+def measurements_of(seconds: Seconds, peaks: dict[str, list[int]], size: int) -> list[measurements.Measurement]:
+    """Return the seconds of saves over a plain write, of steps over steps without a save, and the memory."""
+    saves = {"save, training waits": seconds.waited, "asynchronous save": seconds.idle, "begin": seconds.begin}
+    result = [
+        measurements.paired_ratio(f"{name}: seconds over a plain write", values, seconds.plain)
+        for name, values in saves.items()
+    ]
+    result.append(measurements.of_repeats("step: CPU-s", seconds.step, "CPU-s", "cpu_s"))
+    result.append(
+        measurements.paired_ratio("step during a save: CPU-s over a step alone", seconds.during, seconds.step)
+    )
+    memory = [1 + peak / size for peak in peaks["during"]]
+    name = "save during steps: checkpoint and extra memory over checkpoint"
+    return [*result, measurements.of_repeats(name, memory, "ratio", "ratio")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
@@ -173,6 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure"
     )
+    measurements.add_json_option(parser)
     given = parser.parse_args()
     one_process.start()
     from mrl.algorithms.losses import PPOClip
@@ -187,6 +206,7 @@ def main() -> None:
             actor, lambda: actor.update(block, [rank_batch], PPOClip(), [1e-9]), Path(folder), given.repeats
         )
     show(*found, Console(width=130))
+    measurements.write(given.json, measurements_of(*found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures two savings in a training step that do not change the gradient, and compares the gradients.
 
-    python benchmarks/compute_only_what_matters.py [--hidden 256] [--layers 4] [--vocab 8192] [--repeats 5]
+    python benchmarks/compute_only_what_matters.py [--hidden 256] [--layers 4] [--vocab 8192] [--repeats 5] [--json FILE]
 
     zero advantage   groups with advantage 0 are skipped (`algorithm.skip_zero_advantage`); without the saving, they are trained
     shared prompts   the prompt of 16 responses is computed once (`Packing.share_prompts`); without the saving, 16 times
@@ -21,6 +21,8 @@ from one_process import Sizes, gradients_of, interleaved, largest_difference, ra
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measurements
+from benchmarks.measurements import Measurement
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.dp_partition import StepPartition
 
@@ -65,8 +67,8 @@ def _plans(with_saving: TrainBatch, without_saving: TrainBatch, share: tuple[boo
         yield one_process.partition(batch, MAX_TOKENS, share_prompts)
 
 
-def measure(actor, case: Case, repeats: int) -> list[str]:
-    """Return the table row of a case. Raises AssertionError if the gradients differ."""
+def measure(actor, case: Case, repeats: int) -> tuple[list[str], list[Measurement]]:
+    """Return the table row and the measurements of a case. Raises AssertionError if the gradients differ."""
     from mrl.algorithms.losses import PPOClip
 
     found = [
@@ -83,13 +85,17 @@ def measure(actor, case: Case, repeats: int) -> list[str]:
         {"without_saving": update(case.without_saving), "with_saving": update(case.with_saving)}, repeats
     )
     tokens = np.array([plan.metrics["batch/computed_tokens"] for plan in (case.without_saving, case.with_saving)])
-    return [
+    row = [
         case.name,
         f"{tokens[0]:.0f} -> {tokens[1]:.0f}",
         f"{tokens[1] / tokens[0]:.3f}",
         " -> ".join(f"{statistics.median(taken):.2f}" for taken in seconds.values()),
         ratio(seconds["with_saving"], seconds["without_saving"]),
         f"{difference:.1e}",
+    ]
+    return row, [
+        Measurement(f"{case.name}: tokens over without the saving", tokens[1] / tokens[0], "ratio", "count"),
+        measurements.paired_ratio(f"{case.name}: CPU-s over without the saving", *reversed(seconds.values())),
     ]
 
 
@@ -99,6 +105,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
+    measurements.add_json_option(parser)
     args = parser.parse_args()
     one_process.start()
     from mrl.workers.actor_critic import MegatronActor  # imports Megatron, so after start()
@@ -110,9 +117,13 @@ def main() -> None:
     )
     cases = [zero_advantage(sizes, fraction) for fraction in ZERO_FRACTIONS]
     cases += [shared_prompts(sizes, name) for name in RATIOS]
+    found = []
     for case in cases:
-        table.add_row(*measure(actor, case, args.repeats))
+        row, of_case = measure(actor, case, args.repeats)
+        table.add_row(*row)
+        found += of_case
     Console(width=140).print(table)
+    measurements.write(args.json, found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures the cost of the driver at scale: the real loop with 1,024 trainer ranks and 256 engines that compute nothing.
 
-    python benchmarks/controller.py [--prompts 1024] [--tokens 512] [--ranks 1024] [--engines 256] [--steps 3]
+    python benchmarks/controller.py [--prompts 1024] [--tokens 512] [--ranks 1024] [--engines 256] [--steps 3] [--json FILE]
     python benchmarks/controller.py --all
     python benchmarks/controller.py --profile driver.prof
 
@@ -35,7 +35,9 @@ import orjson
 import ray
 from aiohttp import web
 
+from benchmarks import measurements
 from benchmarks.driver_traffic import Traffic
+from benchmarks.measurements import Measurement
 from benchmarks.simulated_engine import LogNormalScript, SimulatedEngine, start
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import GRPO
@@ -283,6 +285,17 @@ class DriverMeter:
         numbers = f"{seconds} | {calls:.0f} | {sent / 1e6:.3f} | {received / 1e6:.3f}"
         return f"| {size.prompts * size.responses} | {size.tokens} | {size.ranks} | {numbers} | {peak:.0f} |"
 
+    def measurements(self, size: Size) -> list[Measurement]:
+        """Return the CPU-seconds, Ray calls and bytes of a step, over all steps except the first."""
+        cpu, _, _, _, _, calls, sent, received = np.transpose(self.steps[1:]).tolist()
+        place = f"{size.prompts * size.responses} samples, {size.ranks} ranks"
+        return [
+            measurements.of_repeats(f"{place}: CPU-s", cpu, "CPU-s", "cpu_s"),
+            measurements.of_repeats(f"{place}: Ray calls", calls, "calls", "count"),
+            measurements.of_repeats(f"{place}: MB sent", [value / 1e6 for value in sent], "MB", "ratio"),
+            measurements.of_repeats(f"{place}: MB received", [value / 1e6 for value in received], "MB", "ratio"),
+        ]
+
 
 def layout(ranks: int) -> ParallelDims:
     """Return a layout with 16 ranks per replica."""
@@ -391,8 +404,8 @@ def _raise(error: BaseException, state: object) -> Any:
     raise error
 
 
-def measure(size: Size, profile: Path | None = None) -> str:
-    """Run one measurement and return its row of the table."""
+def measure(size: Size, profile: Path | None = None) -> tuple[str, list[Measurement]]:
+    """Run one measurement. Returns its row of the table and its measurements."""
     with tempfile.TemporaryDirectory() as run_dir, Traffic() as traffic:
         meter = DriverMeter(traffic)
         with (
@@ -403,7 +416,7 @@ def measure(size: Size, profile: Path | None = None) -> str:
             built.fit()
         if profile and profiler:
             profiler.dump_stats(profile)
-        return meter.row(size)
+        return meter.row(size), meter.measurements(size)
 
 
 def main() -> None:
@@ -414,7 +427,10 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="file for a profile of the main thread's CPU-seconds")
     parser.add_argument("--all", action="store_true", help="measure all sizes of the table, each in a new process")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    measurements.add_json_option(parser)
     known = parser.parse_args()
+    if known.all and known.json:
+        parser.error("--json is for one size; leave out --all")
     if known.serve:
         asyncio.run(serve(known.engines, known.tokens))
         return
@@ -425,7 +441,9 @@ def main() -> None:
             subprocess.run([sys.executable, __file__, *sizes], check=True)
         return
     size = Size(known.prompts, known.responses, known.tokens, known.ranks, known.engines, known.steps)
-    print(measure(size, known.profile), flush=True)
+    row, found = measure(size, known.profile)
+    print(row, flush=True)
+    measurements.write(known.json, found)
 
 
 if __name__ == "__main__":

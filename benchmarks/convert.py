@@ -1,6 +1,6 @@
 """Compares the memory and time of `mrl convert` with those of a plain copy of the same bytes.
 
-    python benchmarks/convert.py [--folder /tmp] [--layers 28] [--max-shard-bytes 1e9] [--repeats 3] [--warm]
+    python benchmarks/convert.py [--folder /tmp] [--layers 28] [--max-shard-bytes 1e9] [--repeats 3] [--warm] [--json FILE]
 
 The script writes a random bfloat16 model with the sizes of Qwen3-1.7B (3.4 GB). It converts the model to Megatron and back, in
 separate processes, and then removes all files. Memory is the peak resident size of a process, including mapped pages. A second
@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measurements
 from models.conversion.hf_writer import HFFolderWriter
 from models.conversion.resumable_folder import ResumableFolder, fsync_path
 from models.families import family_of
@@ -142,7 +143,19 @@ def report(work: Path, args: argparse.Namespace) -> None:
     assert all(filecmp.cmp(path, back / path.name, shallow=False) for path in shards), (
         "the files differ after the round trip"
     )
+    measurements.write(args.json, measurements_of(found, max(path.stat().st_size for path in shards)))
     show(found, imports, [path.stat().st_size for path in shards])
+
+
+def measurements_of(found: dict[str, list[tuple[float, float]]], largest: int) -> list[measurements.Measurement]:
+    """Return the seconds of conversions over copies, and their memory over the largest file."""
+    result = []
+    for name, base in BASE.items():
+        seconds = ([s for s, _ in found[method]] for method in (name, base))
+        result.append(measurements.paired_ratio(f"{name}: seconds over a copy", *seconds))
+        memory = [megabytes * 1e6 / largest for _, megabytes in found[name]]
+        result.append(measurements.of_repeats(f"{name}: memory over the largest file", memory, "ratio", "ratio"))
+    return result
 
 
 def show(found: dict[str, list[tuple[float, float]]], imports: tuple[float, float], sizes: list[int]) -> None:
@@ -167,6 +180,7 @@ def main() -> None:
     parser.add_argument("--max-shard-bytes", type=float, default=1e9, help="bytes of the largest file")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warm", action="store_true", help="do not drop the source from the page cache")
+    measurements.add_json_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="mrl_convert_") as work:
         report(Path(work), args)

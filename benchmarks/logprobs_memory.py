@@ -1,15 +1,16 @@
 """Measures peak memory and CPU time of log-probabilities and their gradients, with all logits at once and in chunks of logits.
 
-    python benchmarks/logprobs_memory.py [--positions 8192] [--hidden 512] [--vocab 32000] [--entropy]
+    python benchmarks/logprobs_memory.py [--positions 8192] [--hidden 512] [--vocab 32000] [--entropy] [--repeats 1]
 
 Each method runs one forward and one backward pass, in a new process with one thread. The memory of a method is the peak resident
-size of the process minus its size after the imports and the creation of inputs and zeroed gradients.
+size of the process minus its size after the imports and the creation of inputs and zeroed gradients. The methods alternate.
 """
 
 import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measurements
 from mrl.bench.device_rates import whole_logprobs
 from parallel.logprobs import linear_logprobs
 
@@ -63,15 +65,32 @@ def report(args: argparse.Namespace) -> None:
     title = (
         f"T={args.positions} H={args.hidden} V={args.vocab} float32, logits {logits:.0f} MiB, entropy {args.entropy}"
     )
+    runs = {name: [] for name in METHODS}
+    for _ in range(args.repeats):
+        for name, chunk in METHODS.items():
+            runs[name].append(measure_in_new_process(chunk))
     table = Table("method", "MiB", "over whole", "CPU-s", "over whole", "sum of log-probabilities", title=title)
-    base = None
-    for name, chunk in METHODS.items():
-        result = measure_in_new_process(chunk)
-        base = base or result
+    middle = {
+        name: {key: statistics.median(run[key] for run in found) for key in found[0]} for name, found in runs.items()
+    }
+    base = middle["whole logits"]
+    for name, result in middle.items():
         ratios = [f"{result[key] / base[key]:.3f}" for key in ("mib", "cpu_s")]
         numbers = [f"{result['mib']:.0f}", ratios[0], f"{result['cpu_s']:.2f}", ratios[1], f"{result['sum']:.2f}"]
         table.add_row(name, *numbers)
     Console().print(table)
+    measurements.write(args.json, measurements_of(runs))
+
+
+def measurements_of(runs: dict[str, list[dict[str, float]]]) -> list[measurements.Measurement]:
+    """Return the CPU-seconds of whole logits, and the memory and CPU-seconds of chunks over those of whole logits."""
+    found = {name: {key: [run[key] for run in of_name] for key in of_name[0]} for name, of_name in runs.items()}
+    base = found.pop("whole logits")
+    result = [measurements.of_repeats("whole logits: CPU-s", base["cpu_s"], "CPU-s", "cpu_s")]
+    for name, of_name in found.items():
+        for key, what in (("mib", "memory"), ("cpu_s", "CPU-s")):
+            result.append(measurements.paired_ratio(f"{name}: {what} over whole logits", of_name[key], base[key]))
+    return result
 
 
 def main() -> None:
@@ -81,6 +100,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000, help="V: size of the vocabulary")
     parser.add_argument("--entropy", action="store_true", help="also compute entropies and their gradient")
     parser.add_argument("--chunk", type=int, help="measure only this chunk size, in this process; 0: whole logits")
+    parser.add_argument("--repeats", type=int, default=1)
+    measurements.add_json_option(parser)
     args = parser.parse_args()
     if args.chunk is None:
         report(args)

@@ -1,6 +1,6 @@
 """Measures the phases of a training step, samples per second, and CPU-seconds per sample.
 
-    python benchmarks/step.py [--steps 30] [mrl train overrides, e.g. experiment=quickstart parallel.dp=2]
+    python benchmarks/step.py [--steps 30] [--json FILE] [mrl train overrides, e.g. experiment=quickstart parallel.dp=2]
 
 CPU-seconds are user and system time of the whole process tree (driver, Ray, trainer ranks, engines). They are read after each
 step.
@@ -12,12 +12,15 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from itertools import pairwise
 
 import psutil
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measurements
+from benchmarks.measurements import Measurement, of_repeats
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.controller import build
@@ -69,6 +72,20 @@ class StepMeter:
         first, last, count = self.cpu[0], self.cpu[-1], len(self.cpu) - 1
         return {name: (last[name] - first.get(name, 0.0)) / count for name in last}
 
+    def measurements(self) -> list[Measurement]:
+        """Return the seconds and CPU-seconds of a step, and the shares of its parts, over all steps except the first."""
+        steps = self.steps[1:]
+        totals = [sum(cpu.values()) for cpu in self.cpu]
+        shares = {part: [step[f"spent/{part}_s"] / step["time/step_s"] for step in steps] for part in SPENT}
+        return [
+            of_repeats("step: seconds", [step["time/step_s"] for step in steps], "s", "wall"),
+            of_repeats("step: CPU-s", [b - a for a, b in pairwise(totals)], "CPU-s", "cpu_s"),
+            *(
+                of_repeats(f"{part}: share of the step", shares[part], "ratio", "ratio")
+                for part in ("controller", "sync_engine")
+            ),
+        ]
+
     def median(self, name: str) -> float:
         """Return the median of a metric over all steps except the first."""
         return statistics.median(step[name] for step in self.steps[1:])
@@ -115,8 +132,11 @@ def show(meter: StepMeter) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
+    measurements.add_json_option(parser)
     args, overrides = parser.parse_known_args()
-    show(measure(overrides, args.steps))
+    meter = measure(overrides, args.steps)
+    show(meter)
+    measurements.write(args.json, meter.measurements())
     return 0
 
 

@@ -1,6 +1,6 @@
 """Measures the CPU time of a training step against a bare Megatron step on the same model and tokens, in one process.
 
-    python benchmarks/training_step.py [--sizes model|toy] [--repeats 7] [--profile]
+    python benchmarks/training_step.py [--sizes model|toy] [--repeats 7] [--profile] [--json FILE]
 
 "mrl" is `MegatronActor.update` on one mini-batch: it packs the rows, runs the forward pass, computes log-probabilities and
 entropies of the responses and the PPO loss, runs the backward pass, and takes the optimizer step. "Bare" is a step that a user of
@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import measurements
 from mrl.core.types import RankBatch, TokenBlock
 
 SIZES = {
@@ -208,6 +209,7 @@ def main() -> None:
     parser.add_argument("--sizes", choices=SIZES, default="model")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="first print the time in each function and operator")
+    measurements.add_json_option(parser)
     args = parser.parse_args()
     seconds, tokens = measure(SIZES[args.sizes], args.repeats, args.profile)
     table = Table("step", "tokens", "CPU-s", "of bare", "of bare, responses only", title=f"{SIZES[args.sizes]}")
@@ -215,6 +217,17 @@ def main() -> None:
         against = [ratio(taken, seconds[base]) for base in ("bare", "bare, responses only")]
         table.add_row(name, f"{tokens[name]:.0f}", f"{sorted(taken)[len(taken) // 2]:.3f}", *against)
     Console(width=140).print(table)
+    measurements.write(args.json, measurements_of(seconds, tokens))
+
+
+def measurements_of(seconds: dict[str, list[float]], tokens: dict[str, float]) -> list[measurements.Measurement]:
+    """Return the computed tokens, the CPU-seconds of the bare step, and the CPU-seconds of mrl over those of bare steps."""
+    result = [measurements.of_repeats("bare: CPU-s", seconds["bare"], "CPU-s", "cpu_s")]
+    for name in ("mrl, whole rows", "mrl"):
+        result.append(measurements.Measurement(f"{name}: computed tokens", tokens[name], "tokens", "count"))
+        for base in ("bare", "bare, responses only"):
+            result.append(measurements.paired_ratio(f"{name}: CPU-s over {base}", seconds[name], seconds[base]))
+    return result
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python benchmarks/weight_sync.py speed [--pushes 5]       pushes a 0.5B-parameter model from Megatron to a real engine
     python benchmarks/weight_sync.py delta [--steps 20]       trains with weight_sync.delta=true, which sends only differences
 
-`speed` needs 8 GiB of memory and takes a minute. `delta` trains the quickstart three times.
+`speed` needs 8 GiB of memory and takes a minute. `delta` trains the quickstart three times. With --json FILE, each of them also
+writes its measurements into a JSON file.
 """
 
 import argparse
@@ -17,10 +18,15 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import measurements
+from benchmarks.measurements import Measurement
+from mrl.core.types import SyncReport
 
 CONSOLE = Console(width=110)
 SHARED = dict(head_dim=128, rope_theta=1e6, tie_word_embeddings=False)
@@ -82,7 +88,10 @@ def count_bytes(arguments: argparse.Namespace) -> None:
     )
     from parallel.dims import ParallelDims
 
-    table = Table("model", "trainer", "engines", "sent over held", "busiest over mean", "messages", "GB", "compile, s")
+    table, found = (
+        Table("model", "trainer", "engines", "sent over held", "busiest over mean", "messages", "GB", "compile, s"),
+        [],
+    )
     for name, axes, engine, count in LAYOUTS:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config_of(name)))
@@ -99,7 +108,14 @@ def count_bytes(arguments: argparse.Namespace) -> None:
         each = "x".join(f"{k}{v}" for k, v in engine.items())
         cells = [f"{cost.ratio:.5f}", f"{cost.imbalance:.3f}", f"{messages:,}", f"{cost.sent_bytes / 1e9:.1f}"]
         table.add_row(name, str(dims), f"{count} of {each}", *cells, f"{seconds:.1f}")
+        place = f"{name}, {dims}, {count} engines of {each}"
+        found += [
+            Measurement(f"{place}: bytes sent over bytes held", cost.ratio, "ratio", "count"),
+            Measurement(f"{place}: busiest sender over mean", cost.imbalance, "ratio", "count"),
+            Measurement(f"{place}: messages", messages, "messages", "count"),
+        ]
     CONSOLE.print(table)
+    measurements.write(arguments.json, found)
 
 
 def write_half_billion(folder: Path) -> None:
@@ -122,6 +138,17 @@ def copy_seconds(nbytes: int) -> float:
         np.copyto(target, source)
         found.append(time.perf_counter() - start)
     return statistics.median(found)
+
+
+def push_repeatedly(sync: Any, server: Any, pushes: int) -> tuple[list[SyncReport], list[float]]:
+    """Push one time more than `pushes`. Returns the reports, and the CPU-seconds of both sides."""
+    reports, cpu = [], []
+    for version in range(pushes + 1):
+        before = sum(os.times()[:2]) + server.cpu_seconds()
+        reports.append(sync.push(version))
+        cpu.append(sum(os.times()[:2]) + server.cpu_seconds() - before)
+    sync.close()
+    return reports, cpu
 
 
 def measure_speed(arguments: argparse.Namespace) -> None:
@@ -157,6 +184,7 @@ def measure_speed(arguments: argparse.Namespace) -> None:
             bridge = WeightBridge(hf, chunks, ParallelDims())
             bridge.load(HFWeights(folder))
             server.wait_ready(300)
+            found = []
             table = Table(
                 "transport", "bucket, MiB", "GB", "first, s", "median, s", "GB/s", "over one copy", "CPU-s, both"
             )
@@ -165,20 +193,22 @@ def measure_speed(arguments: argparse.Namespace) -> None:
                     settings = WeightSyncConfig(transport=transport, bucket_bytes=mebibytes << 20)
                     layout_of = partial(EngineLayout.of, bridge.family, bridge.arch)
                     sync = LiveSync([server.url], bridge, layout_of, settings)
-                    reports, cpu = [], []
-                    for version in range(arguments.pushes + 1):
-                        before = sum(os.times()[:2]) + server.cpu_seconds()
-                        reports.append(sync.push(version))
-                        cpu.append(sum(os.times()[:2]) + server.cpu_seconds() - before)
-                    sync.close()
+                    reports, cpu = push_repeatedly(sync, server, arguments.pushes)
                     size = reports[0].bytes
                     median = statistics.median(r.seconds for r in reports[1:])
-                    ratio = f"{median / copy_seconds(size):.1f}"
+                    copy = copy_seconds(size)
+                    ratio = f"{median / copy:.1f}"
+                    name, seconds = f"{transport}, {mebibytes} MiB", [report.seconds for report in reports[1:]]
+                    found += [
+                        measurements.paired_ratio(f"{name}: seconds over one copy", seconds, [copy] * len(seconds)),
+                        measurements.of_repeats(f"{name}: CPU-s of both sides", cpu[1:], "CPU-s", "cpu_s"),
+                    ]
                     numbers = [f"{reports[0].seconds:.2f}", f"{median:.2f}", f"{size / median / 1e9:.2f}", ratio]
                     cells = [f"{mebibytes}", f"{size / 1e9:.2f}", *numbers, f"{statistics.median(cpu[1:]):.2f}"]
                     table.add_row(transport, *cells)
             dist.destroy_process_group()
     CONSOLE.print(table)
+    measurements.write(arguments.json, found)
 
 
 def measure_delta(arguments: argparse.Namespace) -> None:
@@ -188,7 +218,7 @@ def measure_delta(arguments: argparse.Namespace) -> None:
         "bfloat16, learning rate of the quickstart": ["model.dtype=bfloat16"],
         "bfloat16, learning rate 1e-6": ["model.dtype=bfloat16", "optim.lr=1e-6", "optim.warmup_steps=0"],
     }
-    table = Table("run", "steps", "first step", "median", "last", "reward, first and last five")
+    table, found = Table("run", "steps", "first step", "median", "last", "reward, first and last five"), []
     for name, overrides in runs.items():
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch, "run")
@@ -209,14 +239,19 @@ def measure_delta(arguments: argparse.Namespace) -> None:
         reward = [np.mean([step["reward/mean"] for step in part]) for part in (steps[:5], steps[-5:])]
         cells = [f"{sent[0]:.4f}", f"{statistics.median(sent):.4f}", f"{sent[-1]:.4f}"]
         table.add_row(name, str(len(steps)), *cells, f"{reward[0]:.3f}, {reward[1]:.3f}")
+        found.append(
+            Measurement(f"{name}: bytes sent over bytes of weights", statistics.median(sent), "ratio", "ratio")
+        )
     CONSOLE.print(table)
+    measurements.write(arguments.json, found)
 
 
 def main() -> None:
     """Parse the arguments and run one of the three measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True)
-    kinds.add_parser("bytes").set_defaults(run=count_bytes)
+    count = kinds.add_parser("bytes")
+    count.set_defaults(run=count_bytes)
     speed = kinds.add_parser("speed")
     speed.add_argument("--pushes", type=int, default=5)
     speed.add_argument("--buckets", type=int, nargs="+", default=[4, 16, 64, 256], help="MiB")
@@ -224,6 +259,8 @@ def main() -> None:
     delta = kinds.add_parser("delta")
     delta.add_argument("--steps", type=int, default=20)
     delta.set_defaults(run=measure_delta)
+    for kind in (count, speed, delta):
+        measurements.add_json_option(kind)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

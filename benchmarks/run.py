@@ -1,0 +1,258 @@
+"""Runs all benchmarks at small sizes, one after the other, and compares the results with those of the last run: `make bench`.
+
+    python benchmarks/run.py [--only balance step] [--minutes 20] [--against FILE] [--output FOLDER]
+
+The results are in OUTPUT/DATE_TIME.json, and DATE_TIME.png shows the ratios. They are compared with the last file in OUTPUT or,
+if there is none, with the last file bench_*.json in benchmarks/results. A program whose measurement got worse runs again. The
+measurement is called worse only if it is worse in both runs. Results of another machine are compared without seconds. The exit
+status is 1 if a program failed.
+"""
+
+import argparse
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measurements import Measurement, read, worse
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT, REFERENCES = ROOT / "build/bench", ROOT / "benchmarks/results"
+PEER_PYTHON, SMOLLM2 = "build/peer/bin/python", "outputs/smollm2/model"
+PEER = "benchmarks/README.md says how to make an environment with TRL"
+MODEL = "docs/tutorials/model.md says how to get SmolLM2 without the Hub"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of benchmarks/ at one size."""
+
+    name: str
+    command: str  # the script and its arguments
+    deadline_s: float
+    needs: Mapping[str, str] = field(default_factory=dict)  # path -> sentence that says how to get it
+
+    def missing(self) -> list[str]:
+        """Return a sentence for each path that does not exist."""
+        return [f"{path} does not exist; {how}" for path, how in self.needs.items() if not (ROOT / path).exists()]
+
+
+PROGRAMS = (
+    Program("balance", "balance.py --seeds 3", 90),
+    Program("weight_sync bytes", "weight_sync.py bytes", 90),
+    Program("logprobs_memory", "logprobs_memory.py --positions 2048 --repeats 3", 150),
+    Program("compute_only_what_matters", "compute_only_what_matters.py --hidden 128 --repeats 3", 180),
+    Program("training_step model", "training_step.py --sizes model --repeats 3", 240),
+    Program("training_step toy", "training_step.py --sizes toy --repeats 5", 150),
+    Program("convert", "convert.py --layers 2 --repeats 3", 240),
+    Program("checkpoint", "checkpoint.py --hidden 256 --repeats 5", 180),
+    Program("controller", "controller.py --prompts 256 --ranks 256 --steps 4", 180),
+    Program("step", "step.py --steps 12", 150),
+    Program("weight_sync speed", "weight_sync.py speed --pushes 5 --buckets 64", 180),
+    Program("weight_sync delta", "weight_sync.py delta --steps 8", 240),
+    Program("asynchrony", "asynchrony.py --rounds 1 --scale 0.4 --modes sync async", 240),
+    Program("TRL, toy", f"against_trl.py toy --steps 20 --peer-python {PEER_PYTHON}", 300, {PEER_PYTHON: PEER}),
+    Program(
+        "TRL, SmolLM2",
+        f"against_trl.py smollm2 --steps 3 --peer-python {PEER_PYTHON} --model {SMOLLM2}",
+        300,
+        {PEER_PYTHON: PEER, SMOLLM2: MODEL},
+    ),
+)
+
+
+@dataclass
+class Outcome:
+    """Result of one program."""
+
+    command: str
+    seconds: float = 0.0
+    machine_s: float = 0.0  # mean CPU-seconds of a fixed computation, before and after the program
+    measurements: list[Measurement] = field(default_factory=list)
+    error: str | None = None
+    worse: list[str] = field(default_factory=list)  # a sentence for each measurement that got worse
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor and the number of cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count()}
+
+
+def fixed_computation_s() -> float:
+    """Return the CPU-seconds of a fixed computation, which show how fast the machine is at the moment."""
+    matrix, start = np.ones((700, 700)), time.process_time()
+    for _ in range(5):
+        matrix = (matrix @ matrix) / 700
+    sum(number * number for number in range(1_000_000))
+    return time.process_time() - start
+
+
+def run_program(program: Program, deadline_s: float) -> Outcome:
+    """Run a program as a process group of its own. Its output goes to the screen. At the deadline, the group is ended."""
+    outcome, start = Outcome(program.command, machine_s=fixed_computation_s()), time.monotonic()
+    script, *arguments = program.command.split()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "measurements.json")
+        command = [sys.executable, f"benchmarks/{script}", *arguments, "--json", str(path)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+            try:
+                status = process.wait(deadline_s)
+                outcome.error = f"exit status {status}" if status else None
+            except subprocess.TimeoutExpired:
+                outcome.error = f"not finished after {deadline_s:.3g} s"
+            finally:
+                end_group(process)
+        if not outcome.error:
+            outcome.measurements = read(path)
+    outcome.seconds = time.monotonic() - start
+    outcome.machine_s = (outcome.machine_s + fixed_computation_s()) / 2
+    return outcome
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End all processes of the process group: first by SIGTERM, after ten seconds by SIGKILL."""
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        if process.poll() is None:
+            process.wait(10)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def what_got_worse(last: Mapping[str, Any], name: str, now: Outcome) -> dict[str, str]:
+    """Return a sentence for each measurement of a program that is worse than in the last results, by name.
+
+    Nothing is compared if the program had another command. Results of another machine are compared without seconds.
+    """
+    before = last.get("programs", {}).get(name)
+    if not before or before["command"] != now.command:
+        return {}
+    same = last["machine"] == machine()
+    found = [one for one in now.measurements if same or one.kind in ("ratio", "count")]
+    slowdown = now.machine_s / before["machine_s"] if before["machine_s"] else 1.0
+    return worse([Measurement(**one) for one in before["measurements"]], found, slowdown)
+
+
+def judged(program: Program, last: Mapping[str, Any], remaining_s: float) -> Outcome:
+    """Run a program. If a measurement is worse than in the last results and the time suffices, run the program again."""
+    start = time.monotonic()
+    outcome = run_program(program, min(program.deadline_s, remaining_s))
+    found = what_got_worse(last, program.name, outcome)
+    remaining_s -= time.monotonic() - start
+    if found and remaining_s > 1.5 * outcome.seconds:
+        again = run_program(program, min(program.deadline_s, remaining_s))
+        if again.error is None:
+            in_both = what_got_worse(last, program.name, again)
+            found, outcome = {name: text for name, text in in_both.items() if name in found}, again
+    outcome.worse = list(found.values())
+    return outcome
+
+
+def last_results(output: Path) -> Path | None:
+    """Return the last file in `output` or, if there is none, the last file of benchmarks/results."""
+    found = sorted(output.glob("*.json")) or sorted(REFERENCES.glob("bench_*.json"))
+    return found[-1] if found else None
+
+
+def run_all(
+    programs: Sequence[Program], last: Mapping[str, Any], seconds: float, console: Console
+) -> tuple[dict[str, Outcome], list[str]]:
+    """Run the programs, in `seconds` at most. Returns the outcomes by name, and a sentence for each program that was left out."""
+    outcomes, left_out, end = {}, [], time.monotonic() + seconds
+    for number, program in enumerate(programs, 1):
+        if missing := program.missing():
+            left_out.append(f"{program.name} was left out: {'; '.join(missing)}")
+            console.print(left_out[-1], style="yellow")
+            continue
+        remaining_s = end - time.monotonic()
+        console.rule(f"{number} of {len(programs)}: {program.command}, {remaining_s / 60:.0f} minutes remain")
+        if remaining_s > 1:
+            outcomes[program.name] = judged(program, last, remaining_s)
+        else:
+            outcomes[program.name] = Outcome(program.command, error="no time remained; set --minutes")
+    return outcomes, left_out
+
+
+def table_of(outcomes: Mapping[str, Outcome], last: Mapping[str, Any]) -> Table:
+    """Return a table of all measurements, beside the last results."""
+    table = Table("program", "measurement", "value", "noise", "last", title="all measurements", title_justify="left")
+    for name, outcome in outcomes.items():
+        before = last.get("programs", {}).get(name, {}).get("measurements", [])
+        values = {one["name"]: f"{one['value']:.4g}" for one in before}
+        for one in outcome.measurements:
+            cells = [f"{one.value:.4g} {one.unit}", f"{one.noise:.0%}", values.get(one.name, "")]
+            table.add_row(name, one.name, *cells)
+    return table
+
+
+def draw(outcomes: Mapping[str, Outcome], path: Path) -> None:
+    """Draw all ratios with their noise."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = [(name, one) for name, outcome in outcomes.items() for one in outcome.measurements if one.unit == "ratio"]
+    figure = Figure(figsize=(11, 1.2 + 0.22 * len(found)), layout="constrained")
+    axes = figure.subplots()
+    for place, (_, one) in enumerate(found):
+        axes.errorbar(one.value, place, xerr=one.value * one.noise, fmt="o", markersize=4, color="C0", capsize=2)
+    axes.set_yticks(range(len(found)), [f"{name}: {one.name}" for name, one in found], fontsize=7)
+    axes.set(xscale="log", xlabel="ratio, with its noise", ylim=(len(found), -1))
+    axes.axvline(1.0, color="gray", linewidth=0.8)
+    axes.grid(axis="x", alpha=0.3)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def main() -> int:
+    """Parse the arguments, run the programs, write the results, and print the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [program.name for program in PROGRAMS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PROGRAM", help=", ".join(names))
+    parser.add_argument("--minutes", type=float, default=20.0, help="time for all programs")
+    parser.add_argument("--against", type=Path, help="results to compare with; default: the last results")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for the results")
+    args = parser.parse_args()
+    console, start = Console(), time.monotonic()
+    against = args.against or last_results(args.output)
+    last = orjson.loads(against.read_bytes()) if against else {}
+    chosen = [program for program in PROGRAMS if program.name in args.only]
+    outcomes, left_out = run_all(chosen, last, 60 * args.minutes, console)
+    date = datetime.now().strftime("%Y-%m-%d_%H%M%S")
+    results = {"date": date, "machine": machine(), "seconds": time.monotonic() - start, "left_out": left_out}
+    results["programs"] = {name: asdict(outcome) for name, outcome in outcomes.items() if not outcome.error}
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / f"{date}.json"
+    path.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+    draw(outcomes, path.with_suffix(".png"))
+    console.print(table_of(outcomes, last))
+    compared = f"compared with {against}" if against else "no earlier results to compare with"
+    console.print(f"{path}: {results['seconds'] / 60:.1f} minutes, {compared}")
+    for name, outcome in outcomes.items():
+        for sentence in [f"failed: {outcome.error}"] if outcome.error else outcome.worse:
+            console.print(f"{name}: {sentence}", style="red", highlight=False)
+    for sentence in left_out:
+        console.print(sentence, style="yellow", highlight=False)
+    return 1 if any(outcome.error for outcome in outcomes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""`make bench` calls a measurement worse only beyond its noise, calls a real slowdown, and ends programs at their deadline."""
+
+import random
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+from rich.console import Console
+
+from benchmarks import balance, run
+from benchmarks.measurements import FLOORS, Measurement, of_repeats, paired_ratio, read, worse, write
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW_PROGRAM = """
+import argparse, sys, time
+sys.path.insert(0, {root!r})
+from benchmarks import measurements
+
+def cpu_seconds(rounds):
+    start = time.process_time()
+    sum(number * number for number in range(rounds))
+    return time.process_time() - start
+
+parser = argparse.ArgumentParser()
+measurements.add_json_option(parser)
+args = parser.parse_args()
+pairs = [(cpu_seconds({rounds}), cpu_seconds(100_000)) for _ in range(25)]
+measurements.write(args.json, [measurements.paired_ratio("work over base", *zip(*pairs))])
+"""
+
+
+def number(value: float, kind="ratio", **fields) -> Measurement:
+    return Measurement("x", value, "unit", kind, **fields)
+
+
+@pytest.mark.parametrize("kind", ["ratio", "cpu_s", "wall"])
+def test_only_a_change_beyond_the_noise_is_worse(kind):
+    inside, outside = 1 + 0.9 * FLOORS[kind], 1 + 1.1 * FLOORS[kind]
+    assert not worse([number(2.0, kind)], [number(2.0 * inside, kind)])
+    assert "worse by" in worse([number(2.0, kind)], [number(2.0 * outside, kind)])["x"]
+    assert not worse([number(2.0, kind)], [number(2.0 / outside, kind)]), "faster is not worse"
+
+
+def test_a_higher_number_may_be_better():
+    before, now = number(3.0, better="higher"), number(2.0, better="higher")
+    assert worse([before], [now]) and not worse([now], [before])
+
+
+def test_the_larger_spread_of_both_runs_is_the_noise():
+    now = number(1.6)
+    assert worse([number(1.0)], [now])
+    assert not worse([number(1.0, spread=0.7)], [now]) and not worse([number(1.0)], [replace(now, spread=0.7)])
+
+
+def test_counts_must_be_equal_in_both_directions():
+    assert worse([number(100, "count")], [number(101, "count")]) and worse(
+        [number(100, "count")], [number(99, "count")]
+    )
+    assert not worse([number(0.1 + 0.2, "count")], [number(0.3, "count")]), "the rounding of sums is no change"
+
+
+def test_a_slower_machine_excuses_seconds_but_no_ratio():
+    for kind, excused in (("cpu_s", True), ("wall", True), ("ratio", False)):
+        assert (not worse([number(1.0, kind)], [number(1.8, kind)], slowdown=1.5)) is excused
+    assert not worse([number(1.0, "cpu_s")], [number(1.2, "cpu_s")], slowdown=0.5), "a faster machine accuses nothing"
+
+
+def test_a_slowdown_of_30_percent_is_called_and_noise_of_5_percent_is_not():
+    draw = random.Random(0)
+
+    def repeats(factor: float) -> Measurement:
+        base = [draw.gauss(1, 0.05) * draw.uniform(1, 2) for _ in range(5)]  # neighbouring runs are slowed alike
+        return paired_ratio("x", [factor * value * draw.gauss(1, 0.05) for value in base], base)
+
+    results = [repeats(1.0) for _ in range(200)]
+    assert sum(bool(worse([a], [b])) for a, b in zip(results[::2], results[1::2], strict=True)) <= 2
+    assert sum(bool(worse([a], [repeats(1.35)])) for a in results) >= 190
+
+
+def test_a_number_that_cannot_be_compared_is_no_measurement():
+    for value, kind in ((0.0, "ratio"), (float("nan"), "count"), (1.0, "minutes")):
+        with pytest.raises(AssertionError):
+            number(value, kind)
+
+
+def test_measurements_are_read_as_they_were_written(tmp_path):
+    found = [of_repeats("a", [1.0, 2.0, 4.0], "s", "wall"), number(3, "count", better="higher")]
+    write(tmp_path / "m.json", found)
+    assert read(tmp_path / "m.json") == found and found[0].spread == pytest.approx(0.75)
+    with pytest.raises(AssertionError, match="same name"):
+        write(None, [found[0], found[0]])
+
+
+def fake_root(monkeypatch, folder: Path, rounds: int) -> None:
+    (folder / "benchmarks").mkdir(exist_ok=True)
+    (folder / "benchmarks/slow.py").write_text(SLOW_PROGRAM.format(root=str(ROOT), rounds=rounds))
+    (folder / "benchmarks/fails.py").write_text("raise SystemExit(3)")
+    (folder / "benchmarks/hangs.py").write_text("import time; time.sleep(100)")
+    monkeypatch.setattr(run, "ROOT", folder)
+
+
+def as_last(outcomes: dict[str, run.Outcome]) -> dict:
+    """The results of a run, as a later run reads them."""
+    return orjson.loads(orjson.dumps({"machine": run.machine(), "programs": outcomes}))
+
+
+def test_a_function_that_became_slower_is_called_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
+    program = run.Program("slow", "slow.py", 60)
+    fake_root(monkeypatch, tmp_path, 100_000)
+    last = as_last({"slow": run.judged(program, {}, 60)})
+    again = run.judged(program, last, 60)
+    assert again.error is None and again.worse == []
+    fake_root(monkeypatch, tmp_path, 145_000)
+    (sentence,) = run.judged(program, last, 60).worse
+    assert re.match(r"work over base: .* ratio; worse by \d\d%, noise 1?\d\d?%", sentence)
+
+
+def test_a_measurement_is_called_worse_only_if_it_is_worse_in_two_runs(monkeypatch):
+    values = iter([2.0, 1.0, 2.0, 2.0])
+    made = lambda program, deadline_s: run.Outcome("slow.py", 1.0, 1.0, [number(next(values))])  # noqa: E731
+    monkeypatch.setattr(run, "run_program", made)
+    program, last = run.Program("slow", "slow.py", 60), as_last({"slow": run.Outcome("slow.py", 1, 1, [number(1.0)])})
+    assert run.judged(program, last, 60).worse == []
+    assert len(run.judged(program, last, 60).worse) == 1
+
+
+def test_results_of_another_machine_or_command_are_not_compared_in_seconds():
+    before = run.Outcome("x.py --steps 3", 1.0, 1.0, [number(1.0, "wall")])
+    now = replace(before, measurements=[number(9.0, "wall")])
+    last = as_last({"x": before})
+    assert run.what_got_worse(last, "x", now)
+    assert not run.what_got_worse(last | {"machine": {"processor": "other"}}, "x", now)
+    assert not run.what_got_worse(last, "x", replace(now, command="x.py --steps 4"))
+    ratio = replace(now, measurements=[number(9.0)])
+    assert run.what_got_worse(last | {"machine": {"processor": "other"}}, "x", ratio)
+
+
+def test_programs_that_fail_hang_or_miss_something_are_named(tmp_path, monkeypatch):
+    fake_root(monkeypatch, tmp_path, 1000)
+    programs = [
+        run.Program("fails", "fails.py", 60),
+        run.Program("hangs", "hangs.py", 0.5),
+        run.Program("peer", "slow.py", 60, {"no/python": "make it"}),
+    ]
+    start = time.monotonic()
+    outcomes, left_out = run.run_all(programs, {}, 60, Console(quiet=True))
+    assert time.monotonic() - start < 20
+    assert [outcomes[name].error for name in ("fails", "hangs")] == ["exit status 3", "not finished after 0.5 s"]
+    assert left_out == ["peer was left out: no/python does not exist; make it"]
+
+
+def test_the_exit_status_is_1_only_if_a_program_failed(tmp_path, monkeypatch):
+    fake_root(monkeypatch, tmp_path, 1000)
+    monkeypatch.setattr(run, "PROGRAMS", (run.Program("slow", "slow.py", 60), run.Program("fails", "fails.py", 60)))
+    words = ["run.py", "--output", str(tmp_path / "out"), "--only"]
+    for names, status in ((["slow"], 0), (["slow", "fails"], 1)):
+        monkeypatch.setattr("sys.argv", [*words, *names])
+        assert run.main() == status
+    assert (last := run.last_results(tmp_path / "out")) and "slow" in orjson.loads(last.read_bytes())["programs"]
+    assert last.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_benchmark_with_measurements_is_run():
+    runs = {program.command.split()[0] for program in run.PROGRAMS}
+    files = [path for path in (ROOT / "benchmarks").glob("*.py") if path.name != "measurements.py"]
+    assert runs == {path.name for path in files if "add_json_option(" in path.read_text()}
+    without = {path.name for path in files if "__main__" in path.read_text()} - runs
+    assert without == {"run.py", "simulated_engine.py", "trl_peer.py"}, "a benchmark has no option --json"
+
+
+def test_the_peers_schedulers_place_every_sequence_once():
+    draw = random.Random(0)
+    lengths = balance.np.array([draw.randint(512, 9000) for _ in range(64)])
+    costs = [float(balance.VERL_COST(tokens)) for tokens in lengths.tolist()]
+    for partition in (
+        balance.equal_karmarkar_karp(costs, 8),
+        balance.equal_greedy(costs, 8),
+        balance.slime_partition(lengths, 8),
+    ):
+        assert len(partition) == 8 and sorted(row for part in partition for row in part) == list(range(64))
+    for method in (balance.equal_karmarkar_karp, balance.equal_greedy):
+        assert {len(part) for part in method(costs, 8)} == {8}
+
+
+def test_karmarkar_karp_with_equal_numbers_finds_a_perfect_partition():
+    assert sorted(map(sorted, balance.equal_karmarkar_karp([8, 7, 6, 5], 2))) == [[0, 3], [1, 2]]
