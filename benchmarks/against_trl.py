@@ -71,7 +71,7 @@ def run_mrl(work: Work, seed: int, steps: int) -> Records:
             f"data.train=[{work.train}]",
             "data.test=[]",
             "reward=gsm8k",
-            "reward.strict=false",
+            "+reward.strict=false",
             f"rollout.prompts_per_step={work.prompts}",
             f"rollout.responses_per_prompt={work.responses}",
             f"rollout.max_response_tokens={work.max_response_tokens}",
