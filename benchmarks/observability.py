@@ -8,7 +8,6 @@ the run. The engines cannot turn their timeline off, so they record in all modes
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -22,7 +21,9 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measurements
 from benchmarks.driver_traffic import Traffic
+from benchmarks.measurements import Measurement
 from benchmarks.step import tree_cpu_seconds
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
@@ -110,27 +111,23 @@ def span_cost_s() -> float:
         return (time.process_time() - cpu_s) / SPANS_TO_TIME
 
 
-def measurements(blocks: dict[str, list[Block]], steps: int) -> list[dict[str, Any]]:
+def measurements_of(blocks: dict[str, list[Block]], steps: int) -> list[Measurement]:
     """Return the measurements. A ratio compares a block with the block of the mode "off" beside it.
 
-    The value of a ratio is the median, and its noise is 1.25 times the standard error, which is that of a median.
+    The value of a ratio is the median, and its spread is 1.25 times the standard error, which is that of a median.
     """
-    found = [entry("a span, CPU time", 1e6 * span_cost_s(), 0.0, "us", "cpu_s")]
+    found = [Measurement("a span, CPU time", 1e6 * span_cost_s(), "us", "cpu_s")]
     for mode in MODES:
         driver_bytes = statistics.median(block.driver_bytes for block in blocks[mode]) / steps
-        found.append(entry(f"{mode}: bytes of a step through the driver", driver_bytes, 0.0, "bytes", "count"))
+        found.append(Measurement(f"{mode}: bytes of a step through the driver", driver_bytes, "bytes", "ratio"))
     for mode in MODES[1:]:
         for field, name in {"seconds": "wall time", "cpu_s": "CPU-seconds"}.items():
             pairs = zip(blocks[mode], blocks["off"], strict=True)
             ratios = [getattr(block, field) / getattr(base, field) for block, base in pairs]
-            noise = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5
-            found.append(entry(f"{mode}: {name} of a step, on / off", statistics.median(ratios), noise, "", "ratio"))
+            middle, error = statistics.median(ratios), 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5
+            name = f"{mode}: {name} of a step, on / off"
+            found.append(Measurement(name, middle, "ratio", "ratio", spread=error / middle))
     return found
-
-
-def entry(name: str, value: float, noise: float, unit: str, kind: str) -> dict[str, Any]:
-    """Return one measurement for the JSON file."""
-    return dict(name=name, value=value, unit=unit, noise=noise, better="lower", kind=kind)
 
 
 def main() -> None:
@@ -138,15 +135,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=20, help="number of blocks of each mode")
     parser.add_argument("--steps", type=int, default=4, help="number of steps of a block")
-    parser.add_argument("--json", type=Path, help="file for the measurements")
+    measurements.add_json_option(parser)
     args, overrides = parser.parse_known_args()
-    found = measurements(measure(overrides, args.blocks, args.steps), args.steps)
+    found = measurements_of(measure(overrides, args.blocks, args.steps), args.steps)
     table = Table("measurement", "value", "noise", title=f"{args.blocks} blocks of {args.steps} steps in each mode")
     for each in found:
-        table.add_row(each["name"], f"{each['value']:.4f} {each['unit']}", f"{each['noise']:.4f}")
+        unit = "" if each.unit == "ratio" else each.unit
+        table.add_row(each.name, f"{each.value:.4f} {unit}", f"{each.spread * each.value:.4f}")
     Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    measurements.write(args.json, found)
 
 
 if __name__ == "__main__":

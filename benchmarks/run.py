@@ -61,6 +61,7 @@ PROGRAMS = (
     Program("checkpoint", "checkpoint.py --hidden 256 --repeats 5", 180),
     Program("controller", "controller.py --prompts 256 --ranks 256 --steps 4", 180),
     Program("step", "step.py --steps 12", 150),
+    Program("observability", "observability.py --blocks 6 --steps 3", 180),
     Program("weight_sync speed", "weight_sync.py speed --pushes 5 --buckets 64", 180),
     Program("weight_sync delta", "weight_sync.py delta --steps 8", 240),
     Program("asynchrony", "asynchrony.py --rounds 1 --scale 0.4 --modes sync async", 240),
