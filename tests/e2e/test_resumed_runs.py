@@ -38,10 +38,12 @@ class Killing:
 def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(
     start_mrl, quickstart, recorded, tmp_path, user_module
 ):
-    """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2."""
+    """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2, which is complete by then."""
     user_module("killing_filter", KILLING_FILTER)
     kill = ["rollout.filter._target_=killing_filter.Killing", f"++rollout.filter.done={tmp_path / 'killed'}"]
-    run = start_mrl("train", *quickstart, *kill, "trainer.max_steps=5", "checkpoint.every=2").finish()
+    run = start_mrl(
+        "train", *quickstart, *kill, "trainer.max_steps=5", "checkpoint.every=2", "checkpoint.asynchronous=false"
+    ).finish()
     assert run.process.returncode == 0, run.output()
     assert (tmp_path / "killed").exists() and "restart 1 of 5" in run.output()
     check_equal_runs(run.folder, recorded.folder)

@@ -72,7 +72,7 @@ def test_every_changed_bit_of_a_sealed_file_is_found(tmp_path):
 def test_the_writer_of_a_rank_hashes_its_files(tmp_path):
     path = tmp_path / "rng_00000.safetensors"
     written = checkpoint_writer._write_files([], None, {path: b"states"})
-    assert written == ([], {path.name: file_hashes.hash_file(path)})
+    assert (written.results, written.hashes) == ([], {path.name: file_hashes.hash_file(path)})
 
 
 def test_a_replay_never_loads_a_damaged_checkpoint(folder):
