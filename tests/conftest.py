@@ -6,9 +6,11 @@ os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OF
 
 import gc
 import multiprocessing
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import absl.logging
 import hypothesis
 import pytest
 from rank_processes import run_in_processes
@@ -20,6 +22,11 @@ for profile, fixed in (("fixed", True), ("random", False)):
         profile, deadline=None, derandomize=fixed, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
 hypothesis.settings.load_profile("fixed")
+
+
+# TensorBoard's handler of log records closes its stream whenever Hydra configures logging. That must not be pytest's file of
+# captured output, which is `sys.stderr` now.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 @pytest.hookimpl(tryfirst=True)
