@@ -98,7 +98,7 @@ def how_much_worse(before: Measurement, now: Measurement, slowdown: float = 1.0)
 
 
 def worse(before: Sequence[Measurement], now: Sequence[Measurement], slowdown: float = 1.0) -> dict[str, str]:
-    """Return a sentence for each measurement that got worse by more than its noise, by name."""
+    """Return {name of a measurement: sentence} for each measurement that got worse by more than its noise."""
     earlier = {one.name: one for one in before}
     sentences = {one.name: how_much_worse(earlier[one.name], one, slowdown) for one in now if one.name in earlier}
     return {name: sentence for name, sentence in sentences.items() if sentence}

@@ -128,7 +128,7 @@ def gradients_of(actor, block: TokenBlock, rank_batch: RankBatch, loss) -> dict[
 
 
 def largest_difference(expected: dict[str, NDArray], found: dict[str, NDArray]) -> float:
-    """Return the largest difference of two elements, relative to the largest element of their tensor."""
+    """Return the largest difference between an element of `expected` and of `found`, relative to its tensor's largest element."""
     assert expected.keys() == found.keys(), f"different tensors: {expected.keys() ^ found.keys()}"
     return max(float(np.abs(a - found[name]).max() / np.abs(a).max()) for name, a in expected.items())
 

@@ -3,9 +3,9 @@
     python benchmarks/run.py [--only balance step] [--minutes 20] [--against FILE] [--output FOLDER]
 
 The results are in OUTPUT/DATE_TIME.json, and DATE_TIME.png shows the ratios. They are compared with the last file in OUTPUT or,
-if there is none, with the last file bench_*.json in benchmarks/results. A program whose measurement got worse runs again. The
-measurement is called worse only if it is worse in both runs. Results of another machine are compared without seconds. The exit
-status is 1 if a program failed.
+if there is none, with the last file bench_*.json in benchmarks/results. A program whose measurement got worse runs again if there
+is time for a second run. If the second run succeeds, the measurement is called worse only if it is worse in both runs. If the
+last results are from another machine, only ratios and counts are compared. The exit status is 1 if a program failed.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from benchmarks.measurements import Measurement, read, worse
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT, REFERENCES = ROOT / "build/bench", ROOT / "benchmarks/results"
-PEER_PYTHON, SMOLLM2 = "build/peer/bin/python", "outputs/smollm2/model"
-PEER = "benchmarks/README.md says how to make an environment with TRL"
-MODEL = "docs/tutorials/model.md says how to get SmolLM2 without the Hub"
+TRL_PYTHON, SMOLLM2 = "build/peer/bin/python", "outputs/smollm2/model"
+TRL_HELP = "benchmarks/README.md says how to make an environment with TRL"
+SMOLLM2_HELP = "docs/tutorials/model.md says how to get SmolLM2 without the Hub"
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ PROGRAMS = (
     Program("weight_sync speed", "weight_sync.py speed --pushes 5 --buckets 64", 180),
     Program("weight_sync delta", "weight_sync.py delta --steps 8", 240),
     Program("asynchrony", "asynchrony.py --rounds 1 --scale 0.4 --modes sync async", 240),
-    Program("TRL, toy", f"against_trl.py toy --steps 20 --peer-python {PEER_PYTHON}", 300, {PEER_PYTHON: PEER}),
+    Program("TRL, toy", f"against_trl.py toy --steps 20 --peer-python {TRL_PYTHON}", 300, {TRL_PYTHON: TRL_HELP}),
     Program(
         "TRL, SmolLM2",
-        f"against_trl.py smollm2 --steps 3 --peer-python {PEER_PYTHON} --model {SMOLLM2}",
+        f"against_trl.py smollm2 --steps 3 --peer-python {TRL_PYTHON} --model {SMOLLM2}",
         300,
-        {PEER_PYTHON: PEER, SMOLLM2: MODEL},
+        {TRL_PYTHON: TRL_HELP, SMOLLM2: SMOLLM2_HELP},
     ),
 )
 
@@ -81,7 +81,7 @@ class Outcome:
 
     command: str
     seconds: float = 0.0
-    machine_s: float = 0.0  # mean CPU-seconds of a fixed computation, before and after the program
+    reference_cpu_s: float = 0.0  # mean CPU-seconds of a fixed computation, before and after the program
     measurements: list[Measurement] = field(default_factory=list)
     error: str | None = None
     worse: list[str] = field(default_factory=list)  # a sentence for each measurement that got worse
@@ -95,7 +95,7 @@ def machine() -> dict[str, Any]:
 
 
 def fixed_computation_s() -> float:
-    """Return the CPU-seconds of a fixed computation, which show how fast the machine is at the moment."""
+    """Return the CPU-seconds of a fixed computation. They show how fast the machine is at the moment."""
     matrix, start = np.ones((700, 700)), time.process_time()
     for _ in range(5):
         matrix = (matrix @ matrix) / 700
@@ -105,7 +105,7 @@ def fixed_computation_s() -> float:
 
 def run_program(program: Program, deadline_s: float) -> Outcome:
     """Run a program as a process group of its own. Its output goes to the screen. At the deadline, the group is ended."""
-    outcome, start = Outcome(program.command, machine_s=fixed_computation_s()), time.monotonic()
+    outcome, start = Outcome(program.command, reference_cpu_s=fixed_computation_s()), time.monotonic()
     script, *arguments = program.command.split()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "measurements.json")
@@ -122,7 +122,7 @@ def run_program(program: Program, deadline_s: float) -> Outcome:
         if not outcome.error:
             outcome.measurements = read(path)
     outcome.seconds = time.monotonic() - start
-    outcome.machine_s = (outcome.machine_s + fixed_computation_s()) / 2
+    outcome.reference_cpu_s = (outcome.reference_cpu_s + fixed_computation_s()) / 2
     return outcome
 
 
@@ -141,20 +141,22 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def what_got_worse(last: Mapping[str, Any], name: str, now: Outcome) -> dict[str, str]:
-    """Return a sentence for each measurement of a program that is worse than in the last results, by name.
+    """Return {name of a measurement: sentence} for each measurement of the program that is worse than in the last results.
 
-    Nothing is compared if the program had another command. Results of another machine are compared without seconds.
+    `name`: the program. Nothing is compared if the program had another command. If the last results are from another machine,
+    only ratios and counts are compared.
     """
     before = last.get("programs", {}).get(name)
     if not before or before["command"] != now.command:
         return {}
     same = last["machine"] == machine()
     found = [one for one in now.measurements if same or one.kind in ("ratio", "count")]
-    slowdown = now.machine_s / before["machine_s"] if before["machine_s"] else 1.0
+    reference_cpu_s = before.get("reference_cpu_s")
+    slowdown = now.reference_cpu_s / reference_cpu_s if reference_cpu_s else 1.0
     return worse([Measurement(**one) for one in before["measurements"]], found, slowdown)
 
 
-def judged(program: Program, last: Mapping[str, Any], remaining_s: float) -> Outcome:
+def run_and_compare(program: Program, last: Mapping[str, Any], remaining_s: float) -> Outcome:
     """Run a program. If a measurement is worse than in the last results and the time suffices, run the program again."""
     start = time.monotonic()
     outcome = run_program(program, min(program.deadline_s, remaining_s))
@@ -188,7 +190,7 @@ def run_all(
         remaining_s = end - time.monotonic()
         console.rule(f"{number} of {len(programs)}: {program.command}, {remaining_s / 60:.0f} minutes remain")
         if remaining_s > 1:
-            outcomes[program.name] = judged(program, last, remaining_s)
+            outcomes[program.name] = run_and_compare(program, last, remaining_s)
         else:
             outcomes[program.name] = Outcome(program.command, error="no time remained; set --minutes")
     return outcomes, left_out

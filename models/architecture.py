@@ -122,6 +122,7 @@ class Family:
 
     architecture: str  # name in `architectures` of config.json
     translate: Callable[[HFConfig], Architecture]  # must read every field of the config; `read` checks this
+    # One row for each Megatron parameter. `param_mappings` repeats the rows of layers and experts.
     table: tuple[ParamMapping, ...]
     # For each SGLang parameter that concatenates Hugging Face tensors: suffix of the parameter's name -> suffixes of the tensors'
     # names, in order. {expert} stands for all experts in order.

@@ -1,11 +1,12 @@
-"""Spans: what a process of a run does at which time. Each process writes its spans to its own file of the run's timeline.
+"""Spans: what a process of a run does, when it starts and how long it takes. Each process writes its spans to a file of its own.
 
     with span("optimizer step"):
         ...
 
-Until `start` is called, `span` only tests one variable. If the file cannot be written, one warning is logged and the recording
-ends. Spans never travel to another process. A file has JSON lines: a header for each process that wrote to the file, and the
-spans. All processes of a machine share its clock. The clocks of several machines are assumed to be synchronised.
+Before `start` or `annotate` is called, `span` costs almost nothing: it only tests one variable. If the file cannot be written,
+one warning is logged and the recording ends. Spans never travel to another process. A file has JSON lines: a header for each
+process that wrote to the file, and the spans. All processes of a machine share its clock. The clocks of several machines are
+assumed to be synchronised.
 """
 
 import atexit
@@ -32,7 +33,7 @@ PROCESS_ENV = "MRL_TIMELINE"  # environment variable that tells a child process 
 MAX_FILE_BYTES = 256 * 1024 * 1024  # a process stops recording when its file is this large
 MAX_WAITING_SPANS = 100_000  # spans that wait in memory to be written; further spans are dropped
 WRITE_INTERVAL_S = 1.0
-MAX_JOINED_S, MAX_JOINED_GAP_S = 0.25, 0.01  # duration of joined engine batches, and the pause between two of them
+MAX_JOINED_S, MAX_JOINED_GAP_S = 0.25, 0.01  # longest duration of joined engine batches, and longest pause between two
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -52,7 +53,7 @@ class _Recorder:
         self._thread.start()
 
     def add(self, name: str, kind: Kind, start: float, seconds: float, args: Mapping[str, Any]) -> None:
-        """Add a span. `start` is a time of time.time()."""
+        """Add a span. `start`: seconds since 1970, as time.time() returns them."""
         if len(self._spans) >= MAX_WAITING_SPANS:
             self._dropped += 1
             return
@@ -91,7 +92,7 @@ class _Recorder:
 
 
 def join_batches(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join successive engine batches of one kind. Otherwise an engine would write a line for each token of a response.
+    """Join successive engine batches with the same name and step. Otherwise an engine would write a line for each decode batch.
 
     The joined span has the sums of `batches` and `tokens`, and the largest values of `responses` and `waiting`.
     """
@@ -154,7 +155,7 @@ def _forget(recorder: _Recorder) -> None:
 
 
 def annotate(make_range: Callable[[str], AbstractContextManager[Any]] | None) -> None:
-    """Enter `make_range(name)` for each span, so that a profiler shows the span. None ends this."""
+    """Enter `make_range(name)` for each span, so that a profiler shows the span. If it is None, profilers show no more spans."""
     global _annotate
     _annotate = make_range
     _update_state()
@@ -178,7 +179,10 @@ def begin_step(step: int) -> None:
 
 
 def record(name: str, kind: Kind, start: float, seconds: float, **args: Any) -> None:
-    """Record a span that has ended. `start` is a time of time.time(). Coroutines use this, because their spans overlap."""
+    """Record a span that has ended. Coroutines use this function, because their spans overlap.
+
+    `start`: seconds since 1970, as time.time() returns them.
+    """
     if (recorder := _recorder) is not None:
         recorder.add(name, kind, start, seconds, args)
 

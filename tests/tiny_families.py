@@ -25,7 +25,7 @@ LLAMA3_ROPE = dict(
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=16)
 
-SIGMOID_EXPERTS = dict(
+SIGMOID_ROUTED_MOE = dict(
     n_routed_experts=12,
     n_shared_experts=2,
     num_experts_per_tok=4,
@@ -74,13 +74,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, attention_bias=True),
     ),
-    "glm4_moe": ("Glm4Moe", SIGMOID_EXPERTS | dict(head_dim=16, attention_bias=True, use_qk_norm=True)),
+    "glm4_moe": ("Glm4Moe", SIGMOID_ROUTED_MOE | dict(head_dim=16, attention_bias=True, use_qk_norm=True)),
     "glm4_moe_plain": (
         "Glm4Moe",
-        SIGMOID_EXPERTS | dict(n_routed_experts=6, n_group=1, topk_group=1, num_experts_per_tok=3),
+        SIGMOID_ROUTED_MOE | dict(n_routed_experts=6, n_group=1, topk_group=1, num_experts_per_tok=3),
     ),
-    "deepseek_v3": ("DeepseekV3", SIGMOID_EXPERTS | LATENT | dict(rope_parameters=DEEPSEEK_ROPE)),
-    "deepseek_v3_plain": ("DeepseekV3", SIGMOID_EXPERTS | LATENT | dict(q_lora_rank=None, n_shared_experts=1)),
+    "deepseek_v3": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(rope_parameters=DEEPSEEK_ROPE)),
+    "deepseek_v3_plain": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(q_lora_rank=None, n_shared_experts=1)),
     "mixtral": ("Mixtral", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
 }
 

@@ -214,11 +214,11 @@ def read_decoder(
     )
 
 
-# "Sigmoid experts" are the MoE layers of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is a
+# MoE layers with sigmoid routing, as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is a
 # sigmoid. The score of an expert is its affinity plus a correction bias. The router first chooses the groups of experts whose two
 # best scores have the largest sum, and then the experts with the best scores in these groups. The outputs of the chosen experts
 # are weighted by the affinities without the bias, normalized and scaled. Shared experts process every token and form one MLP.
-SIGMOID_EXPERTS = (
+SIGMOID_ROUTED_MOE = (
     *moe_mlp("mlp", *_EXPERT_MATRICES),
     ParamMapping(
         f"{_MEGATRON_MLP}.router.expert_bias",
@@ -244,17 +244,17 @@ SIGMOID_EXPERTS = (
         part="shared_experts",
     ),
 )
-SIGMOID_EXPERTS_FUSIONS = moe_fusions(*_EXPERT_MATRICES)
-SIGMOID_EXPERTS_DEFAULTS: dict[str, Any] = dict(n_shared_experts=1, norm_topk_prob=True)
+SIGMOID_ROUTED_MOE_FUSIONS = moe_fusions(*_EXPERT_MATRICES)
+SIGMOID_ROUTED_MOE_DEFAULTS: dict[str, Any] = dict(n_shared_experts=1, norm_topk_prob=True)
 
 
-def sigmoid_experts_parts(config: HFConfig) -> frozenset[str]:
+def sigmoid_routed_moe_parts(config: HFConfig) -> frozenset[str]:
     """Return the part "shared_experts" if the model has shared experts."""
     return frozenset(["shared_experts"] if config["n_shared_experts"] else [])
 
 
-def read_sigmoid_experts(config: HFConfig) -> dict[str, Any]:
-    """Return Megatron's fields for sigmoid experts. Raises ValueError if a value is not supported."""
+def read_sigmoid_routed_moe(config: HFConfig) -> dict[str, Any]:
+    """Return Megatron's fields for MoE layers with sigmoid routing. Raises ValueError if a value is not supported."""
     config.expect(norm_topk_prob=True)
     # These fields describe extra layers, which are neither loaded nor exported.
     config.read_fields.update(("num_nextn_predict_layers", "num_mtp_layers"))

@@ -1,7 +1,8 @@
-"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention; dense layers, then layers with sigmoid experts and shared experts.
+"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention; dense layers, then MoE layers with sigmoid routing.
 
-decoder_blocks.py explains sigmoid experts. The norms in the attention use `rms_norm_eps`, as in SGLang and Megatron. For these
-norms, transformers always uses 1e-6, which is also the value of `rms_norm_eps` in the published configs.
+The MoE layers also have shared experts. decoder_blocks.py explains sigmoid routing. The norms in the attention use
+`rms_norm_eps`, as in SGLang and Megatron. For these norms, transformers always uses 1e-6, which is also the value of
+`rms_norm_eps` in the published configs.
 """
 
 from dataclasses import replace
@@ -12,12 +13,12 @@ from models.families.decoder_blocks import (
     DEFAULTS,
     DENSE_MLP,
     EMBEDDINGS,
-    SIGMOID_EXPERTS,
-    SIGMOID_EXPERTS_DEFAULTS,
-    SIGMOID_EXPERTS_FUSIONS,
+    SIGMOID_ROUTED_MOE,
+    SIGMOID_ROUTED_MOE_DEFAULTS,
+    SIGMOID_ROUTED_MOE_FUSIONS,
     read_decoder,
-    read_sigmoid_experts,
-    sigmoid_experts_parts,
+    read_sigmoid_routed_moe,
+    sigmoid_routed_moe_parts,
 )
 from models.hf_config import HFConfig
 from parallel.rope import Rope, YarnRope
@@ -29,7 +30,7 @@ _MEGATRON_ATTENTION, _HF_ATTENTION = f"{_MEGATRON_LAYER}.self_attention", f"{_HF
 #   q: queries of all heads
 #   kv_a: the low-rank vector of keys and values, and the rotated part of the key, which all heads share
 #   kv_b: for all heads, the part of the key that is not rotated, and the value
-#   o: values of all heads
+#   o: attention outputs of all heads
 LATENT_ATTENTION = (
     ParamMapping(f"{_MEGATRON_LAYER}.input_layernorm.weight", (f"{_HF_LAYER}.input_layernorm.weight",), (("hidden",),)),
     ParamMapping(
@@ -37,7 +38,7 @@ LATENT_ATTENTION = (
         (f"{_HF_ATTENTION}.q_proj.weight",),
         (("q", "hidden"),),
         0,
-        part="q_direct",
+        part="full_rank_q",
     ),
     ParamMapping(
         f"{_MEGATRON_ATTENTION}.linear_q_down_proj.weight",
@@ -90,7 +91,7 @@ def translate(config: HFConfig) -> Architecture:
     rope = config.rope(rotated)
     arch = read_decoder(
         config,
-        parts=sigmoid_experts_parts(config) | {"q_lora" if q_lora else "q_direct"},
+        parts=sigmoid_routed_moe_parts(config) | {"q_lora" if q_lora else "full_rank_q"},
         rope=rope,
         multi_latent_attention=True,
         q_lora_rank=q_lora,
@@ -99,7 +100,7 @@ def translate(config: HFConfig) -> Architecture:
         qk_pos_emb_head_dim=rotated,
         v_head_dim=value,
         **_softmax_scale(rope),
-        **read_sigmoid_experts(config),
+        **read_sigmoid_routed_moe(config),
     )
     key, key_and_value = unrotated + rotated, unrotated + value
     sizes = {name: arch.sizes[name] for name in ("vocab", "hidden", "ffn", "experts", "moe_ffn", "shared_ffn")}
@@ -127,14 +128,14 @@ def _softmax_scale(rope: Rope) -> dict[str, float]:
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     translate=translate,
-    table=(*EMBEDDINGS, *LATENT_ATTENTION, *DENSE_MLP, *SIGMOID_EXPERTS),
+    table=(*EMBEDDINGS, *LATENT_ATTENTION, *DENSE_MLP, *SIGMOID_ROUTED_MOE),
     engine_fusions={
         "fused_qkv_a_proj_with_mqa.weight": ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
         "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight"),
     }
-    | SIGMOID_EXPERTS_FUSIONS,
+    | SIGMOID_ROUTED_MOE_FUSIONS,
     defaults=DEFAULTS
-    | SIGMOID_EXPERTS_DEFAULTS
+    | SIGMOID_ROUTED_MOE_DEFAULTS
     | dict(
         attention_bias=False,
         rope_interleave=True,

@@ -14,12 +14,12 @@ from models.families.decoder_blocks import (
     ENGINE_FUSIONS,
     QK_NORMS,
     QKV_BIAS,
-    SIGMOID_EXPERTS,
-    SIGMOID_EXPERTS_DEFAULTS,
-    SIGMOID_EXPERTS_FUSIONS,
+    SIGMOID_ROUTED_MOE,
+    SIGMOID_ROUTED_MOE_DEFAULTS,
+    SIGMOID_ROUTED_MOE_FUSIONS,
     read_decoder,
-    read_sigmoid_experts,
-    sigmoid_experts_parts,
+    read_sigmoid_routed_moe,
+    sigmoid_routed_moe_parts,
 )
 from models.hf_config import HFConfig
 
@@ -29,10 +29,10 @@ def translate(config: HFConfig) -> Architecture:
     optional_parts = dict(qkv_bias=config["attention_bias"], qk_norms=config["use_qk_norm"])
     return read_decoder(
         config,
-        parts=sigmoid_experts_parts(config) | {part for part, is_present in optional_parts.items() if is_present},
+        parts=sigmoid_routed_moe_parts(config) | {part for part, is_present in optional_parts.items() if is_present},
         rope=config.rope(config["head_dim"] or config["hidden_size"] // config["num_attention_heads"], partial=True),
         qk_layernorm=config["use_qk_norm"],
-        **read_sigmoid_experts(config),
+        **read_sigmoid_routed_moe(config),
     )
 
 
@@ -42,11 +42,11 @@ GLM4_MOE = Family(
     table=(
         *EMBEDDINGS,
         *(*ATTENTION, *QKV_BIAS, *(replace(row, part="qk_norms") for row in QK_NORMS)),
-        *(*DENSE_MLP, *SIGMOID_EXPERTS),
+        *(*DENSE_MLP, *SIGMOID_ROUTED_MOE),
     ),
-    engine_fusions=ENGINE_FUSIONS | SIGMOID_EXPERTS_FUSIONS,
+    engine_fusions=ENGINE_FUSIONS | SIGMOID_ROUTED_MOE_FUSIONS,
     defaults=DEFAULTS
-    | SIGMOID_EXPERTS_DEFAULTS
+    | SIGMOID_ROUTED_MOE_DEFAULTS
     | dict(
         rms_norm_eps=1e-5,
         head_dim=None,

@@ -1,7 +1,7 @@
 """The file starts.jsonl of a run directory: one line for each start, resume and end of the run.
 
-A start or resume without an end means that the run goes on, or that its driver was killed. `mrl report` shows where a run comes
-from with this file: commit, packages, hosts and command.
+A start or resume without an end means that the run goes on, or that its driver was killed. `mrl report` reads from this file
+where a run comes from: commit, packages, hosts and command.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 STARTS_FILE = "starts.jsonl"
 PACKAGES = ("mrl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine")
 GIT_TIMEOUT_S = 5.0
-ERROR_CHARACTERS = 2000  # limit of the error in the line of an end
+ERROR_CHARACTERS = 2000  # longest error message in an event `end`; the rest is cut off
 
 
 @dataclass(frozen=True)

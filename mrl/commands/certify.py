@@ -10,8 +10,7 @@ from typing import Any
 from mrl.algorithms.parts import build_objective
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.controller import build
-from mrl.controller import plan_tools as planning
+from mrl.controller import build, plan_tools
 from mrl.diagnostics.engine_check import EngineReport, PlaceDifference
 from mrl.workers.trace_comparison import ParityDifference
 
@@ -57,7 +56,7 @@ def job(config: Config) -> None:
     """Run one parity check: print a table and write parity.json. Exit with status 1 if a difference exceeds its tolerance."""
     try:
         loss = None if config.certify.critic else build_objective(config)
-        plan = planning.plan_parity(config)
+        plan = plan_tools.plan_parity(config)
     except ValueError as error:
         hydra_entry.exit_with_error(error)
     differences = build.certify(plan, loss)
@@ -97,7 +96,7 @@ def print_table(differences: list[ParityDifference], title: str) -> None:
 def engine_job(config: Config, json_path: str | None) -> None:
     """Compare an engine with the trainer: print a table and the cause, and write a JSON file. Exit with 1 if they differ."""
     try:
-        plan, layout = planning.plan_engine_check(config)
+        plan, layout = plan_tools.plan_engine_check(config)
     except ValueError as error:
         hydra_entry.exit_with_error(error)
     report = build.certify_engine(plan, layout)

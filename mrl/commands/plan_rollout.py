@@ -213,7 +213,7 @@ def show(simulated: SimulationInput, scenarios: list[Scenario]) -> None:
     first = scenarios[0]
     title = f"{len(first.prediction.step_s)} steps in each scenario; the means leave out the first {first.skip} steps"
     table = Table("", title=title, title_justify="left")
-    for column in ("s/step", "tokens/s", "over first", "of best", "idle", "oldest", "length ratio", "dropped"):
+    for column in ("s/step", "tokens/s", "speedup", "bound/predicted", "idle", "oldest", "length ratio", "dropped"):
         table.add_column(column, justify="right")
     for scenario in scenarios:
         prediction = scenario.prediction
@@ -222,7 +222,7 @@ def show(simulated: SimulationInput, scenarios: list[Scenario]) -> None:
             f"{scenario.seconds:.4g}",
             f"{scenario.tokens_per_s:,.0f}",
             f"{scenario.tokens_per_s / first.tokens_per_s:.2f}",
-            f"{scenario.share_of_best:.0%}",
+            f"{scenario.bound_over_predicted:.0%}",
             f"{prediction.engine_idle_fraction:.0%}",
             f"{max(prediction.ages)}",
             f"{prediction.selection_ratio:.3f}",

@@ -14,8 +14,7 @@ from mrl.config.command_schema import Dtype
 from mrl.config.hydra_entry import exit_on_user_error, exit_with_error
 from mrl.config.schema import Config, ParallelConfig
 from mrl.config.validate import from_hydra
-from mrl.controller import build
-from mrl.controller import plan_tools as planning
+from mrl.controller import build, plan_tools
 from mrl.core.run_errors import ProcessesLostError, StartError
 from mrl.diagnostics.replay import ReplayResult, TokenLocation, plot_layers
 from mrl.diagnostics.step_dump import StepDump, WeightsLocation
@@ -106,7 +105,7 @@ def main(argv: list[str]) -> int:
         against = _parallel_dims(arguments.against)
         config, weights = _replay_config(arguments, dump), _weights(arguments, dump)
         folder = dump.weights_folder(weights)
-        plan = planning.plan_replay(config, weights.hf_folder if weights.checkpoint else str(folder), dims, against)
+        plan = plan_tools.plan_replay(config, weights.hf_folder if weights.checkpoint else str(folder), dims, against)
         objective = build_objective(config)
     if dump.description.kl_coef is not None:
         objective = objective.with_kl_coef(dump.description.kl_coef)

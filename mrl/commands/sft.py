@@ -6,7 +6,7 @@ from pathlib import Path
 from mrl.checkpoint.run_dir import check_not_in_use
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.controller import plan_tools as planning
+from mrl.controller import plan_tools
 from mrl.controller.processes import supervised_trainer
 from mrl.controller.worker_groups import export_supervised, train_supervised
 from mrl.workers.worker import TrainWorker
@@ -14,12 +14,12 @@ from mrl.workers.worker import TrainWorker
 USAGE = """usage: mrl sft [KEY=VALUE ...] [experiment=NAME] [--cfg job]
 
 Trains a model on prompts and responses with supervised fine-tuning (cross-entropy of the response tokens). Writes a Hugging Face
-folder and a checkpoint.
+folder and, if trainer.save is true, a checkpoint.
 
   mrl sft experiment=quickstart sft.output=null                  fine-tune the tiny model of the quickstart
   mrl sft model.path=Qwen3-0.6B sft.train=rows.parquet sft.steps=500 sft.optim.lr=1e-5 parallel.dp=4
 
-It takes the keys of `mrl train`. These matter most; `mrl config sft` describes all keys of the section:
+It takes the keys of `mrl train`. `mrl config sft` describes all keys of the section sft. These keys matter most:
   model.path            Hugging Face folder of the model
   sft.train             parquet or jsonl file with the columns prompt and response
   sft.output            Hugging Face folder for the trained model. Default: hf/ in run.dir.
@@ -35,13 +35,13 @@ docs/tutorials/data.md describes the rows.
 
 
 def fine_tune(config: Config) -> None:
-    """Train on the rows in `sft.train`, and write a Hugging Face folder and a checkpoint.
+    """Train on the rows in `sft.train`, write a Hugging Face folder and, if `trainer.save` is true, write a checkpoint.
 
     The Hugging Face folder is `sft.output`, or hf/ in the run directory if this key is not set.
     """
     with hydra_entry.exit_on_user_error():
         check_not_in_use(Path(config.run.dir))
-        plan = planning.plan_supervised(config)
+        plan = plan_tools.plan_supervised(config)
     output = config.sft.output or str(Path(config.run.dir) / "hf")
     with supervised_trainer(plan) as actor:
         loss = train_supervised(actor, plan, config.sft)

@@ -1,4 +1,4 @@
-"""`mrl wandb-report`: saves a workspace in wandb whose sections are those of the metrics page, in reading order."""
+"""`mrl wandb-report`: saves a wandb workspace with the sections of the metrics page, in the same order."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from mrl.checkpoint.run_dir import read_run_record
 from mrl.core import metrics
 from parallel.durable_files import write_file
 
-LAST_LINES = 100  # number of lines at the end of a file of metrics whose names are read
+LAST_LINES = 100  # names are read from this number of lines at the end of metrics.jsonl and of eval.jsonl
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,7 +32,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def metric_names(run_dir: Path) -> list[str]:
-    """Return the names of all metrics in metrics.jsonl and eval.jsonl. Raises ValueError if there are none."""
+    """Return the names of the metrics in the last LAST_LINES lines of metrics.jsonl and of eval.jsonl.
+
+    Raises ValueError if there are none.
+    """
     names: dict[str, None] = {}
     for path in (run_dir / "metrics.jsonl", run_dir / "eval.jsonl"):
         for line in (path.read_bytes().splitlines() if path.exists() else [])[-LAST_LINES:]:
@@ -90,7 +93,7 @@ def _report(run_dir: Path, args: argparse.Namespace) -> str:
         write_file(args.json, view.model_dump_json(by_alias=True, exclude_none=True, indent=1))
         return f"specification of the workspace: {args.json}\n"
     if not entity:
-        raise ValueError("the run has no tracking.entity; name the user or team that owns the project with --entity.")
+        raise ValueError("the run has no tracking.entity; use --entity to name the user or team that owns the project.")
     try:
         saved = workspace(names, entity=entity, project=project).save()
     except Exception as error:  # wandb raises errors of many types

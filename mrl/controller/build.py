@@ -36,7 +36,7 @@ from mrl.rollout.client import EngineClient
 from mrl.rollout.engines.forward_recorder import recording_args
 from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
-from mrl.tracking.backends import BACKENDS, TrackedRun, default_run_name
+from mrl.tracking.backends import TRACKER_SINKS, TrackedRun, default_run_name
 from mrl.tracking.console import ConsoleSink, Startup, show_warning
 from mrl.tracking.curve import CurveSink
 from mrl.tracking.learning_health import LearningHealth, read_first_steps
@@ -303,7 +303,7 @@ def _sinks(config: Config, last_step: int, startup: Startup) -> list[Sink]:
     )
     sinks: list[Sink] = [metrics, evaluations, console, curve]
     tracked = _tracked_run(config, last_step)
-    return sinks + [BACKENDS[name](tracked) for name in dict.fromkeys(config.tracking.backends)]
+    return sinks + [TRACKER_SINKS[name](tracked) for name in dict.fromkeys(config.tracking.backends)]
 
 
 def _tracked_run(config: Config, last_step: int) -> TrackedRun:

@@ -225,7 +225,7 @@ def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[P
         [ProcessLocation(*place) for place in locate_ranks(devices, role)] for role in ("actor", "engines")
     )
     if receivers:
-        _check_nodes_of_engines(receivers, devices.pools.by_role["engines"].demands["engines"].group_size)
+        _check_nodes_of_engines(receivers, devices.pools.by_role["engines"].demands["engines"].tp_size)
     requested = config.weight_sync.transport
     if requested == Transport.disk or not receivers:
         return Transport.disk, senders, receivers

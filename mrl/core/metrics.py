@@ -154,7 +154,8 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/length_selected_ratio": Metric(
         "",
-        "mean length of trained groups, divided by the mean length of as many consecutively drawn groups; 1 means no bias",
+        "mean length of the groups that the last four steps trained, divided by the mean length of the same number of groups "
+        "with consecutive serial numbers; below 1, short responses are preferred",
         good="near 1",
     ),
     "rollout/token_age_mean_versions": Metric(
@@ -194,7 +195,7 @@ METRICS: dict[str, Metric] = {
         "s",
         "part of the step that waits for SGLang to sample",
         ".2f",
-        good="near spent/megatron_s for disaggregated asynchronous runs",
+        good="near 0 for disaggregated asynchronous runs",
     ),
     "spent/megatron_s": Metric(
         "s",
@@ -242,7 +243,7 @@ METRICS: dict[str, Metric] = {
         "", "size of the sent data, divided by its size before compression", good="below 0.5 with weight_sync.delta"
     ),
     "weight_sync/attempts": Metric(
-        "", "number of pushes until every engine had the weight version", ".0f", good="1", reduction="max"
+        "", "number of pushes that it took until every engine had the weight version", ".0f", good="1", reduction="max"
     ),
     "weight_sync/replaced_engines": Metric(
         "", "number of engines that failed during a push and were replaced", ".0f", good="0", reduction="sum"
@@ -381,7 +382,7 @@ METRICS: dict[str, Metric] = {
         "tokens",
         "number of tokens that the forward and backward passes compute",
         ",.0f",
-        good="below trained prompts and responses together, if prompts are shared",
+        good="with shared prompts, less than the tokens of all trained prompts and responses together",
         reduction="sum",
     ),
     "batch/skipped_tokens_fraction": Metric(
@@ -412,7 +413,7 @@ METRICS: dict[str, Metric] = {
         "",
         "number of optimizer steps on the responses of the step",
         ".0f",
-        good="algorithm.mini_batches",
+        good="algorithm.mini_batches x algorithm.epochs",
         reduction="sum",
     ),
     "batch/trained_tokens": Metric(

@@ -16,7 +16,7 @@ class SftDataset:
 
     prompts: list[list[int]]
     responses: list[list[int]]
-    sampled: list[list[bool]] | None = None  # whether each response token is in the loss; None: all tokens are
+    loss_masks: list[list[bool]] | None = None  # whether each response token is in the loss; None: all tokens are
 
     @classmethod
     def load(
@@ -25,20 +25,20 @@ class SftDataset:
         """Read and check every row.
 
         Raises:
-            ValueError: a row is invalid or exceeds `max_tokens`, or the chat template cannot render the tool results of
-                a row. The message contains file, row, column and reason.
+            ValueError: a row is invalid or exceeds `max_tokens`; the message names the file, the row and the reason. Or the
+                chat template cannot render the tool results of a row.
         """
         tokenizer, args = load_tokenizer(model_path, chat), chat.args if chat else None
         rows = read_all(path, _read)
         prompts = encode_messages(tokenizer, [messages for _, messages, _ in rows], args)
-        responses, sampled = _encode_responses(tokenizer, [response for *_, response in rows], args)
+        responses, loss_masks = _encode_responses(tokenizer, [response for *_, response in rows], args)
         for (number, *_), prompt, response in zip(rows, prompts, responses, strict=True):
             if len(prompt) + len(response) > max_tokens:
                 raise ValueError(
                     f"{path}, row {number}: prompt and response have {len(prompt) + len(response)} tokens, more than the "
                     f"{max_tokens} of the model's context; shorten or remove the row."
                 )
-        return cls(prompts, responses, sampled)
+        return cls(prompts, responses, loss_masks)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if a row has a token outside the vocabulary of the model."""
@@ -66,7 +66,8 @@ def _read_response(response: Any) -> ResponseMessages:
     if not fits:
         raise RowError(
             "response",
-            f"expected text, or messages of assistant, tool, assistant, ... that end with the assistant's; got {response!r:.80}.",
+            "expected a text, or a list of messages with the roles assistant, tool, assistant, ..., assistant; "
+            f"got {response!r:.80}.",
         )
     return response
 
@@ -93,7 +94,7 @@ def _encode_turns(
     ids = encode_text(tokenizer, turns[0]["content"])
     in_loss = [True] * len(ids)
     for tool, assistant in zip(turns[1::2], turns[2::2], strict=True):
-        assert template, "several turns have tool results"
+        assert template, "a response with several turns needs a tool template"
         result = template.encode(tool["content"], limit=len(tool["content"]) + 1)
         between, answer = template.wrap([result], turn_ended=False), encode_text(tokenizer, assistant["content"])
         num_end_tokens = len(template.end)

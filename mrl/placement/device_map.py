@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mrl.placement.resource_pools import POOLS_KEY, Pool, Pools, SlotDemand, order_by_groups
+from mrl.placement.resource_pools import POOLS_KEY, Pool, Pools, SlotDemand, order_by_tp_groups
 from parallel.durable_files import atomic_file
 
 
@@ -137,7 +137,7 @@ def _cells(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -> Iterator
         nodes = node_of_slots[pool.name]
         processes: list[dict[str, str]] = [{} for _ in nodes]
         for role, demand in pool.demands.items():
-            for rank, slot in enumerate(order_by_groups(nodes, demand.group_size)[: demand.slots]):
+            for rank, slot in enumerate(order_by_tp_groups(nodes, demand.tp_size)[: demand.slots]):
                 processes[slot][role] = _process_name(role, demand, rank)
         for slot, (node, slot_processes) in enumerate(zip(nodes, processes, strict=True)):
             yield node, slot, DeviceCell(pool.name, slot_processes)
@@ -146,8 +146,8 @@ def _cells(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -> Iterator
 def _process_name(role: str, demand: SlotDemand, rank: int) -> str:
     if role != "engines":
         return f"{role} {rank}"
-    engine, engine_rank = divmod(rank, demand.group_size)
-    return f"engine {engine}" + (f".{engine_rank}" if demand.group_size > 1 else "")
+    engine, engine_rank = divmod(rank, demand.tp_size)
+    return f"engine {engine}" + (f".{engine_rank}" if demand.tp_size > 1 else "")
 
 
 def _fill_nodes(pools: Pools, gpus_per_node: int) -> dict[str, list[int]]:
@@ -208,8 +208,8 @@ def _unused_slots(pools: Pools, unit: str) -> Iterator[str]:
     for pool in pools.pools:
         for role, demand in pool.demands.items():
             if demand.slots < pool.size:
-                engines = pool.size // demand.group_size
-                all_used = role == "engines" and engines * demand.group_size == pool.size
+                engines = pool.size // demand.tp_size
+                all_used = role == "engines" and engines * demand.tp_size == pool.size
                 fix = f"; rollout.num_engines={engines} would use all of them" if all_used else ""
                 verb = "use" if role == "engines" else "uses"
                 yield f"pool {pool.name}: {role} {verb} only {demand.slots} of the pool's {pool.size} {unit}s{fix}."
@@ -232,8 +232,8 @@ def _crossing_groups(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -
     """Yield a warning for each role whose engines or tensor-parallel groups are on more than one node."""
     for pool in pools.pools:
         for role, demand in pool.demands.items():
-            size, slots = demand.group_size, node_of_slots[pool.name]
-            nodes = [slots[slot] for slot in order_by_groups(slots, size)[: demand.slots]]
+            size, slots = demand.tp_size, node_of_slots[pool.name]
+            nodes = [slots[slot] for slot in order_by_tp_groups(slots, size)[: demand.slots]]
             groups = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
             if crossing := sum(len(group) > 1 for group in groups):
                 what = "engines are" if role == "engines" else f"tensor-parallel groups of the {role} are"

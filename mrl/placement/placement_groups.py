@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mrl.core.run_errors import check_wait
 from mrl.core.types import DeviceSlot
 from mrl.placement.device_map import DeviceMap, actual_device_map
-from mrl.placement.resource_pools import Pool, Pools, check_capacity, order_by_groups
+from mrl.placement.resource_pools import Pool, Pools, check_capacity, order_by_tp_groups
 
 POLL_INTERVAL_S = 0.05  # PlacedPool waits this long between two reads of the state of its placement group
 ROLES_SHARE = 0.99  # fraction of a slot that Ray reserves for the processes of all roles together
@@ -120,16 +120,16 @@ class RolePlacement:
 
     placed: PlacedPool
     bundles: tuple[int, ...]  # bundle of each rank
-    group_size: int  # number of consecutive ranks that should be on one node, for example the ranks of one engine
+    tp_size: int  # ranks of a tensor-parallel group or of an engine, which should be on one node
     pin_engines_to_nodes: bool  # each engine runs on the node of its slots; true if there are GPUs or several nodes
 
     @classmethod
     def of(cls, placed: PlacedPool, role: str, pin_engines_to_nodes: bool) -> Self:
-        """Assign a bundle to each rank of a role, so that as many groups as possible are on one node each."""
+        """Assign a bundle to each rank of a role, so that as many tensor-parallel groups as possible are on one node each."""
         locations, demand = placed.locations(), placed.pool.demands[role]
         order = sort_bundles(locations)
-        ranks = order_by_groups([locations[bundle].node for bundle in order], demand.group_size)[: demand.slots]
-        return cls(placed, tuple(order[rank] for rank in ranks), demand.group_size, pin_engines_to_nodes)
+        ranks = order_by_tp_groups([locations[bundle].node for bundle in order], demand.tp_size)[: demand.slots]
+        return cls(placed, tuple(order[rank] for rank in ranks), demand.tp_size, pin_engines_to_nodes)
 
     def slots(self) -> list[DeviceSlot]:
         """Return the current slot of each rank. Raises PlacementError if Ray has not placed the pool before its timeout."""
@@ -142,7 +142,7 @@ class RolePlacement:
 
     def engine_slots(self, index: int) -> list[DeviceSlot]:
         """Return the slots of the engine with this index: one slot for each rank of the engine."""
-        return self.slots()[index * self.group_size : (index + 1) * self.group_size]
+        return self.slots()[index * self.tp_size : (index + 1) * self.tp_size]
 
     def _options(self, bundle: int) -> dict[str, Any]:
         share = int(1e4 * ROLES_SHARE / len(self.placed.pool.demands)) / 1e4  # Ray's resolution is 1e-4

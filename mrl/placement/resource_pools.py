@@ -34,11 +34,12 @@ POOL_FIELDS = ("roles", "gpus", "strategy")
 class SlotDemand:
     """Number of slots that one role needs in its pool.
 
-    A group is a tensor-parallel group of trainer ranks, or one engine. The slots of a group should be on one node.
+    The slots of a tensor-parallel group communicate in every layer, so they should be on one node. The ranks of an engine are
+    such a group.
     """
 
     slots: int  # one slot for each trainer rank or engine rank of the role
-    group_size: int = 1  # number of slots of each group
+    tp_size: int = 1  # number of slots of each tensor-parallel group
 
 
 @dataclass(frozen=True)
@@ -179,15 +180,16 @@ def check_capacity(pools: Pools, nodes: Sequence[int], unit: str) -> None:
     cluster = f"the cluster has {total} {unit}s on {len(nodes)} node{'s' if len(nodes) != 1 else ''}"
     if pools.size > total:
         raise ValueError(
-            f"the pools need {pools.size} {unit}s, and {cluster}: {pools}. Let roles share devices (placement=colocated), make "
-            "the roles smaller (parallel.*, rollout.num_engines), or use more nodes (cluster.nodes, cluster.address)."
+            f"the pools need {pools.size} {unit}s, but {cluster}. The pools are {pools}. Let roles share devices "
+            "(placement=colocated), make the roles smaller (parallel.*, rollout.num_engines), or use more nodes (cluster.nodes, "
+            "cluster.address)."
         )
     for pool in pools.pools:
         key = f"{POOLS_KEY}.{pool.name}.strategy={pool.strategy}"
         if pool.strategy == "STRICT_PACK" and pool.size > largest:
-            raise ValueError(f"{key}: the pool's {pool.size} {unit}s do not fit on one node, and {cluster}; use PACK.")
+            raise ValueError(f"{key}: the pool's {pool.size} {unit}s do not fit on one node: {cluster}; use PACK.")
         if pool.strategy == "STRICT_SPREAD" and pool.size > len(nodes):
-            raise ValueError(f"{key}: the pool needs {pool.size} nodes, and {cluster}; use SPREAD.")
+            raise ValueError(f"{key}: the pool needs {pool.size} nodes, but {cluster}; use SPREAD.")
 
 
 def slots_per_node(cluster: ClusterConfig, pools: Pools) -> int:
@@ -196,7 +198,7 @@ def slots_per_node(cluster: ClusterConfig, pools: Pools) -> int:
 
 
 def with_node_count(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
-    """Return `cluster` with a value for `nodes`. The default is the number of nodes that the pools need."""
+    """Return `cluster` with a value for `nodes`: if it is not set, the number of nodes that the pools need."""
     if cluster.nodes:
         return cluster
     missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # slots that cluster.components do not provide
@@ -204,7 +206,7 @@ def with_node_count(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
 
 
 def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
-    """Return the number of GPUs of each node that the config describes. The default of `cluster.nodes` is 1.
+    """Return the number of GPUs of each node that the config describes. If `cluster.nodes` is not set, one node is assumed.
 
     `cluster.components` describes further nodes of a heterogeneous Slurm job.
     """
@@ -213,16 +215,16 @@ def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
     return [int(component["gpus_per_node"]) for component in components for _ in range(int(component["nodes"]))]
 
 
-def order_by_groups(nodes: Sequence[object], group_size: int) -> list[int]:
-    """Return the indices of slots in an order that keeps groups of `group_size` consecutive slots on one node if possible.
+def order_by_tp_groups(nodes: Sequence[object], tp_size: int) -> list[int]:
+    """Return the indices of slots in an order that keeps tensor-parallel groups on one node if possible.
 
-    `nodes`: the node of each slot. The groups that fit on one node come first, node by node. The remaining slots form groups that
-    are on several nodes.
+    Each group has `tp_size` consecutive slots. `nodes`: the node of each slot. The groups that fit on one node come first, node
+    by node. The remaining slots form groups that are on several nodes.
     """
     by_node: dict[object, list[int]] = {}
     for slot, node in enumerate(nodes):
         by_node.setdefault(node, []).append(slot)
-    fitting = {node: len(slots) - len(slots) % group_size for node, slots in by_node.items()}
+    fitting = {node: len(slots) - len(slots) % tp_size for node, slots in by_node.items()}
     on_one_node = [slot for node, slots in by_node.items() for slot in slots[: fitting[node]]]
     return on_one_node + [slot for node, slots in by_node.items() for slot in slots[fitting[node] :]]
 

@@ -351,8 +351,8 @@ class Scenario:
         return self.prediction.tokens_per_s(self.skip)
 
     @property
-    def share_of_best(self) -> float:
-        """Best possible seconds of a step, divided by the predicted seconds.
+    def bound_over_predicted(self) -> float:
+        """Lower bound of the seconds of a step, divided by the predicted seconds.
 
         Both are means over all steps, including the first `skip` steps. Later steps may train groups that were sampled during the
         first steps. So without the first steps, the result could be larger than 1.

@@ -51,7 +51,7 @@ def check_installed(backends: Iterable[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What trackers show of a run beside its metrics."""
+    """The data of a run that trackers show beside its metrics."""
 
     folder: Path  # the run directory
     project: str
@@ -66,14 +66,14 @@ class TrackedRun:
     read_samples: Callable[[int], Sequence[TextSample]] | None = None  # step -> its samples, or [] if it has none
 
 
-class TrackerThread(ABC):
+class ThreadedSink(ABC):
     """A sink that passes metrics to a tracker from a thread. `close` waits at most `deadline_s` seconds for the tracker."""
 
     name: str
 
     def __init__(self, run: TrackedRun, *, deadline_s: float = 30.0) -> None:
         self.run, self.deadline_s = run, deadline_s
-        # (step, metrics), or the last step that stays after a rewind; None ends the thread
+        # (step, metrics); or a step, whose later steps the tracker should discard; or None, which ends the thread
         self._queue: queue.SimpleQueue[tuple[int, Metrics] | int | None] = queue.SimpleQueue()
         run.folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
@@ -132,7 +132,7 @@ class TrackerThread(ABC):
     def _finish(self) -> None: ...
 
     def _abandon(self) -> None:  # noqa: B027
-        """End what would keep the process from exiting."""
+        """Kill helper processes that would keep this process from exiting."""
 
 
 SAMPLE_COLUMNS = ("step", "reward", "prompt", "response", "tokens", "truncated", "source", "parts")
@@ -155,7 +155,7 @@ def sample_rows(step: int, samples: Sequence[TextSample]) -> list[Iterable[Any]]
     ]
 
 
-class WandbSink(TrackerThread):
+class WandbSink(ThreadedSink):
     """Logs to Weights & Biases: online if a login is configured, otherwise offline in the run directory.
 
     It never asks for a login. The id of the wandb run is stored in the run directory, so a resumed run continues the same wandb
@@ -214,7 +214,7 @@ class WandbSink(TrackerThread):
         _kill_wandb_service()
 
 
-class TensorBoardSink(TrackerThread):
+class TensorBoardSink(ThreadedSink):
     """Writes event files for TensorBoard into the folder `tensorboard` of the run directory."""
 
     name = "tensorboard"
@@ -246,7 +246,10 @@ class TensorBoardSink(TrackerThread):
         self._add(step=step, summary=text_pb(tag, indented))
 
     def _rewind(self, last_step: int) -> None:
-        """Write an event after which TensorBoard discards earlier events of steps after `last_step`."""
+        """Write a session start for step `last_step` + 1.
+
+        TensorBoard then discards all events of this step and of later steps that were written before.
+        """
         from tensorboard.compat.proto import event_pb2
 
         session_log = cast(Any, event_pb2).SessionLog
@@ -261,7 +264,7 @@ class TensorBoardSink(TrackerThread):
         self._writer.close()
 
 
-class MlflowSink(TrackerThread):
+class MlflowSink(ThreadedSink):
     """Logs to the MLflow server of MLFLOW_TRACKING_URI, or else to the folder `mlflow` of the run directory.
 
     The id of the MLflow run is stored in the run directory, so a resumed run continues the same MLflow run. Steps that MLflow
@@ -316,11 +319,11 @@ class MlflowSink(TrackerThread):
         self._client.set_terminated(self._id)
 
 
-BACKENDS: dict[str, type[TrackerThread]] = {sink.name: sink for sink in (WandbSink, TensorBoardSink, MlflowSink)}
+TRACKER_SINKS: dict[str, type[ThreadedSink]] = {sink.name: sink for sink in (WandbSink, TensorBoardSink, MlflowSink)}
 
 
 def default_run_name(name: str, folder: Path) -> str:
-    """Return a name for wandb that tells runs apart: the run's name, and the last parts of its folder's path.
+    """Return a name for trackers that tells runs apart: the run's name, and the last parts of its folder's path.
 
     The folder of a sweep's point is a number, so the name of the sweep's folder stands before it.
     """

@@ -1,7 +1,7 @@
-"""The timeline of a run: reads the spans of all processes, and merges them into one file in Chrome's trace event format.
+"""Reads the timeline of a run, which is the spans of all its processes, and merges it into one file.
 
-Perfetto (ui.perfetto.dev) and chrome://tracing open the file. The format is described in "Trace Event Format" by the Chromium
-authors. All times come from the clocks of the machines, which are assumed to be synchronised.
+The file has Chrome's trace event format, which "Trace Event Format" by the Chromium authors describes. Perfetto (ui.perfetto.dev)
+and chrome://tracing open it. All times come from the clocks of the machines, which are assumed to be synchronised.
 """
 
 import logging
@@ -25,7 +25,7 @@ MICROSECONDS = 1e6  # in a second
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that a process did."""
+    """One piece of work of a process."""
 
     name: str
     kind: str  # see parallel.spans.Kind
@@ -43,7 +43,7 @@ class Span:
 
 @dataclass
 class ProcessTimeline:
-    """The spans of one process, and of the earlier processes in its place."""
+    """The spans of one process, and of the processes that it replaced after a restart or a resume."""
 
     process: str  # such as "actor rank 0"
     role: str  # one of ROLES
@@ -105,7 +105,7 @@ def _read_file(path: Path) -> ProcessTimeline | None:
 
 
 def _without_repeated(old: list[Span], new: list[Span]) -> list[Span]:
-    """Return all spans, without the old spans of steps that the new process repeated or that come after such a step."""
+    """Return the old spans of the steps before the first step of `new`, and all spans of `new`."""
     first = min((span.step for span in new if span.step), default=None)
     return [span for span in old if first is None or span.step < first] + new
 
@@ -123,7 +123,7 @@ def trace_events(timelines: Sequence[ProcessTimeline]) -> Iterator[dict[str, Any
         yield _metadata("process_name", pid, 0, name=timeline.process)
         yield _metadata("process_labels", pid, 0, labels=timeline.host)
         yield _metadata("process_sort_index", pid, 0, sort_index=pid)
-        for tid, (name, spans) in enumerate(_lanes(timeline.spans)):
+        for tid, (name, spans) in enumerate(_rows_of(timeline.spans)):
             yield _metadata("thread_name", pid, tid, name=name)
             yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
             for span in spans:
@@ -143,7 +143,7 @@ def _metadata(event: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return dict(name=event, ph="M", pid=pid, tid=tid, args=args)
 
 
-def _lanes(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
+def _rows_of(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
     """Yield the rows of a process in the trace, as (name, spans). The main thread comes first.
 
     The format requires that two spans of a row either nest or do not overlap. The requests of an event loop overlap, and so does

@@ -1,4 +1,4 @@
-"""Says in sentences what the steps of a run spend their time on: phases, waits, pipeline bubbles, and the slowest rank."""
+"""The summary of a timeline: sentences that say what steps spend their time on, and which rank is slowest."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ def summarise(timelines: Sequence[ProcessTimeline]) -> list[str]:
     if not complete:
         raise ValueError("The timeline has no complete step yet, so there is no summary.")
     phases = [span for span in phases if span.step in complete]
-    timelines = [_of_steps(timeline, complete) for timeline in timelines]
+    timelines = [_only_steps(timeline, complete) for timeline in timelines]
     seconds = _seconds_by_name(phases)
-    total, bound = sum(seconds.values()), max(seconds, key=lambda name: seconds[name])
+    total, longest_phase = sum(seconds.values()), max(seconds, key=lambda name: seconds[name])
     shares = ", ".join(
         f"{name} {_percent(part / total)}" for name, part in _largest_first(seconds) if part >= SMALLEST_SHARE * total
     )
@@ -37,12 +37,12 @@ def summarise(timelines: Sequence[ProcessTimeline]) -> list[str]:
     rollout = _rollout_sentences(timelines, [span for span in phases if span.name == "rollout"])
     trainer = [sentence for role in ("actor", "critic") for sentence in _trainer_sentences(timelines, role)]
     sync = _sync_sentences(timelines, seconds.get(LAST_PHASE, 0.0))
-    reasons = {"rollout": rollout, "update": trainer, "weight_sync": sync}.get(bound, [])
-    found.append(f"The phase {bound} takes the most time" + (f": {_as_clause(reasons[0])}" if reasons else "."))
+    reasons = {"rollout": rollout, "update": trainer, "weight_sync": sync}.get(longest_phase, [])
+    found.append(f"The phase {longest_phase} takes the most time" + (f": {_as_clause(reasons[0])}" if reasons else "."))
     return found + [sentence for part in (rollout, trainer, sync) for sentence in part if sentence not in reasons[:1]]
 
 
-def _of_steps(timeline: ProcessTimeline, steps: Iterable[int]) -> ProcessTimeline:
+def _only_steps(timeline: ProcessTimeline, steps: Iterable[int]) -> ProcessTimeline:
     spans = [span for span in timeline.spans if span.step in steps]
     return ProcessTimeline(timeline.process, timeline.role, timeline.rank, timeline.host, timeline.coords, spans)
 
@@ -51,7 +51,7 @@ def _of_steps(timeline: ProcessTimeline, steps: Iterable[int]) -> ProcessTimelin
 
 
 def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Span]) -> list[str]:
-    """Say how long the engines compute in the rollout phases, how many requests run, and how long rewards take."""
+    """Say how long the engines compute in the rollout phases, how many tokens they sample, and how long tail and rewards take."""
     intervals, found = [(span.start, span.end) for span in phases], []
     total = sum(span.seconds for span in phases)
     engines = [timeline for timeline in timelines if timeline.role == "engine" and timeline.of_kind("engine_batch")]
@@ -87,7 +87,7 @@ def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Sp
 
 
 def _tail_seconds(requests: Sequence[Span], interval: tuple[float, float]) -> float:
-    """Return the seconds from the end of half of the interval's requests to the end of the last one."""
+    """Return the seconds from the moment when half of the interval's requests have ended until the last one ends."""
     start, end = interval
     ends = sorted(span.end for span in requests if start < span.end <= end)
     return ends[-1] - ends[(len(ends) - 1) // 2] if ends else 0.0
@@ -102,13 +102,16 @@ class RankWork:
 
     timeline: ProcessTimeline
     passes_s: float  # forward and backward passes, with all waits
-    computing_s: float  # micro-batches; with tp or cp, this includes waits for ranks with parts of the same tokens
+    computing_s: float  # micro-batches; with tp or cp, this includes waits for ranks that compute the same micro-batch
     reducing_s: float  # gradient reduction, with the wait for the slowest rank
     tokens: int  # in forward passes
 
     @property
     def bubble_s(self) -> float:
-        """Seconds in which the rank neither computes a micro-batch nor reduces gradients: it waits for pipeline stages."""
+        """Seconds of the passes without a micro-batch or a gradient reduction.
+
+        With several pipeline stages, the rank mostly waits for other stages in this time.
+        """
         return max(0.0, self.passes_s - self.computing_s - self.reducing_s)
 
 
@@ -127,7 +130,7 @@ def rank_work(timeline: ProcessTimeline) -> RankWork:
 
 
 def _contained(spans: Iterable[Span], containers: Sequence[Span]) -> list[Span]:
-    """Return the spans that begin inside one of `containers`, which do not overlap."""
+    """Return the spans that begin inside one of `containers`. The containers must not overlap."""
     found, index, ordered = [], 0, sorted(containers, key=lambda span: span.start)
     for span in sorted(spans, key=lambda span: span.start):
         while index < len(ordered) and ordered[index].end <= span.start:
@@ -138,7 +141,7 @@ def _contained(spans: Iterable[Span], containers: Sequence[Span]) -> list[Span]:
 
 
 def _trainer_sentences(timelines: Sequence[ProcessTimeline], role: str) -> list[str]:
-    """Say what the ranks of a model do in their passes, and which rank the others wait for."""
+    """Say what the ranks of a model do in forward and backward passes, and which rank the others wait for."""
     work = [rank for rank in map(rank_work, (each for each in timelines if each.role == role)) if rank.passes_s]
     if not work:
         return []
@@ -148,9 +151,9 @@ def _trainer_sentences(timelines: Sequence[ProcessTimeline], role: str) -> list[
         for name in ("computing_s", "reducing_s", "bubble_s")
     )
     has_stages = any(rank.timeline.coords.get("pp", 0) for rank in work)
-    idle = f"wait for other pipeline stages {bubble}" if has_stages else f"do other work {bubble}"
     found = [
-        f"In their passes, the {role} ranks compute {computing} of the time, reduce gradients {reducing} and {idle}."
+        f"In forward and backward passes, the {role} ranks spend {computing} of the time on micro-batches, {reducing} on "
+        f"gradient reduction and {bubble} on {'waits for other pipeline stages' if has_stages else 'other work'}."
     ]
     stages = defaultdict(list)
     for rank in work:
@@ -181,7 +184,7 @@ def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
 
 
 def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> list[str]:
-    """Say how long senders wait for engines."""
+    """Say how long a rank sends buckets, and how long a rank waits for engines: the longest times of all senders."""
     senders = [
         [span for span in timeline.of_kind("weight_sync") if span.name in ("send bucket", "wait for engines")]
         for timeline in timelines
@@ -194,8 +197,8 @@ def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> lis
     sending = max(each.get("send bucket", 0.0) for each in seconds)
     waiting = max(each.get("wait for engines", 0.0) for each in seconds)
     return [
-        f"In the weight sync, a rank sends buckets during at most {_percent(sending / total_s)} of the phase and waits for "
-        f"engines during at most {_percent(waiting / total_s)}."
+        f"In the weight sync, the rank that sends longest sends buckets for {_percent(sending / total_s)} of the phase, and the "
+        f"rank that waits longest waits for engines for {_percent(waiting / total_s)}."
     ]
 
 
@@ -203,7 +206,10 @@ def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> lis
 
 
 def overlap_seconds(spans: Sequence[tuple[float, float]], intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of `intervals`, which do not overlap, that at least one of `spans` covers. Both are (start, end)."""
+    """Return for how many seconds of `intervals` at least one of `spans` runs. The intervals must not overlap.
+
+    Intervals and spans are pairs (start, end).
+    """
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

@@ -130,7 +130,7 @@ class TrainWorker:
         from mrl.data.supervised_dataset import SftDataset  # imports the tokenizer library
 
         data = SftDataset.load(path, tokenizer, max_tokens, chat)
-        block = TokenBlock.from_lists(data.prompts, data.responses, sampled=data.sampled)
+        block = TokenBlock.from_lists(data.prompts, data.responses, sampled=data.loss_masks)
         columns = dict(response_lengths=block.response_lengths, sampled_lengths=block.sampled_lengths)
         return dict(handle=ray.put(block), lengths=block.lengths, **columns)
 

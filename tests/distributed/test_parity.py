@@ -156,11 +156,11 @@ def test_mixtral(traced, dims):
     check(reference(traced, "mixtral"), traced("mixtral", dims))
 
 
-SIGMOID_EXPERTS = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")
+SIGMOID_ROUTED_MOE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("dims", SIGMOID_EXPERTS, ids=str)
+@pytest.mark.parametrize("dims", SIGMOID_ROUTED_MOE, ids=str)
 @pytest.mark.parametrize("kind", ["glm", "deepseek"])
 def test_sigmoid_and_shared_experts(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))

@@ -72,7 +72,7 @@ def nodes(monkeypatch):
 
 
 def hosted(placements, number: int, folder, model) -> RayEngine:
-    arguments = default_server_args("float32", 512) | dict(model_path=str(model), tp_size=placements.group_size)
+    arguments = default_server_args("float32", 512) | dict(model_path=str(model), tp_size=placements.tp_size)
     return RayEngine(partial(placements.engine_slots, number), arguments, folder / "engine_0.log", {})
 
 
@@ -130,7 +130,7 @@ def test_pools_that_do_not_fit_raise_an_error_at_once_or_at_the_deadline(nodes):
         "Ray did not place pool engines",
     )
     with (
-        pytest.raises(ValueError, match="the pools need 3 GPUs, and the cluster has 2 GPUs on 2 nodes"),
+        pytest.raises(ValueError, match="the pools need 3 GPUs, but the cluster has 2 GPUs on 2 nodes"),
         place_pools(both, 600),
     ):
         pass

@@ -111,11 +111,11 @@ def as_last(outcomes: dict[str, run.Outcome]) -> dict:
 def test_a_function_that_became_slower_is_called_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
     program = run.Program("slow", "slow.py", 60)
     fake_root(monkeypatch, tmp_path, 100_000)
-    last = as_last({"slow": run.judged(program, {}, 60)})
-    again = run.judged(program, last, 60)
+    last = as_last({"slow": run.run_and_compare(program, {}, 60)})
+    again = run.run_and_compare(program, last, 60)
     assert again.error is None and again.worse == []
     fake_root(monkeypatch, tmp_path, 145_000)
-    (sentence,) = run.judged(program, last, 60).worse
+    (sentence,) = run.run_and_compare(program, last, 60).worse
     assert re.match(r"work over base: .* ratio; worse by \d\d%, noise 1?\d\d?%", sentence)
 
 
@@ -124,8 +124,8 @@ def test_a_measurement_is_called_worse_only_if_it_is_worse_in_two_runs(monkeypat
     made = lambda program, deadline_s: run.Outcome("slow.py", 1.0, 1.0, [number(next(values))])  # noqa: E731
     monkeypatch.setattr(run, "run_program", made)
     program, last = run.Program("slow", "slow.py", 60), as_last({"slow": run.Outcome("slow.py", 1, 1, [number(1.0)])})
-    assert run.judged(program, last, 60).worse == []
-    assert len(run.judged(program, last, 60).worse) == 1
+    assert run.run_and_compare(program, last, 60).worse == []
+    assert len(run.run_and_compare(program, last, 60).worse) == 1
 
 
 def test_results_of_another_machine_or_command_are_not_compared_in_seconds():

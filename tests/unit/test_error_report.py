@@ -132,7 +132,7 @@ def test_the_traceback_is_in_a_file_and_the_report_in_the_log(tmp_path, caplog):
 
 
 def _refuse(config: Config) -> None:
-    raise StartError("the pools need 5 GPUs, and the cluster has 2")
+    raise StartError("the pools need 5 GPUs, but the cluster has 2")
 
 
 def test_debug_output_has_the_whole_traceback(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from mrl.placement.resource_pools import (
     SlotDemand,
     check_capacity,
     make_pools,
-    order_by_groups,
+    order_by_tp_groups,
     slot_demands,
     with_node_count,
 )
@@ -101,7 +101,8 @@ def test_a_cluster_that_is_too_small_is_an_error():
     pools = make_pools({}, PPO)
     check_capacity(pools, [8, 8, 2], "GPU")
     with pytest.raises(
-        ValueError, match=r"need 18 GPUs, and the cluster has 16 GPUs on 2 nodes: actor \(8 slots: actor\)"
+        ValueError,
+        match=r"need 18 GPUs, but the cluster has 16 GPUs on 2 nodes. The pools are actor \(8 slots: actor\)",
     ):
         check_capacity(pools, [8, 8], "GPU")
     with pytest.raises(ValueError, match="the cluster has 0 CPU slots on 0 nodes"):
@@ -123,18 +124,18 @@ def test_a_strategy_that_the_nodes_cannot_meet_is_an_error(strategy, message):
 
 
 def test_groups_of_slots_are_on_one_node_as_far_as_possible():
-    assert order_by_groups("aaabb", 2) == [0, 1, 3, 4, 2], "the single slot comes last"
-    assert order_by_groups("aaabbb", 2) == [0, 1, 3, 4, 2, 5], "only the last pair crosses nodes"
-    assert order_by_groups("aabb", 4) == [0, 1, 2, 3]
+    assert order_by_tp_groups("aaabb", 2) == [0, 1, 3, 4, 2], "the single slot comes last"
+    assert order_by_tp_groups("aaabbb", 2) == [0, 1, 3, 4, 2, 5], "only the last pair crosses nodes"
+    assert order_by_tp_groups("aabb", 4) == [0, 1, 2, 3]
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=24).map(sorted), st.integers(1, 8))
-def test_an_order_has_each_slot_once_and_as_many_groups_on_one_node_as_possible(nodes, group_size):
-    order = order_by_groups(nodes, group_size)
+def test_an_order_has_each_slot_once_and_as_many_groups_on_one_node_as_possible(nodes, tp_size):
+    order = order_by_tp_groups(nodes, tp_size)
     assert sorted(order) == list(range(len(nodes)))
-    starts = range(0, len(order) - group_size + 1, group_size)
-    groups = [{nodes[slot] for slot in order[start : start + group_size]} for start in starts]
-    possible = sum(nodes.count(node) // group_size for node in set(nodes))
+    starts = range(0, len(order) - tp_size + 1, tp_size)
+    groups = [{nodes[slot] for slot in order[start : start + tp_size]} for start in starts]
+    possible = sum(nodes.count(node) // tp_size for node in set(nodes))
     assert all(len(group) == 1 for group in groups[:possible])
 
 

@@ -34,18 +34,18 @@ def load(tmp_path, model, *responses) -> SftDataset:
 
 def test_assistant_tokens_are_in_the_loss_and_tool_results_are_not(tmp_path, model):
     tokenizer, data = byte_tokenizer(), load(tmp_path, model, TURNS, [TURNS[-1]])
-    pairs = list(zip(data.responses[0], data.sampled[0], strict=True))
+    pairs = list(zip(data.responses[0], data.loss_masks[0], strict=True))
     said = [token for token, learned in pairs if learned]
     heard = [token for token, learned in pairs if not learned]
     assert tokenizer.decode(said) == "<call>6*7</call><|end|>It is 42.<eos>"
     assert tokenizer.decode(heard) == "\n<|start|>tool\n42<|end|>\n<|start|>assistant\n"
-    assert all(data.sampled[1]) and tokenizer.decode(data.responses[1]) == "It is 42.<eos>"
+    assert all(data.loss_masks[1]) and tokenizer.decode(data.responses[1]) == "It is 42.<eos>"
 
 
 def test_rows_of_one_turn_as_text_or_as_message_are_the_same(tmp_path, model):
     text = load(tmp_path, model, "It is 42.")
     message = load(tmp_path, model, [TURNS[-1]])
-    assert text.responses == message.responses and text.sampled is None
+    assert text.responses == message.responses and text.loss_masks is None
 
 
 def test_the_tokens_equal_those_of_an_agent_rollout(tmp_path, model):
@@ -64,7 +64,7 @@ def test_the_tokens_equal_those_of_an_agent_rollout(tmp_path, model):
 
     conversation = ToolAgent({"calculator": Calculator()}, Calls("calculator")).prepare(tokenizer)
     path = asyncio.run(conversation(generate, [1], SamplingParams(200), asyncio.Semaphore(1)))
-    assert path.token_ids == data.responses[0] and path.sampled == data.sampled[0]
+    assert path.token_ids == data.responses[0] and path.sampled == data.loss_masks[0]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,6 @@ def test_the_tokens_equal_those_of_an_agent_rollout(tmp_path, model):
 )
 def test_messages_in_the_wrong_order_are_refused(tmp_path, model, response):
     with pytest.raises(
-        ValueError, match=r"rows.jsonl, row 0, column 'response': expected text, or messages of assistant"
+        ValueError, match=r"rows.jsonl, row 0, column 'response': expected a text, or a list of messages with the roles"
     ):
         load(tmp_path, model, response)

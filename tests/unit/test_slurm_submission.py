@@ -68,7 +68,7 @@ def test_the_memory_check_can_be_disabled(train):
 
 LOCAL = "applies only to a Slurm job, but this run starts on this machine; add cluster=slurm"
 MISTAKES = {
-    "too few GPUs": ([*JOB, "parallel.dp=4"], "the pools need 5 GPUs, and the cluster has 2 GPUs on 1 node"),
+    "too few GPUs": ([*JOB, "parallel.dp=4"], "the pools need 5 GPUs, but the cluster has 2 GPUs on 1 node"),
     "no model": ([*JOB, "model.path=/nowhere"], "/nowhere: the folder is missing"),
     "another key for nodes": ([*JOB, "cluster.slurm.nodes=2"], "use cluster.nodes"),
     "nodes without Slurm": (["cluster.nodes=2"], f"cluster.nodes=2: {LOCAL}"),

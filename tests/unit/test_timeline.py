@@ -348,8 +348,8 @@ def test_the_bubble_is_the_time_of_the_passes_that_no_micro_batch_and_no_reducti
     work = rank_work(rank)
     assert (work.computing_s, work.reducing_s, work.bubble_s, work.tokens) == (6.0, 1.0, 3.0, 100)
     found = text(driver(4.0, 12.0, 1.0), rank)
-    assert "compute 60 % of the time, reduce gradients 10 % and wait for other pipeline stages 30 %" in found
-    assert "The phase update takes the most time: in their passes" in found
+    spent = "spend 60 % of the time on micro-batches, 10 % on gradient reduction and 30 % on waits for other pipeline stages."
+    assert f"The phase update takes the most time: in forward and backward passes, the actor ranks {spent}" in found
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from mrl import cli
 from mrl.core.sample_file import TextSample
 from mrl.tracking import backends
-from mrl.tracking.backends import BACKENDS, MlflowSink, TensorBoardSink, TrackedRun, check_installed
+from mrl.tracking.backends import TRACKER_SINKS, MlflowSink, TensorBoardSink, TrackedRun, check_installed
 from mrl.tracking.tracker import Tracker
 
 SAMPLE = TextSample("2*1234=", "2468", 1.0, 0, 0, 4, False, parts={"format": 0.5}, source="doubling")
@@ -125,10 +125,10 @@ def test_wandb_reads_metrics_samples_and_config_of_a_resumed_offline_run(tmp_pat
     assert tables[0]["data"][0][1:4] == [1.0, "2*1234=", "2468"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRACKER_SINKS)
 def test_a_tracker_that_hangs_never_delays_a_step(backend, tmp_path, monkeypatch, caplog):
     """The tracker's thread waits for `release`, which is set only after all steps were logged."""
-    release, kind, ended = threading.Event(), BACKENDS[backend], []
+    release, kind, ended = threading.Event(), TRACKER_SINKS[backend], []
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(kind, "_start", lambda self: release.wait(60))
     monkeypatch.setattr(kind, "_abandon", lambda self: ended.append(self.name))
@@ -143,12 +143,12 @@ def test_a_tracker_that_hangs_never_delays_a_step(backend, tmp_path, monkeypatch
     sink._thread.join(60)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRACKER_SINKS)
 def test_a_tracker_that_fails_is_one_warning(backend, tmp_path, monkeypatch, caplog):
     def fail(self, step, metrics):
         raise ConnectionError("no route")
 
-    kind = BACKENDS[backend]
+    kind = TRACKER_SINKS[backend]
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(kind, "_start", lambda self: None)
     monkeypatch.setattr(kind, "_write", fail)
@@ -160,7 +160,7 @@ def test_a_tracker_that_fails_is_one_warning(backend, tmp_path, monkeypatch, cap
 
 
 def test_a_backend_without_its_package_is_an_error_that_says_what_to_install(monkeypatch):
-    check_installed(BACKENDS)
+    check_installed(TRACKER_SINKS)
     monkeypatch.setitem(backends.PACKAGES, "mlflow", ("no_such_module", "mlflow-skinny"))
     with pytest.raises(ValueError, match="install it with `pip install mlflow-skinny`"):
         check_installed(["wandb", "mlflow"])
@@ -188,4 +188,4 @@ def test_a_workspace_without_entity_or_metrics_is_one_line(tmp_path, capsys):
     assert "has no metrics" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     assert cli.main(["wandb-report", str(tmp_path)]) == 2
-    assert "name the user or team" in capsys.readouterr().err
+    assert "use --entity to name the user or team" in capsys.readouterr().err

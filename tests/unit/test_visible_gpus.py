@@ -103,9 +103,9 @@ def trainer_gpus(placements: dict[str, RolePlacement]) -> list[ProcessLocation]:
 
 
 def engine_gpus(placements: dict[str, RolePlacement]) -> list[tuple[ProcessLocation, set[str]]]:
-    """Return of each engine rank its GPU, and all GPUs that its process sees. SGLang gives rank i of a node the i-th of them."""
+    """Return the GPU of each engine rank, and all GPUs that its process sees. SGLang gives rank i of a node the i-th GPU."""
     placement, ranks = placements["engines"], []
-    for engine in range(len(placement.bundles) // placement.group_size):
+    for engine in range(len(placement.bundles) // placement.tp_size):
         for slots in group_by_node(placement.engine_slots(engine)):
             shown = [
                 f"GPU {n} of {slots[0].node}" for n in visible_devices_env(slots)["CUDA_VISIBLE_DEVICES"].split(",")
