@@ -21,8 +21,6 @@ from mrl.tracking.report.recorded_run import check_is_run
 
 ONCE_INTERVAL_S = 0.3  # time between two measurements of CPU time for a single frame
 MIN_INTERVAL_S = 0.2
-OTHER_LINES = 18  # lines of a frame that are not processes
-MIN_PROCESSES = 4  # rows of processes that a small terminal shows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,8 +72,7 @@ def show_live(run: LiveRun, console: Console, every_s: float) -> None:
     with _read_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
-                max_processes = max(MIN_PROCESSES, console.height - OTHER_LINES)
-                live.update(frame(run.read(), max_processes), refresh=True)
+                live.update(frame(run.read(), console.height), refresh=True)
                 if _pressed_q(every_s):
                     return
         except KeyboardInterrupt:

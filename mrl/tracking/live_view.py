@@ -38,7 +38,7 @@ from mrl.tracking.report.recorded_run import LOG_FILE
 TAIL_BYTES = 200_000  # part of a file, from its end, that is read
 SHOWN_STEPS = 24  # number of the last steps that are shown
 ETA_STEPS = 10  # number of the last steps whose mean time predicts the rest of the run
-SHOWN_PROBLEMS = 5  # number of the last warnings and errors that are shown
+SHOWN_PROBLEMS = 5  # number of the last warnings and errors of the driver, and of the other processes, that are shown
 SERIES = {
     "reward/mean": "mean reward",
     "throughput/tokens_per_s": "throughput",
@@ -46,6 +46,8 @@ SERIES = {
     "rollout/age_mean_versions": "mean staleness",
 }
 """Metric -> its name in the table of the last steps."""
+OTHER_LINES = 18  # lines of a frame that are not processes
+MIN_PROCESSES = 4  # rows of processes that a small terminal shows
 BLOCKS = "▁▂▃▄▅▆▇█"
 REMOTE, RUNNING = "remote", "running"  # states of a process in addition to DEAD and STOPPED
 _PROBLEM = re.compile(r"^\[\d+-\d+-\d+ ([\d:]+),\d+\]\[[^]]*\]\[(WARNING|ERROR|CRITICAL)\] - (.*)")
@@ -217,17 +219,15 @@ class LiveRun:
         return max(0.0, last - begin) if last else None
 
     def _problems(self) -> list[str]:
-        """Return the last warnings and errors: those of the other processes, then those in the log."""
-        found = []
-        for line in self._files.records(self.folder / WARNINGS_FILE):
-            found.append(_printable(f"warning {line.get('process', '')}: {line.get('text', '')}"))
-        logged = []
+        """Return the last warnings and errors, newest first: those in the log, then those of the other processes."""
+        logged, others = [], []
         for line in self._files.lines(self.folder / LOG_FILE):
             if match := _PROBLEM.match(line.decode(errors="replace")):
                 logged.append(_printable(f"{match[1]} {match[2].lower()}: {match[3]}"))
-        others = list(dict.fromkeys(found))[-SHOWN_PROBLEMS:]
-        logged = logged[-SHOWN_PROBLEMS:]
-        return [*others[: max(SHOWN_PROBLEMS - len(logged), 1)], *logged][-SHOWN_PROBLEMS:]
+        for record in self._files.records(self.folder / WARNINGS_FILE):
+            others.append(_printable(f"{record.get('process', '')}: {record.get('text', '')}"))
+        distinct = list(dict.fromkeys(reversed(others)))  # a process writes a line for each repeat of a warning
+        return logged[: -SHOWN_PROBLEMS - 1 : -1] + distinct[:SHOWN_PROBLEMS]
 
 
 def _is_number(value: object) -> bool:
@@ -284,8 +284,9 @@ def _remaining_s(steps: Sequence[dict[str, Any]], num_remaining: int) -> float |
 
 
 def _now(processes: Sequence[ProcessView]) -> list[str]:
-    """Return what the trainer ranks and the rollout worker do now, one line each."""
-    lines = []
+    """Return what the trainer ranks and the rollout worker do now, one line each, and whether the driver is missing."""
+    has_driver = any(process.role == "driver" for process in processes)
+    lines = [] if has_driver else ["driver: not found on this host; it runs on another host, or has died"]
     for role, title in (("rank", "trainer ranks"), ("rollout", "rollout worker")):
         group = [process for process in processes if process.role == role and process.state != DEAD]
         busy = [process for process in group if process.activity and process.activity_s is not None]
@@ -298,8 +299,10 @@ def _now(processes: Sequence[ProcessView]) -> list[str]:
     return lines
 
 
-def frame(view: RunView, max_processes: int | None = None) -> RenderableType:
-    """Return one frame. `max_processes`: largest number of rows of processes; None for all."""
+def frame(view: RunView, height: int | None = None) -> RenderableType:
+    """Return one frame. `height`: lines of the terminal, which limit the rows of processes; None shows everything in full."""
+    max_processes = None if height is None else max(MIN_PROCESSES, height - OTHER_LINES)
+    is_cut = height is not None  # whether each warning gets only one line
     parts = [
         _header(view),
         *(Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in view.now),
@@ -312,10 +315,10 @@ def frame(view: RunView, max_processes: int | None = None) -> RenderableType:
     if view.metrics:
         parts += [Text(), _step_table(view), _staleness(view)]
     if view.problems:
-        parts += [Text(), Text("last warnings and errors", style="bold")]
+        parts += [Text(), Text("last warnings and errors, newest first", style="bold")]
         for line in view.problems:
             style = "red" if " error" in line[:20] else "yellow"
-            parts.append(Text(f"  {line}", style=style, no_wrap=True, overflow="ellipsis"))
+            parts.append(Text(line, style=style, no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold"))
     return Group(*parts)
 
 

@@ -71,9 +71,9 @@ def child():
         process.kill()
 
 
-def text_of(view, width=80, max_processes=None):
+def text_of(view, width=80, height=None):
     console = Console(file=io.StringIO(), width=width)
-    console.print(frame(view, max_processes))
+    console.print(frame(view, height))
     return console.file.getvalue()
 
 
@@ -81,7 +81,11 @@ def test_a_run_without_steps_is_starting(run_dir, child):
     register(run_dir, "trainer_0", "rank", child.pid, rank=0)
     view = LiveRun(run_dir).read()
     assert (view.state, view.step, view.num_steps, view.remaining_s) == ("starting", 0, 40, None)
-    assert "step 0 of 40" in text_of(view) and view.now == ["trainer ranks: no work at this moment"]
+    assert "step 0 of 40" in text_of(view)
+    assert view.now == [
+        "driver: not found on this host; it runs on another host, or has died",
+        "trainer ranks: no work at this moment",
+    ]
 
 
 def test_a_warm_start_shows_its_step(run_dir, child):
@@ -125,7 +129,7 @@ def test_the_driver_is_found_by_its_lock(run_dir):
             write_events(run_dir, ("start", time.time() - 300, None), ("end", time.time() - 200, "failed"))
             view = LiveRun(run_dir).read()
             assert view.processes[0].name == "driver" and view.processes[0].pid == driver.pid
-            assert view.state == "starting", "the recorded end is that of an earlier attempt"
+            assert view.now == [] and view.state == "starting", "the recorded end is that of an earlier attempt"
             with open(run_dir / "lock") as file, pytest.raises(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
@@ -194,8 +198,17 @@ def test_no_line_is_wider_than_the_terminal(run_dir, child, width):
 def test_a_small_terminal_shows_some_of_many_processes(run_dir, child):
     for rank in range(50):
         register(run_dir, f"trainer_{rank}", "rank", child.pid, rank=rank)
-    shown = text_of(LiveRun(run_dir).read(), max_processes=4)
+    shown = text_of(LiveRun(run_dir).read(), height=20)
     assert "actor 3" in shown and "actor 4" not in shown and "and 46 more processes; --json has all" in shown
+
+
+def test_warnings_are_newest_first_and_repeats_of_a_process_are_shown_once(run_dir):
+    lines = [json.dumps(dict(process="rollout worker", text=text, count=1)) for text in ("slow", "lost", "slow")]
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs/warnings.jsonl").write_text("\n".join([*lines, "{damaged", ""]))
+    view = LiveRun(run_dir).read()
+    assert view.problems[0] == "03:04:07 error: ValueError: no more disk" and "warning" in view.problems[1]
+    assert view.problems[2:] == ["rollout worker: slow", "rollout worker: lost"]
 
 
 def test_gpus_have_columns_and_lines(run_dir, child, monkeypatch):
