@@ -21,6 +21,7 @@ from mrl.tracking.report.recorded_run import check_is_run
 
 ONCE_INTERVAL_S = 0.3  # time between two measurements of CPU time for a single frame
 MIN_INTERVAL_S = 0.2
+MAX_CPU = 0.01  # part of a core that the live display may use; with hundreds of processes, frames come less often
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,12 +69,14 @@ def read_twice(run: LiveRun) -> RunView:
 
 
 def show_live(run: LiveRun, console: Console, every_s: float) -> None:
-    """Show a frame every `every_s` seconds until the user presses q or Ctrl-C."""
+    """Show a frame every `every_s` seconds, or less often if it needs much CPU, until the user presses q or Ctrl-C."""
     with _read_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
+                before_s = time.process_time()
                 live.update(frame(run.read(), console.height), refresh=True)
-                if _pressed_q(every_s):
+                cpu_s = time.process_time() - before_s
+                if _pressed_q(max(every_s, cpu_s / MAX_CPU)):
                     return
         except KeyboardInterrupt:
             return

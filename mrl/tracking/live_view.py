@@ -46,6 +46,7 @@ SERIES = {
     "rollout/age_mean_versions": "mean staleness",
 }
 """Metric -> its name in the table of the last steps."""
+CLOCK_STEP_S = 1.0  # two changes of a folder in less than this time may have the same time of change
 OTHER_LINES = 18  # lines of a frame that are not processes
 MIN_PROCESSES = 4  # rows of processes that a small terminal shows
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -142,6 +143,7 @@ class LiveRun:
         self.folder, self.host = folder, socket.gethostname()
         self._files, self._meter, self._gpus = _CachedTail(), UseMeter(), Gpus()
         self._config: dict[str, Any] = {}
+        self._registered: tuple[float, list[ProcessRecord]] = (0.0, [])  # time of the last change of the registry
 
     def read(self) -> RunView:
         """Return the state of the run now."""
@@ -186,7 +188,10 @@ class LiveRun:
         if driver is not None and (use := self._meter.measure(driver, memory, with_children=False)):
             found.append(ProcessView("driver", "driver", -1, self.host, driver, RUNNING, use=use))
         folder = registry_folder(self.folder)
-        return found + [self._process(folder, record, memory) for record in read_process_records(folder)]
+        changed = _modified(folder) or 0.0  # a process registers itself by a new file
+        if changed != self._registered[0] or time.time() - changed < CLOCK_STEP_S:
+            self._registered = changed, read_process_records(folder)
+        return found + [self._process(folder, record, memory) for record in self._registered[1]]
 
     def _process(self, folder: Path, record: ProcessRecord, memory: dict[int, dict[int, int]]) -> ProcessView:
         name = f"{record.group or 'actor'} {record.rank}" if record.role == "rank" else record.name.replace("_", " ")
@@ -245,7 +250,7 @@ def _is_step(line: dict[str, Any]) -> bool:
 def _modified(path: Path) -> float | None:
     """Return the time of the last change of a file; None if there is no file."""
     try:
-        return path.stat().st_mtime
+        return path.stat().st_mtime_ns / 1e9
     except OSError:
         return None
 
