@@ -4,6 +4,7 @@ COMMANDS = {
     "train": "train a model with RL (the default experiment runs on any machine)",
     "sft": "fine-tune a model on prompt/response rows",
     "report": "write a page that shows a run, two runs side by side, or a sweep",
+    "top": "show in the terminal what a run and its processes do now",
     "samples": "show sampled responses of a run with their rewards",
     "timeline": "merge what all processes of a run recorded into one file, and say what the steps spend their time on",
     "wandb-report": "save a workspace in wandb whose sections are those of the metrics page",

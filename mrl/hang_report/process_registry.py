@@ -88,7 +88,9 @@ def read_process_records(folder: str | Path) -> list[ProcessRecord]:
         with suppress(OSError, ValueError, TypeError):  # the file belongs to a collective log, or was just removed
             records.append(ProcessRecord(**json.loads(path.read_text())))
     order = {"rank": 0, "rollout": 1, "engine": 2}
-    return sorted(records, key=lambda record: (order[record.role], record.group, record.rank, record.name))
+    return sorted(
+        records, key=lambda record: (order.get(record.role, len(order)), record.group, record.rank, record.name)
+    )
 
 
 def process_start_ticks(pid: int) -> int:

@@ -8,6 +8,7 @@ from mrl_runs import wait_until
 
 from mrl.checkpoint.starts import read_events
 from mrl.core.sample_file import read_samples
+from mrl.tracking.live_view import LiveRun
 
 PHASES = ("rollout", "score", "advantage", "update", "weight_sync")
 
@@ -69,6 +70,8 @@ def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(record
     assert start.command is not None and "trainer.max_steps=5" in start.command
     assert (end.event, end.step, end.outcome, end.error) == ("end", 5, "finished", None)
     assert "held-out reward sampled" in run.output()
+    view = LiveRun(run.folder).read()
+    assert (view.state, view.step, view.num_steps, view.processes) == ("finished", 5, 5, [])
     assert (run.folder / "curve.png").stat().st_size > 10_000
     assert (run.folder / "checkpoints/step_000005/actor/metadata.json").exists()
     assert list(run.folder.glob("wandb/offline-run-*")) and (run.folder / "mlflow_run_id").exists()

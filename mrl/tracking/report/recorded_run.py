@@ -94,12 +94,7 @@ class RecordedRun:
 def read_run(folder: Path) -> RecordedRun:
     """Read a run directory. Raises ValueError if the folder is no run directory."""
     damaged: list[str] = []
-    known = (*OUTPUTS, STARTS_FILE, SAMPLES_FILE, LOG_FILE)
-    if not any((folder / name).exists() for name in known):
-        raise ValueError(
-            f"{folder}: not the folder of a run: expected a folder with one of {', '.join(known)}. Name the run.dir of "
-            "`mrl train`, or the folder of a sweep."
-        )
+    check_is_run(folder)
     samples = _steps(folder / SAMPLES_FILE, damaged)
     ledger = _steps(folder / "ledger.jsonl", damaged)
     return RecordedRun(
@@ -116,6 +111,18 @@ def read_run(folder: Path) -> RecordedRun:
         is_running=is_running(folder),
         logged_error=_last_error(folder / LOG_FILE),
     )
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise ValueError if the folder is no run directory."""
+    known = (*OUTPUTS, STARTS_FILE, SAMPLES_FILE, LOG_FILE)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder; name the run.dir of `mrl train`.")
+    if not any((folder / name).exists() for name in known):
+        raise ValueError(
+            f"{folder}: not the folder of a run: expected a folder with one of {', '.join(known)}. Name the run.dir of "
+            "`mrl train`, or the folder of a sweep."
+        )
 
 
 def is_running(folder: Path) -> bool:
