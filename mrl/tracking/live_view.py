@@ -379,7 +379,7 @@ def _numbers(process: ProcessView, gpus: Sequence[GpuUse]) -> list[str]:
 def _step_table(view: RunView) -> RenderableType:
     longest = max((len(values) for values in view.series.values()), default=1)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("last steps", no_wrap=True)
+    table.add_column("metric", no_wrap=True)
     table.add_column("last", justify="right", no_wrap=True)
     table.add_column(f"steps {view.step - longest + 1} to {view.step}", no_wrap=True)
     for name, values in view.series.items():

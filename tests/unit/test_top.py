@@ -112,7 +112,7 @@ def test_a_running_run_shows_processes_activities_and_the_time_left(run_dir, chi
     assert re.search(r"rollout worker: sampling 8 responses for 1:3\d", shown)
     assert "sampling 8 responses and 1 more" in shown and "about 20.0 s left" in shown
     assert "engines serve weight version 30" in shown and "largest staleness 1" in shown
-    assert "from step 7 to step 30" in shown and "GPU" not in shown
+    assert "steps 7 to 30" in shown and "GPU" not in shown
     assert "\x1b" not in shown and "engine http://x is  [31mreplaced" in shown and "error: ValueError: no more" in shown
 
 
