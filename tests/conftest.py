@@ -24,8 +24,8 @@ for profile, fixed in (("fixed", True), ("random", False)):
 hypothesis.settings.load_profile("fixed")
 
 
-# TensorBoard's handler of log records closes its stream whenever Hydra configures logging. That must not be pytest's file of
-# captured output, which is `sys.stderr` now.
+# Megatron imports absl, which TensorBoard needs. The log handler of absl closes its stream when Hydra configures logging, except
+# if the stream is `sys.stderr` at that moment. In a test with capsys, the handler would close pytest's file of captured output.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
