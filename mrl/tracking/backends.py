@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlparse
 
+import orjson
 import psutil
 import xxhash
 
 from mrl.config.secrets import flatten_config, redacted
+from mrl.core.jsonl import check_lines
 from mrl.core.sample_file import TextSample
 from mrl.tracking.tracker import Metrics
 from parallel.durable_files import write_file
@@ -75,15 +77,21 @@ class ThreadedSink(ABC):
         self.run, self.deadline_s = run, deadline_s
         # (step, metrics); or a step, whose later steps the tracker should discard; or None, which ends the thread
         self._queue: queue.SimpleQueue[tuple[int, Metrics] | int | None] = queue.SimpleQueue()
+        self._takes_samples = True
         run.folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._queue.put((step, dict(metrics)))
+        self._put((step, dict(metrics)))
 
     def rewind(self, last_step: int, evaluated: bool) -> None:
-        self._queue.put(last_step)
+        self._put(last_step)
+
+    def _put(self, item: tuple[int, Metrics] | int) -> None:
+        """Pass an item to the thread. After a failure the thread has ended, and the item would stay in memory."""
+        if self._thread.is_alive():
+            self._queue.put(item)
 
     def close(self) -> None:
         self._queue.put(None)
@@ -97,6 +105,8 @@ class ThreadedSink(ABC):
     def _work(self) -> None:
         try:
             self._start()
+            for step, metrics in self._earlier_metrics():
+                self._write(step, metrics)
             while (item := self._queue.get()) is not None:
                 if isinstance(item, int):
                     self._rewind(item)
@@ -110,14 +120,41 @@ class ThreadedSink(ABC):
             )
             self._abandon()
 
+    def _earlier_metrics(self) -> list[tuple[int, Metrics]]:
+        """Return the metrics in the run directory that the tracker may lack: an earlier process was killed before it sent them.
+
+        Only the steps until the checkpoint from which the run resumes are returned, because later steps are repeated.
+        """
+        if not (last := self.run.last_step) or (first := self._first_unsure_step()) > last:
+            return []
+        found: dict[int, dict[str, float]] = {}
+        for name in ("metrics.jsonl", "eval.jsonl"):
+            for step, line in check_lines(self.run.folder / name).lines:  # the run appends later steps meanwhile
+                if first <= step <= last:
+                    known = {key: value for key, value in orjson.loads(line).items() if value is not None}
+                    found.setdefault(step, {}).update(known)
+                    del found[step]["step"]
+        return sorted(found.items())
+
     def _write_due_samples(self, step: int, metrics: Metrics) -> None:
+        """Write the samples of a step if they are due. If this fails, the tracker still gets metrics, but no more samples."""
         every, read = self.run.samples_every, self.run.read_samples
-        if read and every and step % every == 0 and "reward/mean" in metrics and (samples := read(step)):
-            self._write_samples(step, samples)
+        if not (read and every and self._takes_samples) or step % every or "reward/mean" not in metrics:
+            return
+        try:
+            if samples := read(step):
+                self._write_samples(step, samples)
+        except Exception as error:  # for example, the store of artifacts needs another package or another login
+            self._takes_samples = False
+            logger.warning("%s gets no more samples of this run: %s: %s", self.name, type(error).__name__, error)
 
     @abstractmethod
     def _start(self) -> None:
         """Import the tracker's package, which takes seconds, and begin or continue the tracker's run."""
+
+    def _first_unsure_step(self) -> int:
+        """Return the first step that the tracker may lack. Called after `_start`."""
+        return self.run.last_step
 
     @abstractmethod
     def _write(self, step: int, metrics: Metrics) -> None: ...
@@ -159,7 +196,8 @@ class WandbSink(ThreadedSink):
     """Logs to Weights & Biases: online if a login is configured, otherwise offline in the run directory.
 
     It never asks for a login. The id of the wandb run is stored in the run directory, so a resumed run continues the same wandb
-    run. Steps that wandb has already are not sent again.
+    run. Steps that wandb has already are not sent again. An offline run does not know them, so two of its folders may have the
+    same step.
     """
 
     name = "wandb"
@@ -192,6 +230,10 @@ class WandbSink(ThreadedSink):
             settings=wandb.Settings(console="off", silent=True, init_timeout=self.deadline_s),
         )
 
+    def _first_unsure_step(self) -> int:
+        """Return the step after those that wandb has. An offline run knows no earlier steps; only the last one may be lost."""
+        return self._wandb_run.step if wandb_mode() == "online" else self.run.last_step
+
     def _write(self, step: int, metrics: Metrics) -> None:
         if step >= self._wandb_run.step:  # wandb warns about earlier steps
             self._wandb_run.log(dict(metrics), step=step)
@@ -222,11 +264,16 @@ class TensorBoardSink(ThreadedSink):
     def _start(self) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(self.run.folder / "tensorboard"))
-        if self.run.last_step:
-            self._rewind(self.run.last_step)
+        folder = self.run.folder / "tensorboard"
+        self._has_steps = folder.exists()  # of an earlier process of the run
+        self._writer = EventFileWriter(str(folder))
+        if self._has_steps:  # the last step is written again
+            self._rewind(self.run.last_step - 1)
         lines = (f"    {key}: {value}" for key, value in flatten_config(self.run.config))
         self._write_text("config", self.run.last_step, "\n".join(lines))
+
+    def _first_unsure_step(self) -> int:
+        return self.run.last_step if self._has_steps else 0
 
     def _write(self, step: int, metrics: Metrics) -> None:
         from tensorboard.compat.proto import summary_pb2
@@ -286,11 +333,7 @@ class MlflowSink(ThreadedSink):
         self._metric = Metric
         stored = self.run.folder / "mlflow_run_id"
         self._last: dict[str, int] = {}  # metric -> last step that MLflow has
-        if self.run.last_step and stored.exists():
-            self._id = stored.read_text().strip()
-            self._client.update_run(self._id, "RUNNING")
-            for name in self._client.get_run(self._id).data.metrics:
-                self._last[name] = max(point.step for point in self._client.get_metric_history(self._id, name))
+        if stored.exists() and self._continue(stored.read_text().strip()):
             return
         found = self._client.get_experiment_by_name(self.run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(self.run.project)
@@ -302,6 +345,26 @@ class MlflowSink(ThreadedSink):
         parameters = [Param(key, str(value)[: self.VALUE_CHARACTERS]) for key, value in values]
         for start in range(0, len(parameters), self.PARAMETERS_PER_REQUEST):
             self._client.log_batch(self._id, params=parameters[start : start + self.PARAMETERS_PER_REQUEST])
+
+    def _continue(self, run_id: str) -> bool:
+        """Continue the MLflow run `run_id`. Returns False if the server has no such run: it was deleted, or is elsewhere."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.update_run(run_id, "RUNNING")
+            metrics = self._client.get_run(run_id).data.metrics
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("MLflow does not have the run %s of mlflow_run_id any more; it gets a new run", run_id)
+            return False
+        self._id = run_id
+        for name in metrics:
+            self._last[name] = max(point.step for point in self._client.get_metric_history(run_id, name))
+        return True
+
+    def _first_unsure_step(self) -> int:
+        return max(self._last.values(), default=0)
 
     def _write(self, step: int, metrics: Metrics) -> None:
         now = int(time.time() * 1000)

@@ -14,7 +14,7 @@ from mrl import cli
 from mrl.core.sample_file import TextSample
 from mrl.tracking import backends
 from mrl.tracking.backends import TRACKER_SINKS, MlflowSink, TensorBoardSink, TrackedRun, check_installed
-from mrl.tracking.tracker import Tracker
+from mrl.tracking.tracker import JsonlSink, Tracker
 
 SAMPLE = TextSample("2*1234=", "2468", 1.0, 0, 0, 4, False, parts={"format": 0.5}, source="doubling")
 
@@ -31,11 +31,29 @@ def log_steps(sink, *steps: int) -> None:
             sink.log(step, {"eval/reward_greedy": 0.5})
 
 
+def run_files(folder: Path, last_step: int) -> list[JsonlSink]:
+    """The sinks that write the run directory, as a run opens them before its trackers."""
+    return [
+        JsonlSink(folder / "metrics.jsonl", last_step=last_step),
+        JsonlSink(folder / "eval.jsonl", evaluations=True, last_step=last_step),
+    ]
+
+
 def log_run_and_resume(make, folder: Path) -> None:
     """Log four steps. Resume after step 2, repeat steps 3 and 4, and log step 5."""
-    with Tracker([make(tracked(folder))]) as tracker:
+    with Tracker([*run_files(folder, 0), make(tracked(folder))]) as tracker:
         log_steps(tracker, 1, 2, 3, 4)
-    with Tracker([make(tracked(folder, last_step=2))]) as tracker:
+    with Tracker([*run_files(folder, 2), make(tracked(folder, last_step=2))]) as tracker:
+        log_steps(tracker, 3, 4, 5)
+
+
+def log_killed_run_and_resume(make, folder: Path) -> None:
+    """Log step 1. The tracker of the killed process never gets step 2, which is in a checkpoint. Resume, and log steps 3 to 5."""
+    files, sink = run_files(folder, 0), make(tracked(folder))
+    log_steps(Tracker([*files, sink]), 1)
+    sink.close()
+    log_steps(Tracker(files), 2)
+    with Tracker([*run_files(folder, 2), make(tracked(folder, last_step=2))]) as tracker:
         log_steps(tracker, 3, 4, 5)
 
 
@@ -66,16 +84,96 @@ def test_tensorboard_discards_the_steps_that_a_running_process_repeats(tmp_path)
     assert [point.step for point in read.Scalars("reward/mean")] == [1, 2, 3, 4]
 
 
-def test_mlflow_reads_metrics_parameters_tags_and_samples_of_a_resumed_run(tmp_path, monkeypatch):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+def test_tensorboard_gets_the_step_that_a_killed_process_did_not_write(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_killed_run_and_resume(TensorBoardSink, tmp_path)
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(point.step, point.value) for point in read.Scalars("reward/mean")] == REWARDS
+    assert [(point.step, point.value) for point in read.Scalars("eval/reward_greedy")] == [(2, 0.5)]
+
+
+def test_mlflow_gets_the_step_that_a_killed_process_did_not_send(tmp_path, local_mlflow):
+    log_killed_run_and_resume(MlflowSink, tmp_path)
+    client, (run,) = mlflow_runs(tmp_path)
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert sorted((point.step, point.value) for point in history) == REWARDS
+
+
+class OnlineRun:
+    """Stands for a wandb run on a server. As in wandb, the last step is sent only with the next one or at the end."""
+
+    def __init__(self, sent: dict[int, dict[str, float]]) -> None:
+        self.sent, self.step = sent, max(sent, default=-1) + 1
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        assert step >= self.step
+        self.sent[step] = self.sent.get(step, {}) | values
+        self.step = step
+
+    def finish(self) -> None:
+        pass
+
+
+def test_wandb_gets_the_steps_that_a_killed_process_did_not_send(tmp_path, monkeypatch):
+    sent: dict[int, dict[str, float]] = {}
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(backends.WandbSink, "_start", lambda self: setattr(self, "_wandb_run", OnlineRun(sent)))
+    monkeypatch.setattr(backends.WandbSink, "_write_samples", lambda self, step, samples: None)
+    log_killed_run_and_resume(backends.WandbSink, tmp_path)
+    assert [(step, values["reward/mean"]) for step, values in sent.items()] == REWARDS
+    assert sent[2]["eval/reward_greedy"] == 0.5
+
+
+def test_tensorboard_has_each_step_once_if_a_run_without_a_checkpoint_begins_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in ((1, 2, 3), (1, 2)):
+        with Tracker([TensorBoardSink(tracked(tmp_path))]) as tracker:
+            tracker.log(0, {"eval/reward_greedy": 0.25})
+            log_steps(tracker, *steps)
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [point.step for point in read.Scalars("reward/mean")] == [1, 2]
+    assert [point.step for point in read.Scalars("eval/reward_greedy")] == [0, 2]
+
+
+def mlflow_runs(folder: Path):
     from mlflow import MlflowClient
 
-    log_run_and_resume(MlflowSink, tmp_path)
-    client = MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    client = MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
     experiment = client.get_experiment_by_name("sums")
     assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
+    return client, client.search_runs([experiment.experiment_id])
+
+
+@pytest.fixture
+def local_mlflow(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    import mlflow  # noqa: F401  takes seconds, for which a tracker would not wait at its end
+
+
+def test_mlflow_has_one_run_if_a_run_without_a_checkpoint_begins_again(tmp_path, local_mlflow):
+    for steps in ((1, 2), (1, 2, 3)):
+        with Tracker([MlflowSink(tracked(tmp_path))]) as tracker:
+            log_steps(tracker, *steps)
+    client, (run,) = mlflow_runs(tmp_path)
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert sorted(point.step for point in history) == [1, 2, 3]
+
+
+def test_mlflow_gets_a_new_run_if_the_server_does_not_have_the_stored_one(tmp_path, local_mlflow, caplog):
+    (tmp_path / "mlflow_run_id").write_text("0" * 32)
+    with Tracker([MlflowSink(tracked(tmp_path, last_step=2))]) as tracker:
+        log_steps(tracker, 3)
+    client, (run,) = mlflow_runs(tmp_path)
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "reward/mean")] == [3]
+    assert "does not have the run" in caplog.text
+
+
+def test_mlflow_reads_metrics_parameters_tags_and_samples_of_a_resumed_run(tmp_path, local_mlflow):
+    log_run_and_resume(MlflowSink, tmp_path)
+    client, (run,) = mlflow_runs(tmp_path)
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert sorted((point.step, point.value) for point in history) == REWARDS
     assert run.info.run_name == "quickstart/1" and run.info.status == "FINISHED"
@@ -157,6 +255,35 @@ def test_a_tracker_that_fails_is_one_warning(backend, tmp_path, monkeypatch, cap
         log_steps(tracker, 1, 2, 3)
     (record,) = caplog.records
     assert f"{backend} failed and gets no more metrics" in record.message and "no route" in record.message
+
+
+@pytest.mark.parametrize("backend", TRACKER_SINKS)
+def test_a_tracker_that_cannot_take_samples_still_gets_metrics(backend, tmp_path, monkeypatch, caplog):
+    def fail(self, step, samples):
+        raise ModuleNotFoundError("boto3")
+
+    kind, written = TRACKER_SINKS[backend], []
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(kind, "_start", lambda self: None)
+    monkeypatch.setattr(kind, "_write", lambda self, step, metrics: written.append(step))
+    monkeypatch.setattr(kind, "_write_samples", fail)
+    monkeypatch.setattr(kind, "_finish", lambda self: None)
+    with caplog.at_level(logging.WARNING), Tracker([kind(tracked(tmp_path))]) as tracker:
+        log_steps(tracker, 1, 3, 4, 6, 8)
+    assert written == [1, 3, 4, 6, 8]
+    (record,) = caplog.records
+    assert f"{backend} gets no more samples" in record.message and "boto3" in record.message
+
+
+def test_a_tracker_that_failed_keeps_no_metrics_in_memory(tmp_path, monkeypatch):
+    def fail(self):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(TensorBoardSink, "_start", fail)
+    sink = TensorBoardSink(tracked(tmp_path))
+    sink._thread.join(60)
+    log_steps(sink, *range(1, 50))
+    assert sink._queue.qsize() == 0
 
 
 def test_a_backend_without_its_package_is_an_error_that_says_what_to_install(monkeypatch):
