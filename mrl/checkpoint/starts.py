@@ -39,7 +39,7 @@ class RunEvent:
     step: int  # number of finished steps
     command: str | None = None
     commit: str | None = None  # git commit of the working directory; None: it is no git checkout
-    changed_files: int = 0  # number of files with changes that are not committed
+    changed_files: int | None = 0  # number of files with changes that are not committed; None: unknown
     hosts: Sequence[Mapping[str, Any]] = ()  # name, CPUs and GPUs of each host
     packages: Mapping[str, str] = field(default_factory=dict)  # name -> version
     outcome: str | None = None  # finished, failed, preempted, interrupted or unhealthy
@@ -62,10 +62,11 @@ def record_run(run_dir: Path, step: int, hosts: Sequence[Mapping[str, Any]]) -> 
     try:
         yield
     except BaseException as error:
-        outcome, message = _outcome(error), f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+        outcome, message = _outcome(error), f"{type(error).__name__}: {error}"
         raise
     finally:
-        shown = redacted(dict(error=message))["error"]
+        # A text that is shortened first may end with a part of a secret, which nothing finds.
+        shown = _without_secrets([message])[0][:ERROR_CHARACTERS] if message else None
         _append(run_dir, RunEvent("end", time.time(), _last_step(run_dir, step), outcome=outcome, error=shown))
 
 
@@ -104,15 +105,24 @@ def _outcome(error: BaseException) -> str:
 
 
 def _last_step(run_dir: Path, first: int) -> int:
-    """Return the last step in metrics.jsonl, or `first` if the file has no step."""
-    lines = last_lines(run_dir / "metrics.jsonl", 1)
-    return orjson.loads(lines[0])["step"] if lines else first
+    """Return the last step in metrics.jsonl, or `first` if the file has no step or cannot be read."""
+    try:
+        lines = last_lines(run_dir / "metrics.jsonl", 1)
+        return orjson.loads(lines[0])["step"] if lines else first
+    except (OSError, ValueError, KeyError, TypeError):  # an error here would hide why the run ended
+        return first
 
 
 def _command() -> str:
     """Return the command line of this process without secrets."""
     name = Path(sys.argv[0]).stem.removesuffix("_process")
-    return redacted(dict(line=shlex.join(["mrl", name, *sys.argv[1:]])))["line"]
+    # The quotes of a shell, which are added last, would divide a secret.
+    return shlex.join(["mrl", name, *_without_secrets(sys.argv[1:])])
+
+
+def _without_secrets(texts: Sequence[str]) -> list[str]:
+    """Return texts without secrets and in valid Unicode. A path in another encoding is not valid Unicode."""
+    return [text.encode(errors="backslashreplace").decode() for text in redacted(dict(texts=list(texts)))["texts"]]
 
 
 def _package_versions() -> dict[str, str]:
@@ -125,15 +135,20 @@ def _package_versions() -> dict[str, str]:
     return versions
 
 
-def _git_state() -> tuple[str | None, int]:
-    """Return the commit of the working directory and the number of changed files; (None, 0) without git or a checkout."""
+def _git_state() -> tuple[str | None, int | None]:
+    """Return the commit of the working directory and the number of changed files.
 
-    def git(*arguments: str) -> str:
-        line = ["git", *arguments]
-        return subprocess.run(line, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True).stdout.strip()
+    The commit is None without git or a checkout. The number is None if git does not find it out in time.
+    """
 
-    try:
-        commit = git("rev-parse", "HEAD")
-        return commit, len(git("status", "--porcelain", "--untracked-files=no").splitlines())
-    except (OSError, subprocess.SubprocessError):
+    def git(*arguments: str) -> bytes | None:
+        line = ["git", "--no-optional-locks", *arguments]  # a lock would disturb the user's own git commands
+        try:
+            return subprocess.run(line, capture_output=True, timeout=GIT_TIMEOUT_S, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    if (commit := git("rev-parse", "HEAD")) is None:
         return None, 0
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return commit.decode().strip(), None if changed is None else len(changed.splitlines())

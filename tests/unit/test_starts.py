@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from mrl.checkpoint.starts import STARTS_FILE, read_events, record_run
+from mrl.checkpoint.starts import ERROR_CHARACTERS, STARTS_FILE, read_events, record_run
 from mrl.core.run_errors import PreemptedError, UnhealthyRunError
 
 HOSTS = [{"name": "node-1", "cpus": 2, "gpus": 8}]
@@ -66,6 +66,43 @@ def test_the_command_and_the_error_have_no_secrets(tmp_path, monkeypatch):
     assert "hush" not in (tmp_path / STARTS_FILE).read_text()
     command = read_events(tmp_path)[0].command
     assert command is not None and command.startswith("mrl train ") and command.endswith("'run.name=a b'")
+
+
+def test_no_part_of_a_secret_is_left_by_quotes_or_by_a_shortened_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "hush'hush hush-1234")
+    monkeypatch.setattr("sys.argv", ["/x/train_process.py", "reward.header=hush'hush hush-1234"])
+    with pytest.raises(RuntimeError), record_run(tmp_path, 0, HOSTS):
+        raise RuntimeError("x" * (ERROR_CHARACTERS - len("RuntimeError: ") - 12) + "hush'hush hush-1234")
+    assert "hush" not in (tmp_path / STARTS_FILE).read_text()
+
+
+def test_a_path_that_is_not_valid_unicode_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/x/train_process.py", "data.train=[/data/caf\udce9.jsonl]"])
+    with pytest.raises(FileNotFoundError), record_run(tmp_path, 0, HOSTS):
+        raise FileNotFoundError("/data/caf\udce9.jsonl")
+    start, end = read_events(tmp_path)
+    assert start.command is not None and "/data/caf" in start.command and end.outcome == "failed"
+    assert start.command.isascii(), "readers can write it again"
+
+
+def test_metrics_that_cannot_be_read_do_not_hide_the_error_of_the_run(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RuntimeError, match="no room"), record_run(tmp_path, 3, HOSTS):
+        raise RuntimeError("no room")
+    assert read_events(tmp_path)[1].step == 3
+
+
+def test_a_checkout_in_which_git_is_slow_has_a_commit(tmp_path, monkeypatch):
+    def git(line, **options):
+        if "status" in line:
+            raise subprocess.TimeoutExpired(line, 5)
+        return subprocess.CompletedProcess(line, 0, b"abc123\n")
+
+    monkeypatch.setattr(subprocess, "run", git)
+    with record_run(tmp_path, 0, HOSTS):
+        pass
+    start = read_events(tmp_path)[0]
+    assert (start.commit, start.changed_files) == ("abc123", None)
 
 
 def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, caplog):
