@@ -5,8 +5,8 @@
 
 Before `start` or `annotate` is called, `span` costs almost nothing: it only tests one variable. If the file cannot be written,
 one warning is logged and the recording ends. Spans never travel to another process. A file has JSON lines: a header for each
-process that wrote to the file, and the spans. All processes of a machine share its clock. The clocks of several machines are
-assumed to be synchronised.
+process that wrote to the file, the spans, and a line for each step that a process began again. All processes of a machine share
+its clock. The clocks of several machines are assumed to be synchronised.
 """
 
 import atexit
@@ -61,6 +61,11 @@ class _Recorder:
         if (thread := threading.current_thread()) is not threading.main_thread():
             line["thread"] = thread.name
         self._spans.append(line)
+
+    def begin_step(self, step: int) -> None:
+        if step <= self.step:
+            self._spans.append(dict(repeats=step, kind="repeats", start=0.0, seconds=0.0))
+        self.step = step
 
     def close(self) -> None:
         """Write all spans, and the number of spans that were dropped. Waits at most CLOSE_TIMEOUT_S for the disk."""
@@ -173,9 +178,12 @@ def _update_state() -> None:
 
 
 def begin_step(step: int) -> None:
-    """Let later spans of this process belong to training step `step`. The first step is 1."""
+    """Let later spans of this process belong to training step `step`. The first step is 1.
+
+    If the process has begun this step or a later one before, it repeats the step. Readers then leave out the earlier spans.
+    """
     if (recorder := _recorder) is not None:
-        recorder.step = step
+        recorder.begin_step(step)
 
 
 def record(name: str, kind: Kind, start: float, seconds: float, **args: Any) -> None:

@@ -61,8 +61,8 @@ class ProcessTimeline:
 def read_timeline(run_dir: Path, steps: range | None = None) -> list[ProcessTimeline]:
     """Return the timelines of all processes, in the order of ROLES. `steps`: steps to return; None: everything.
 
-    If a run was resumed and repeated steps, the spans of the first attempt are left out. Raises ValueError if the run has no
-    timeline, or no span of `steps`.
+    If a run repeated steps, because it was resumed or lost processes, the spans of the first attempt are left out. Raises
+    ValueError if the run has no timeline, or no span of `steps`.
     """
     folder = run_dir / FOLDER
     files = sorted(folder.glob("*.jsonl"))
@@ -97,6 +97,8 @@ def _read_file(path: Path) -> ProcessTimeline | None:
             timeline, new = ProcessTimeline(**known, spans=old, dropped=timeline.dropped if timeline else 0), []
         elif timeline is not None and "dropped" in values:
             timeline.dropped += values["dropped"]
+        elif "repeats" in values:
+            new = [span for span in new if span.step < values["repeats"]]
         elif "kind" in values:
             new.append(Span(**values))
     if timeline is not None:

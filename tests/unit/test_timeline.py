@@ -244,6 +244,16 @@ def test_steps_that_a_resumed_run_repeats_count_once(tmp_path):
     assert [(span.name, span.step) for span in timeline.spans] == [("old", 1), ("start", 0), ("new", 2)]
 
 
+def test_steps_that_a_running_process_repeats_count_once(run_dir):
+    """After a loss of trainer ranks, the driver and the rollout worker go on and repeat steps."""
+    for step in (1, 2, 3, 2):
+        spans.begin_step(step)
+        spans.record("first", "phase", 0.0, 1.0)
+    spans.begin_step(2)
+    spans.record("last", "phase", 0.0, 1.0)
+    assert [(span.name, span.step) for span in recorded(run_dir)] == [("first", 1), ("last", 2)]
+
+
 def test_a_line_that_a_killed_process_left_incomplete_is_skipped_and_the_next_process_appends(tmp_path):
     path = write_lines(tmp_path, "actor-0", header(), line("old", 1), end='\n{"name": "x", "ki')
     spans.start(path.parent, "actor", 0, "actor rank 0")
