@@ -27,7 +27,7 @@ browser: setup ## install the packages with which tests drive a browser; the bro
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ALL = not gpu and not learning and not soak and not slurm
 
-bench: setup ## run all benchmarks at small sizes in at most 20 minutes, and compare them with the last run; ARGS="--only balance step"
+bench: setup ## run all benchmarks at small sizes in at most 20 minutes, and compare them with their last results; ARGS="--only balance step"
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 lint: setup ## check style, formatting, import directions, types and the links of the documentation

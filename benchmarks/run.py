@@ -2,10 +2,10 @@
 
     python benchmarks/run.py [--only balance step] [--minutes 20] [--against FILE] [--output FOLDER]
 
-The results are in OUTPUT/DATE_TIME.json, and DATE_TIME.png shows the ratios. They are compared with the last file in OUTPUT or,
-if there is none, with the last file bench_*.json in benchmarks/results. A program whose measurement got worse runs again if there
-is time for a second run. If the second run succeeds, the measurement is called worse only if it is worse in both runs. If the
-last results are from another machine, only ratios and counts are compared. The exit status is 1 if a program failed.
+The results are in OUTPUT/DATE_TIME.json, and DATE_TIME.png shows the ratios. Each program is compared with its last result in
+OUTPUT or, if there is none, in the files bench_*.json of benchmarks/results. A program whose measurement got worse runs again.
+The measurement is called worse only if it is worse in both runs. Results of another machine are compared without seconds. The
+exit status is 1 if a program failed.
 """
 
 import argparse
@@ -119,8 +119,10 @@ def run_program(program: Program, deadline_s: float) -> Outcome:
                 outcome.error = f"not finished after {deadline_s:.3g} s"
             finally:
                 end_group(process)
-        if not outcome.error:
+        if not outcome.error and path.exists():
             outcome.measurements = read(path)
+        elif not outcome.error:
+            outcome.error = "it wrote no measurements"
     outcome.seconds = time.monotonic() - start
     outcome.reference_cpu_s = (outcome.reference_cpu_s + fixed_computation_s()) / 2
     return outcome
@@ -149,7 +151,7 @@ def what_got_worse(last: Mapping[str, Any], name: str, now: Outcome) -> dict[str
     before = last.get("programs", {}).get(name)
     if not before or before["command"] != now.command:
         return {}
-    same = last["machine"] == machine()
+    same = before["machine"] == machine()
     found = [one for one in now.measurements if same or one.kind in ("ratio", "count")]
     reference_cpu_s = before.get("reference_cpu_s")
     slowdown = now.reference_cpu_s / reference_cpu_s if reference_cpu_s else 1.0
@@ -163,18 +165,29 @@ def run_and_compare(program: Program, last: Mapping[str, Any], remaining_s: floa
     found = what_got_worse(last, program.name, outcome)
     remaining_s -= time.monotonic() - start
     if found and remaining_s > 1.5 * outcome.seconds:
-        again = run_program(program, min(program.deadline_s, remaining_s))
-        if again.error is None:
-            in_both = what_got_worse(last, program.name, again)
-            found, outcome = {name: text for name, text in in_both.items() if name in found}, again
+        outcome = run_program(program, min(program.deadline_s, remaining_s))
+        in_both = what_got_worse(last, program.name, outcome)
+        found = {name: text for name, text in in_both.items() if name in found}
     outcome.worse = list(found.values())
     return outcome
 
 
-def last_results(output: Path) -> Path | None:
-    """Return the last file in `output` or, if there is none, the last file of benchmarks/results."""
-    found = sorted(output.glob("*.json")) or sorted(REFERENCES.glob("bench_*.json"))
-    return found[-1] if found else None
+def result_files(output: Path) -> list[Path]:
+    """Return the files with results, oldest first: those of benchmarks/results, and then those in `output`."""
+    return [*sorted(REFERENCES.glob("bench_*.json")), *sorted(output.glob("*.json"))]
+
+
+def read_results(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the last result of each program. A run of a few programs, or a failure, thus hides no earlier result of others.
+
+    `paths`: files with results, oldest first.
+    """
+    programs = {}
+    for path in paths:
+        content = orjson.loads(path.read_bytes())
+        for name, outcome in content["programs"].items():
+            programs[name] = outcome | {"machine": content["machine"]}
+    return {"programs": programs}
 
 
 def run_all(
@@ -235,8 +248,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for the results")
     args = parser.parse_args()
     console, start = Console(), time.monotonic()
-    against = args.against or last_results(args.output)
-    last = orjson.loads(against.read_bytes()) if against else {}
+    against = [args.against] if args.against else result_files(args.output)
+    last = read_results(against)
     chosen = [program for program in PROGRAMS if program.name in args.only]
     outcomes, left_out = run_all(chosen, last, 60 * args.minutes, console)
     date = datetime.now().strftime("%Y-%m-%d_%H%M%S")
@@ -247,7 +260,8 @@ def main() -> int:
     path.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
     draw(outcomes, path.with_suffix(".png"))
     console.print(table_of(outcomes, last))
-    compared = f"compared with {against}" if against else "no earlier results to compare with"
+    compared = f"compared with {against[-1]}" if against else "no earlier results to compare with"
+    compared += f" and {len(against) - 1} earlier files" if len(against) > 1 else ""
     console.print(f"{path}: {results['seconds'] / 60:.1f} minutes, {compared}")
     for name, outcome in outcomes.items():
         for sentence in [f"failed: {outcome.error}"] if outcome.error else outcome.worse:

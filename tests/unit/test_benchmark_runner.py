@@ -100,12 +100,14 @@ def fake_root(monkeypatch, folder: Path, rounds: int) -> None:
     (folder / "benchmarks/slow.py").write_text(SLOW_PROGRAM.format(root=str(ROOT), rounds=rounds))
     (folder / "benchmarks/fails.py").write_text("raise SystemExit(3)")
     (folder / "benchmarks/hangs.py").write_text("import time; time.sleep(100)")
+    (folder / "benchmarks/silent.py").write_text("")
     monkeypatch.setattr(run, "ROOT", folder)
 
 
 def as_last(outcomes: dict[str, run.Outcome]) -> dict:
     """The results of a run, as a later run reads them."""
-    return orjson.loads(orjson.dumps({"machine": run.machine(), "programs": outcomes}))
+    programs = orjson.loads(orjson.dumps(outcomes))
+    return {"programs": {name: outcome | {"machine": run.machine()} for name, outcome in programs.items()}}
 
 
 def test_a_function_that_became_slower_is_called_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
@@ -133,10 +135,39 @@ def test_results_of_another_machine_or_command_are_not_compared_in_seconds():
     now = replace(before, measurements=[number(9.0, "wall")])
     last = as_last({"x": before})
     assert run.what_got_worse(last, "x", now)
-    assert not run.what_got_worse(last | {"machine": {"processor": "other"}}, "x", now)
+    elsewhere = {"programs": {"x": last["programs"]["x"] | {"machine": {"processor": "other"}}}}
+    assert not run.what_got_worse(elsewhere, "x", now)
     assert not run.what_got_worse(last, "x", replace(now, command="x.py --steps 4"))
     ratio = replace(now, measurements=[number(9.0)])
-    assert run.what_got_worse(last | {"machine": {"processor": "other"}}, "x", ratio)
+    assert run.what_got_worse(elsewhere, "x", ratio)
+
+
+def test_each_program_is_compared_with_its_own_last_result(tmp_path, monkeypatch):
+    """A run of one program, and a run in which a program failed, have no results of the others."""
+    monkeypatch.setattr(run, "REFERENCES", tmp_path / "references")
+    for folder, date, values in (
+        ("references", "bench_1", {"a": 1.0, "b": 1.0, "c": 1.0}),
+        ("out", "2026-01-01", {"a": 2.0, "b": 2.0}),
+        ("out", "2026-01-02", {"a": 3.0}),
+    ):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        programs = {name: run.Outcome("x.py", 1.0, 1.0, [number(value)]) for name, value in values.items()}
+        content = {"machine": folder, "programs": programs}
+        (tmp_path / folder / f"{date}.json").write_bytes(orjson.dumps(content))
+    found = run.read_results(run.result_files(tmp_path / "out"))["programs"]
+    assert {name: (one["machine"], one["measurements"][0]["value"]) for name, one in found.items()} == {
+        "a": ("out", 3.0),
+        "b": ("out", 2.0),
+        "c": ("references", 1.0),
+    }
+
+
+def test_a_program_that_fails_when_it_runs_again_is_reported_as_failed(monkeypatch):
+    outcomes = iter([run.Outcome("x.py", 1.0, 1.0, [number(9.0)]), run.Outcome("x.py", 1.0, error="exit status 3")])
+    monkeypatch.setattr(run, "run_program", lambda program, deadline_s: next(outcomes))
+    last = as_last({"x": run.Outcome("x.py", 1.0, 1.0, [number(1.0)])})
+    outcome = run.judged(run.Program("x", "x.py", 60), last, 60)
+    assert outcome.error == "exit status 3" and outcome.worse == []
 
 
 def test_programs_that_fail_hang_or_miss_something_are_named(tmp_path, monkeypatch):
@@ -144,12 +175,14 @@ def test_programs_that_fail_hang_or_miss_something_are_named(tmp_path, monkeypat
     programs = [
         run.Program("fails", "fails.py", 60),
         run.Program("hangs", "hangs.py", 0.5),
+        run.Program("silent", "silent.py", 60),
         run.Program("peer", "slow.py", 60, {"no/python": "make it"}),
     ]
     start = time.monotonic()
     outcomes, left_out = run.run_all(programs, {}, 60, Console(quiet=True))
     assert time.monotonic() - start < 60, "hangs.py sleeps for 100 s"
-    assert [outcomes[name].error for name in ("fails", "hangs")] == ["exit status 3", "not finished after 0.5 s"]
+    errors = [outcomes[name].error for name in ("fails", "hangs", "silent")]
+    assert errors == ["exit status 3", "not finished after 0.5 s", "it wrote no measurements"]
     assert left_out == ["peer was left out: no/python does not exist; make it"]
 
 
@@ -160,7 +193,8 @@ def test_the_exit_status_is_1_only_if_a_program_failed(tmp_path, monkeypatch):
     for names, status in ((["slow"], 0), (["slow", "fails"], 1)):
         monkeypatch.setattr("sys.argv", [*words, *names])
         assert run.main() == status
-    assert (last := run.last_results(tmp_path / "out")) and "slow" in orjson.loads(last.read_bytes())["programs"]
+    last = run.result_files(tmp_path / "out")[-1]
+    assert "slow" in orjson.loads(last.read_bytes())["programs"]
     assert last.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
