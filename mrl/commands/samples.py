@@ -89,19 +89,14 @@ def show(run_dir: Path, args: argparse.Namespace) -> str:
     """Return the chosen samples as text. Raises ValueError for a mistake of the user."""
     if args.n < 1:
         raise ValueError(f"-n {args.n}: expected 1 or more.")
-    steps = dict(read_samples(run_dir))
-    if not steps:
-        raise ValueError(f"{run_dir} has no samples yet; the first step has not finished.")
-    step = max(steps) if args.step is None else args.step
-    if step not in steps:
-        raise ValueError(f"--step {step}: {run_dir} has samples of the steps {min(steps)} to {max(steps)}.")
-    found = matching(steps[step], args)
+    step, samples = _samples_of(run_dir, args.step)
+    found = matching(samples, args)
     if not found:
         raise ValueError(
-            f"none of the {len(steps[step])} samples of step {step} matches --search, --source, --group and --equal."
+            f"none of the {len(samples)} samples of step {step} matches --search, --source, --group and --equal."
         )
     chosen = choose(found, args.n, best=args.best, worst=args.worst)
-    title = f"step {step}: {len(chosen)} of the {len(steps[step])} responses that the run keeps of each step"
+    title = f"step {step}: {len(chosen)} of the {len(samples)} responses that the run keeps of each step"
     if not args.color:
         return "\n\n".join([title, *(sample.text() for sample in chosen)]) + "\n"
     values, meaning = COLORINGS[args.color]
@@ -115,6 +110,20 @@ def show(run_dir: Path, args: argparse.Namespace) -> str:
     legend = f"colors: {meaning}, from {_colored(f'{low:.4g}', 0.0)} to {_colored(f'{high:.4g}', 1.0)}"
     texts = [sample.text(_colored_response(sample, values(sample), low, high)) for sample in chosen]
     return "\n\n".join([f"{title}\n{legend}", *texts]) + "\n"
+
+
+def _samples_of(run_dir: Path, step: int | None) -> tuple[int, list[TextSample]]:
+    """Return a step and its samples; None stands for the last step. The samples of all steps may exceed the memory."""
+    steps, chosen = [], None
+    for each, samples in read_samples(run_dir):
+        steps.append(each)
+        if step is None or each == step:
+            chosen = each, samples
+    if not steps:
+        raise ValueError(f"{run_dir} has no samples yet; the first step has not finished.")
+    if chosen is None:
+        raise ValueError(f"--step {step}: {run_dir} has samples of the steps {min(steps)} to {max(steps)}.")
+    return chosen
 
 
 def _colored_response(sample: TextSample, values: Sequence[float | None], low: float, high: float) -> str:

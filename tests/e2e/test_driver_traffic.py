@@ -15,9 +15,11 @@ from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
 from mrl.core.run_errors import PreemptionHandler
+from mrl.core.sample_file import read_samples
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.rollout import rollout_log
+from mrl.tracking.timeline import read_timeline
 from mrl.workers.dp_partition import Packing
 
 pytestmark = pytest.mark.extended
@@ -50,6 +52,7 @@ def trainer(quickstart, tmp_path):
         f"rollout.responses_per_prompt={GROUP}",
         "trainer.max_steps=2",
         "tracking.backends=[]",
+        "tracking.timeline=true",  # neither spans nor samples pass through the driver
         "algorithm.mini_batches=2",  # with the columns of old and reference log-probabilities
         "++algorithm.kl_in_loss.coef=0.01",
         "++algorithm.kl_in_reward.coef=0.01",
@@ -61,11 +64,12 @@ def trainer(quickstart, tmp_path):
         yield built, blocks
 
 
-def test_no_token_passes_through_the_driver(trainer):
+def test_no_token_passes_through_the_driver(trainer, tmp_path):
     built, blocks = trainer
     counts = []
     for step, block in enumerate(blocks):
         with Traffic(keeps_objects=True) as traffic:
+            built.begin_step(step + 1)
             metrics = built.step(step).values
         assert metrics["rollout/tokens"] == block.response_lengths.sum()
         assert set(built.scorers) == {"old_logprobs", "ref_logprobs"} and np.isfinite(metrics["policy/kl_ref"])
@@ -79,6 +83,8 @@ def test_no_token_passes_through_the_driver(trainer):
     assert len(blocks[1].tokens) > 20 * len(blocks[0].tokens)
     assert abs(long.bytes - short.bytes) < 200, "bytes through the driver do not grow with the responses"
     assert long.calls == short.calls
+    assert [step for step, _ in read_samples(tmp_path / "run")] == [1, 2]
+    assert {"driver", "rollout worker", "actor rank 0"} <= {each.process for each in read_timeline(tmp_path / "run")}
 
 
 @pytest.fixture
