@@ -1,11 +1,11 @@
-"""Runs all benchmarks at small sizes, one after the other, and compares the results with those of the last run: `make bench`.
+"""Runs all benchmarks at small sizes, one after the other, and compares the results with earlier ones: `make bench`.
 
     python benchmarks/run.py [--only balance step] [--minutes 20] [--against FILE] [--output FOLDER]
 
 The results are in OUTPUT/DATE_TIME.json, and DATE_TIME.png shows the ratios. Each program is compared with its last result in
-OUTPUT or, if there is none, in the files bench_*.json of benchmarks/results. A program whose measurement got worse runs again.
-The measurement is called worse only if it is worse in both runs. Results of another machine are compared without seconds. The
-exit status is 1 if a program failed.
+OUTPUT or, if there is none, in the files bench_*.json of benchmarks/results. A program whose measurement got worse runs again if
+there is time for a second run. The measurement is then called worse only if it is worse in both runs. If the last result is from
+another machine, only ratios and counts are compared. The exit status is 1 if a program failed.
 """
 
 import argparse
