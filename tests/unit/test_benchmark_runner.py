@@ -166,7 +166,7 @@ def test_a_program_that_fails_when_it_runs_again_is_reported_as_failed(monkeypat
     outcomes = iter([run.Outcome("x.py", 1.0, 1.0, [number(9.0)]), run.Outcome("x.py", 1.0, error="exit status 3")])
     monkeypatch.setattr(run, "run_program", lambda program, deadline_s: next(outcomes))
     last = as_last({"x": run.Outcome("x.py", 1.0, 1.0, [number(1.0)])})
-    outcome = run.judged(run.Program("x", "x.py", 60), last, 60)
+    outcome = run.run_and_compare(run.Program("x", "x.py", 60), last, 60)
     assert outcome.error == "exit status 3" and outcome.worse == []
 
 
