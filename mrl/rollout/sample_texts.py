@@ -51,7 +51,7 @@ def _text_sample(group: int, sample: Sample, data: PromptDataset, columns: Mappi
         num_tokens=trajectory.num_sampled,
         truncated=bool(trajectory.truncated),
         parts={name: float(value) for name, value in sample.score.parts.items()},
-        failure=sample.score.failure,
+        failure=sample.score.failure and sample.score.failure.encode(errors="replace").decode(),  # valid JSON
         group=group,
         source=data.data_source(sample.row) or None,
         turns=[{"role": turn.role, "text": shortened(turn.text)} for turn in trajectory.texts(data.decode)],

@@ -77,7 +77,7 @@ class ThreadedSink(ABC):
         self.run, self.deadline_s = run, deadline_s
         # (step, metrics); or a step, whose later steps the tracker should discard; or None, which ends the thread
         self._queue: queue.SimpleQueue[tuple[int, Metrics] | int | None] = queue.SimpleQueue()
-        self._takes_samples = True
+        self._takes_samples, self._failed = True, False
         run.folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
         self._thread.start()
@@ -93,7 +93,8 @@ class ThreadedSink(ABC):
         if self._thread.is_alive():
             self._queue.put(item)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        self._failed = failed
         self._queue.put(None)
         self._thread.join(self.deadline_s)
         if self._thread.is_alive():
@@ -250,7 +251,7 @@ class WandbSink(ThreadedSink):
 
         if (curve := self.run.folder / "curve.png").exists():
             self._wandb_run.summary["curve"] = wandb.Image(str(curve))
-        self._wandb_run.finish()
+        self._wandb_run.finish(exit_code=int(self._failed))
 
     def _abandon(self) -> None:
         _kill_wandb_service()
@@ -379,7 +380,7 @@ class MlflowSink(ThreadedSink):
         self._client.log_text(self._id, text, f"samples/step_{step:06d}.txt")
 
     def _finish(self) -> None:
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, "FAILED" if self._failed else "FINISHED")
 
 
 TRACKER_SINKS: dict[str, type[ThreadedSink]] = {sink.name: sink for sink in (WandbSink, TensorBoardSink, MlflowSink)}

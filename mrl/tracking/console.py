@@ -88,7 +88,7 @@ class ConsoleSink:
     def rewind(self, last_step: int, evaluated: bool) -> None:
         """Do nothing: the terminal shows repeated steps again."""
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self._display:
             self._display.stop()
         if len(self._evaluations) > 1:
@@ -173,7 +173,7 @@ class Startup:
         if self._status:
             self._status.stop()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Show nothing more: the first step is finished, or the run ends. May be called again."""
         self._closed.set()
         self._printed.set()  # wakes the thread

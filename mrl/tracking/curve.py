@@ -56,7 +56,7 @@ class CurveSink:
             for step in [step for step in points if step > last_step]:
                 del points[step]
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self._values:
             self._pool.submit(self._draw_and_log_failure, *self._snapshot())
         self._pool.shutdown(wait=True)

@@ -167,9 +167,10 @@ def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
         return ""
     slowest = max(ranks, key=lambda rank: rank.computing_s)
     others = [rank for rank in ranks if rank is not slowest]
-    excess = slowest.computing_s / median(rank.computing_s for rank in others) - 1
-    if excess <= NOISE:
+    usual_s = median(rank.computing_s for rank in others)
+    if slowest.computing_s <= (1 + NOISE) * usual_s or not usual_s:
         return ""
+    excess = slowest.computing_s / usual_s - 1
     more_tokens = slowest.tokens / max(1.0, median(rank.tokens for rank in others)) - 1
     if more_tokens > NOISE:
         why = f"its micro-batches have {_percent(more_tokens)} more tokens"

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from mrl.core import metrics as declared
 from mrl.core.jsonl import JsonLinesFile
+from mrl.core.run_errors import PreemptedError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,9 @@ class Sink(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool = False) -> None:
+        """End the output. `failed`: whether an error ends the run. Preemption is no error."""
+        ...
 
 
 class Tracker:
@@ -56,19 +59,19 @@ class Tracker:
         for sink in self.sinks:
             sink.rewind(last_step, evaluated)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close all sinks in order, even if closing one of them fails."""
         for sink in self.sinks:
             try:
-                sink.close()
+                sink.close(failed)
             except Exception:
                 logger.exception("closing %s failed", type(sink).__name__)
 
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(failed=kind is not None and not issubclass(kind, PreemptedError))
 
 
 class JsonlSink:
@@ -90,5 +93,5 @@ class JsonlSink:
     def rewind(self, last_step: int, evaluated: bool) -> None:
         self._file.rewind(last_step - 1 if self._evaluations and not evaluated else last_step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._file.close()

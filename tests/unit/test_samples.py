@@ -135,6 +135,12 @@ def test_the_rollout_worker_turns_groups_into_text():
     assert worst.row == 5 and worst.failure == "too slow"
 
 
+def test_a_failure_that_is_no_valid_unicode_is_kept(tmp_path):
+    found = text_samples([group(5, Score.failed("no file \udcff.json"))], [0], worker_data(), {})
+    SampleFile(tmp_path).write(1, found)
+    assert [one.failure for _, samples in read_samples(tmp_path) for one in samples] == ["no file ?.json"]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_terminal_shows_the_best_and_the_worst_response_every_few_steps(run_dir, terminal):
     screen = io.StringIO()

@@ -380,6 +380,11 @@ def test_no_rank_is_called_slow_within_the_noise_or_because_it_is_of_another_pip
     assert "longer than the others" not in text(driver(4.0, 12.0, 1.0), *ranks)
 
 
+def test_no_rank_is_called_slow_if_the_others_recorded_nothing():
+    ranks = [trainer_rank(0, 0.0), trainer_rank(1, 0.0), trainer_rank(2, 6.0)]
+    assert "longer than the others" not in text(driver(4.0, 12.0, 1.0), *ranks)
+
+
 def test_the_rollout_sentences_give_the_work_of_engines_and_the_tail_of_requests():
     batches = [Span("decode", "engine_batch", 100.0, 2.0, 1), Span("decode", "engine_batch", 101.0, 2.0, 1)]
     engine = ProcessTimeline("engine rank 0", "engine", 0, spans=batches)

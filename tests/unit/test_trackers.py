@@ -162,6 +162,14 @@ def test_mlflow_has_one_run_if_a_run_without_a_checkpoint_begins_again(tmp_path,
     assert sorted(point.step for point in history) == [1, 2, 3]
 
 
+def test_mlflow_shows_that_a_run_has_failed(tmp_path, local_mlflow):
+    with pytest.raises(OSError), Tracker([MlflowSink(tracked(tmp_path))]) as tracker:
+        log_steps(tracker, 1)
+        raise OSError("disk full")
+    _, (run,) = mlflow_runs(tmp_path)
+    assert run.info.status == "FAILED"
+
+
 def test_mlflow_gets_a_new_run_if_the_server_does_not_have_the_stored_one(tmp_path, local_mlflow, caplog):
     (tmp_path / "mlflow_run_id").write_text("0" * 32)
     with Tracker([MlflowSink(tracked(tmp_path, last_step=2))]) as tracker:

@@ -14,6 +14,7 @@ from rich.console import Console
 from mrl.config import hydra_entry
 from mrl.controller import build
 from mrl.core import metrics
+from mrl.core.run_errors import PreemptedError
 from mrl.tracking import backends
 from mrl.tracking.backends import (
     TrackedRun,
@@ -38,8 +39,8 @@ class Memory:
     def rewind(self, last_step, evaluated):
         self.logged = [(step, metrics) for step, metrics in self.logged if step <= last_step]
 
-    def close(self):
-        self.closed = True
+    def close(self, failed=False):
+        self.closed, self.failed = True, failed
 
 
 @pytest.fixture
@@ -129,7 +130,14 @@ def test_the_tracker_hands_every_step_to_every_sink_and_closes_them_after_an_err
     with pytest.raises(KeyboardInterrupt), Tracker(sinks) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
         raise KeyboardInterrupt
-    assert all(sink.logged == [(1, {"reward/mean": 0.5})] and sink.closed for sink in sinks)
+    assert all(sink.logged == [(1, {"reward/mean": 0.5})] and sink.closed and sink.failed for sink in sinks)
+
+
+def test_a_preempted_run_has_not_failed():
+    sink = Memory()
+    with pytest.raises(PreemptedError), Tracker([sink]):
+        raise PreemptedError("SIGTERM")
+    assert sink.closed and not sink.failed
 
 
 def test_the_tracker_takes_back_steps_that_will_come_again():
@@ -156,7 +164,7 @@ def test_a_step_without_numbers_is_not_recorded():
 
 def test_a_sink_that_fails_to_close_does_not_keep_the_others_open():
     class Broken(Memory):
-        def close(self):
+        def close(self, failed=False):
             raise OSError("disk full")
 
     last = Memory()
