@@ -269,6 +269,7 @@ def _sweep_answers(
     )
     return [
         Answer("Which point is the best?", found, "good" if best is not None else "", "points"),
+        Answer("Why is it the best?", _reasons_text(points, labels, best), "", "learning"),
         Answer(
             "What matters?",
             f"{spread}{every}{single}"
@@ -282,6 +283,22 @@ def _sweep_answers(
         Answer("How far is the sweep?", counts.text, "", "points"),
         Answer("How do I train the best point again?", again, "", "points"),
     ]
+
+
+def _reasons_text(points: Sequence[SweptRun], labels: Sequence[str], best: int | None) -> str:
+    """Return how the mean reward of each point changed, the best point first, with the first problem of each point."""
+    order = sorted(range(len(points)), key=lambda n: n != best)
+    parts = []
+    for n in order:
+        run = points[n].run
+        values = list(run.series("reward/mean").values()) if run else []
+        if run and len(values) > 1:
+            before, after, _, _ = ends(values)
+            trouble = "".join(f" ({text})" for text in problems(run)[:1])
+            parts.append(f"{labels[n]} went from {number(before)} to {number(after)}{trouble}")
+    if best is None or not parts:
+        return "Not recorded: no finished point has a result and two steps with rewards."
+    return f"Mean reward of the first and of the last steps: {'; '.join(parts)}."
 
 
 def _margin_text(points: Sequence[SweptRun], best: int | None) -> str:

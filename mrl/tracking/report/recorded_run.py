@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from mrl.core.jsonl import check_lines
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import StartError
 from mrl.core.sample_file import SAMPLES_FILE
-from mrl.tracking import timeline_summary
+from mrl.tracking.timeline import ProcessTimeline, read_timeline
+from mrl.tracking.timeline_summary import RankWork, summarise, trainer_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class RecordedRun:
     events: list[dict[str, Any]] = field(default_factory=list)  # lines of STARTS_FILE
     overrides: list[str] = field(default_factory=list)  # overrides of the command line
     timeline: list[str] = field(default_factory=list)  # summary of the timeline
+    ranks: list[RankWork] = field(default_factory=list)  # passes of the trainer ranks in the timeline
     damaged: list[str] = field(default_factory=list)  # which files have damaged lines
     is_running: bool = False
     logged_error: str = ""  # last error in the log
@@ -46,7 +48,7 @@ class RecordedRun:
     def name(self) -> str:
         """Return the name of the run and of its folder."""
         name, folder = str(self.config.get("run", {}).get("name", "")), self.folder.resolve().name
-        return f"{name} {folder}".strip() if name != folder else name
+        return folder if name in folder else f"{name} {folder}"
 
     @property
     def last(self) -> Metrics:
@@ -102,6 +104,7 @@ def read_run(folder: Path) -> RecordedRun:
         )
     samples = _steps(folder / SAMPLES_FILE, damaged)
     ledger = _steps(folder / "ledger.jsonl", damaged)
+    timelines = _timelines(folder)
     return RecordedRun(
         folder,
         config=_read_config(folder, damaged),
@@ -111,7 +114,8 @@ def read_run(folder: Path) -> RecordedRun:
         lengths={step: [length for group in line.get("lengths", []) for length in group] for step, line in ledger},
         events=list(_events(folder / STARTS_FILE)),
         overrides=_read_overrides(folder),
-        timeline=_timeline_sentences(folder),
+        timeline=_timeline_sentences(timelines),
+        ranks=trainer_ranks(timelines),
         damaged=damaged,
         is_running=is_running(folder),
         logged_error=_last_error(folder / LOG_FILE),
@@ -176,10 +180,19 @@ def _read_overrides(folder: Path) -> list[str]:
         return []
 
 
-def _timeline_sentences(folder: Path) -> list[str]:
+def _timelines(folder: Path) -> list[ProcessTimeline]:
+    """Return the timelines of the processes; [] if no timeline can be read."""
     try:
-        return timeline_summary.sentences(folder)
+        return read_timeline(folder)
     except (ValueError, OSError, KeyError, json.JSONDecodeError):
+        return []
+
+
+def _timeline_sentences(timelines: Sequence[ProcessTimeline]) -> list[str]:
+    """Return the summary of the timelines; [] before the first complete step."""
+    try:
+        return summarise(timelines)
+    except (ValueError, KeyError):
         return []
 
 

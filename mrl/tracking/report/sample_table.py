@@ -124,11 +124,17 @@ def _left_out_text(
 ) -> str:
     if not total:
         return "No samples were recorded (tracking.samples_per_step)."
-    shown = f"{len(chosen):,} of the {total:,} samples that the run kept are on this page"
-    reason = "; the others are left out to keep it small. `mrl samples` shows all." if len(chosen) < total else "."
+    if len(chosen) < total:
+        shown = (
+            f"{len(chosen):,} of the {total:,} samples that the run kept are on this page; the others are left out to keep it "
+            "small. `mrl samples` shows all."
+        )
+    else:
+        shown = "The page has all samples that the run kept."
     recorded = sum(1 for _, sample in chosen if sample.get("tokens"))
     if not recorded:
-        return f"{shown}{reason} The values of tokens were not recorded."
-    return f"{shown}{reason} {len(tokens):,} of them have the values of their tokens" + (
-        ", those of the newest steps." if len(tokens) < recorded else "."
-    )
+        return f"{shown} The values of tokens were not recorded."
+    if len(tokens) == len(chosen):
+        return f"{shown} Each has the values of its tokens."
+    newest = ", those of the newest steps" if len(tokens) < recorded else ""
+    return f"{shown} {len(tokens):,} of them have the values of their tokens{newest}."
