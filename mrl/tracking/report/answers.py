@@ -123,6 +123,8 @@ def _learning(run: RecordedRun) -> tuple[str, str]:
             if values
             else (f"{NOT_RECORDED}: no step has a reward.", "")
         )
+    if min(values) == max(values):
+        return f"No: the mean reward of every step is {number(values[0])}.{held_out}", "bad"
     before, after, error, count = ends(values)
     change = f"the mean reward went from {number(before)} to {number(after)}, {_averaged(count)}"
     if math.isnan(error):
@@ -363,7 +365,7 @@ def _agreement(run: RecordedRun) -> tuple[str, str]:
     step, worst = max(mean), max(mean.values())
     most = f", and by at most {number(largest[step], 2)}" if step in largest else ""
     text = (
-        f"In step {step}, their log-probabilities of a token differ by {number(mean[step], 2)} nats on average{most}. The "
+        f"in step {step}, their log-probabilities of a token differ by {number(mean[step], 2)} nats on average{most}. The "
         f"largest mean of a step is {number(worst, 2)}; the health check warns above {MISMATCH_NATS}."
     )
     return (f"No: {text}", "bad") if worst > MISMATCH_NATS else (f"Yes: {text}", "good")
@@ -381,11 +383,11 @@ def _resumes(run: RecordedRun) -> str:
 
 def _changes(run: RecordedRun) -> str:
     if not run.config:
-        return f"{NOT_RECORDED}: the folder has no run.json."
+        return f"{NOT_RECORDED}: the folder has no config."
     changed = changed_keys(run)
-    given = [each for each in changed if each["given"] and not each["key"].startswith(("run.dir", "data.inputs"))]
-    shown = ", ".join(f"{each['key']}={each['value']}" for each in given[:6])
+    given = [word.lstrip("+") for word in run.overrides]
+    given = [word for word in given if not word.startswith(("run.dir", "data.inputs"))]
     more = f" and {len(given) - 6} more" if len(given) > 6 else ""
     return f"{len(changed)} keys differ from their defaults" + (
-        f"; on the command line: {shown}{more}." if given else "; none was given on the command line."
+        f"; on the command line: {', '.join(given[:6])}{more}." if given else "; none was given on the command line."
     )

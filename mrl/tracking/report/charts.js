@@ -138,7 +138,7 @@ function barChart(title, unit, rows, caption) {
 function heatMap(chart) {
   const h = 240, rows = chart.edges.length - 1;
   const draw = (width) => {
-    const low = chart.edges[0], high = chart.edges.at(-1), marks = ticks(low, high), left = leftOf(marks), ch = (h - TOP - BOTTOM) / rows, y = (v) => TOP + (1 - (v - low) / (high - low)) * (h - TOP - BOTTOM);
+    const low = chart.edges[0], high = chart.edges.at(-1), whole = chart.edges[1] - low === 1, marks = ticks(low, high).filter((v) => !whole || Number.isInteger(v)), left = leftOf(marks), ch = (h - TOP - BOTTOM) / rows, y = (v) => TOP + (1 - (v - low) / (high - low)) * (h - TOP - BOTTOM);
     const svg = el("svg", { viewBox: `0 0 ${width} ${h}`, height: h, role: "img", "aria-label": `${chart.title}: from ${num(low)} to ${num(high)}, from ${stepRange(chart.steps[0])} to ${stepRange(chart.steps.at(-1))}` });
     const [x, size] = columnAxis(svg, chart.steps, left, width, h);
     valueAxis(svg, marks, y, left, width);
@@ -148,7 +148,7 @@ function heatMap(chart) {
     });
     return svg;
   };
-  return el("figure", {}, el("h3", {}, chart.title), sized(h, draw), el("figcaption", {}, "One column for each step or group of steps. The darker a cell is, the more of the column's responses are in it."));
+  return el("figure", {}, el("h3", {}, chart.title), sized(h, draw), el("figcaption", {}, "One column for each step or group of steps. The stronger the colour of a cell, the more of the column's responses are in it."));
 }
 
 function parallelChart(data) {

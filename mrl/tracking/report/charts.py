@@ -51,7 +51,7 @@ def learning_charts(run: RecordedRun) -> list[dict[str, Any]]:
     for title, chosen in _recorded_charts([run]):
         series = [one for name, label in chosen if (one := _series(run, name, label))["points"]]
         if series:
-            charts.append(_chart(title, chosen[0][0], series))
+            charts.append(_chart(title, chosen[0][0], series) | {"meaning": _meanings(series)})
     return charts
 
 
@@ -86,6 +86,14 @@ def _recorded_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tuple[
 def _chart(title: str, name: str, series: list[dict[str, Any]]) -> dict[str, Any]:
     meaning, unit, good = describe(name)
     return {"title": title, "unit": unit, "meaning": meaning, "good": good, "series": series}
+
+
+def _meanings(series: Sequence[dict[str, Any]]) -> str:
+    """Return what the curves of a chart mean."""
+    texts = {one["label"]: describe(one["name"])[0] for one in series}
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{label}: {text[:1].lower()}{text[1:]}" for label, text in texts.items() if text)
 
 
 def describe(name: str) -> tuple[str, str, str]:

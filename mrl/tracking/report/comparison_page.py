@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.tracking.report.answers import Answer, ends, problems, spent_shares, time_text
+from mrl.tracking.report.answers import WORDS, Answer, ends, problems, spent_shares, time_text
 from mrl.tracking.report.charts import describe, overlaid_charts
 from mrl.tracking.report.page import number
 from mrl.tracking.report.provenance import settings
@@ -145,7 +145,9 @@ def _faster_text(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
         return "Not recorded: one of the runs has no time/step_s."
     medians = [float(np.median(each)) for each in seconds]
     quick = int(medians[1] < medians[0])
-    parts = [f"{part} {spent_shares(runs[quick])[part]:.0%}" for part in list(spent_shares(runs[quick]))[:1]]
+    parts = [
+        f"{WORDS[part]} with {spent_shares(runs[quick])[part]:.0%}" for part in list(spent_shares(runs[quick]))[:1]
+    ]
     return (
         f"{labels[quick]}: a step takes {number(medians[quick])} s, {number(medians[1 - quick])} s in the other run (medians)."
         + (f" Its largest part is {parts[0]}." if parts else "")

@@ -13,12 +13,17 @@ const date = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString("sv
 function header() {
   document.getElementById("top").append(el("h1", {}, data.title), el("p", { class: "soft" }, `${data.subtitle} · written ${date(data.written)}${data.reload_s ? `, loads again every ${data.reload_s} s` : ""}`), nav);
 }
+// Charts of rewards are always drawn.
+function isConstant(chart) {
+  const values = chart.series.flatMap((s) => s.points.map((p) => p[1]));
+  return !/reward/i.test(chart.title) && values.length > chart.series.length && values.every((v) => v === values[0]);
+}
 function curves() {
-  const grid = el("div", { class: "grid" }), draw = () => grid.replaceChildren(...data.charts.map((chart) => lineChart(chart, data.resumes, state.curve ?? "both")));
+  const grid = el("div", { class: "grid" }), still = data.charts.filter(isConstant), draw = () => grid.replaceChildren(...data.charts.filter((chart) => !isConstant(chart)).map((chart) => lineChart(chart, data.resumes, state.curve ?? "both")));
   const select = el("select", { "aria-label": "Curves" }, ...[["both", "raw and smoothed"], ["raw", "raw"], ["smooth", "smoothed"]].map(([v, t]) => el("option", { value: v }, t)));
   select.value = state.curve ?? "both"; select.addEventListener("input", () => { state.curve = select.value; remember(); draw(); }); draw();
   const notes = ["Smoothed: the mean of the last 10 points, in curves of more than 20 points.", "Bars at held-out rewards: 95 % intervals.", (data.resumes ?? []).length ? "Dashed lines: resumes." : "", "The arrow keys move the cursor of a chart."].filter(Boolean).join(" ");
-  section("learning", "Learning curves", ...(data.charts.length ? [el("div", { class: "controls" }, el("label", {}, "Curves", select)), el("p", { class: "soft" }, notes), grid] : [el("p", {}, "No step was recorded yet.")]));
+  section("learning", "Learning curves", ...(data.charts.length ? [el("div", { class: "controls" }, el("label", {}, "Curves", select)), el("p", { class: "soft" }, notes), grid, still.length ? el("p", { class: "soft" }, `Constant in all steps: ${still.map((chart) => `${chart.title.toLowerCase()} ${num(chart.series.find((s) => s.points.length).points[0][1])}`).join("; ")}.`) : ""] : [el("p", {}, "No step was recorded yet.")]));
 }
 function times() {
   const p = data.provenance, perfetto = p.trace ? el("p", {}, el("a", { href: p.trace }, "timeline.json"), " opens in ui.perfetto.dev.") : "";
@@ -31,7 +36,7 @@ function origin() {
   const starts = p.events.map((e) => [e.event, date(e.time), e.step, e.outcome, e.error]), count = Object.keys(p.packages).length;
   section("provenance", "Provenance", el("dl", { class: "facts" }, ...facts.flatMap(([name, v]) => [el("dt", {}, name), el("dd", {}, el("code", {}, v))])),
     el("h3", {}, "Starts and ends"), starts.length ? table("Starts and ends", ["event", "time", "step", "outcome", "error"], starts) : el("p", {}, "Not recorded."),
-    el("h3", {}, "Config keys that differ from their defaults"), table("Changed config keys", ["key", "value", "default", "set by", "meaning"], p.changed.map((c) => [c.key, c.value, c.default, c.given ? "command line" : "config group", c.meaning])),
+    el("h3", {}, "Config keys that differ from their defaults"), !p.changed.length ? el("p", {}, "Not recorded.") : table("Changed config keys", ["key", "value", "default", "set by", "meaning"], p.changed.map((c) => [c.key, c.value, c.default, c.given ? "command line" : "config group", c.meaning])),
     count ? fold(`${count} packages`, false, table("Packages", ["package", "version"], Object.entries(p.packages))) : el("p", {}, "Packages: not recorded."));
 }
 function run() {
@@ -46,7 +51,7 @@ function run() {
 function pair() {
   curves();
   section("differences", "What differs", data.differences.length ? table("Config differences", ["key", ...data.labels], data.differences) : el("p", {}, "No config key differs."), el("h3", {}, "Commit and packages"), data.packages.length ? table("Package differences", ["what", ...data.labels], data.packages) : el("p", {}, "No difference was recorded."));
-  section("metrics", "Metrics at the same step", el("p", {}, data.step ? `Step ${data.step}, the last step that both runs finished.` : "The runs share no step."), table("Metrics", ["metric", ...data.labels, "difference", "unit", "meaning"], data.metrics));
+  section("metrics", "Metrics at the same step", el("p", {}, data.step ? `Step ${data.step}, the last step that both runs finished.` : "The runs share no step."), fold(`${data.metrics.length} metrics`, window.innerWidth > 760, table("Metrics", ["metric", ...data.labels, "difference", "unit", "meaning"], data.metrics)));
   const responses = (list) => el("div", {}, ...list.map((s) => el("div", {}, el("p", { class: "soft" }, `step ${s.step}, reward ${num(s.reward)}`), el("div", { class: "text", tabindex: 0, role: "group", "aria-label": "response" }, s.response))));
   section("samples", "Samples of the same prompts", data.pairs.length ? "" : el("p", {}, "The runs kept no samples of the same prompt."), ...data.pairs.map((p, n) => el("details", { open: n < 1 ? "" : null }, el("summary", {}, p.prompt.slice(0, 120)), el("div", { class: "text", tabindex: 0, role: "group", "aria-label": "prompt" }, p.prompt), el("div", { class: "pairs" }, responses(p.first), responses(p.second)))));
 }

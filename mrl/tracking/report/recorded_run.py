@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 STARTS_FILE = "starts.jsonl"
 LOG_FILE = "mrl.log"
+ERROR_MARK = "[ERROR]"  # in the lines of LOG_FILE that begin the report of an error
 MAX_LOG_BYTES = 200_000  # part of the log, from its end, in which an error is searched
 Sample = dict[str, Any]  # one sample of samples.jsonl
 
@@ -165,19 +167,24 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_config(folder: Path, damaged: list[str]) -> dict[str, Any]:
+    """Return the config in run.json, or the one that Hydra recorded if the run failed before it wrote run.json."""
     try:
-        return dict((read_run_record(folder) or {}).get("config") or {})
+        recorded = dict((read_run_record(folder) or {}).get("config") or {})
     except ValueError:
         damaged.append("run.json")
-        return {}
+        recorded = {}
+    return recorded or dict(_read_yaml(folder / "hydra" / "config.yaml") or {})
 
 
 def _read_overrides(folder: Path) -> list[str]:
-    path = folder / "hydra" / "overrides.yaml"
+    return [str(word) for word in _read_yaml(folder / "hydra" / "overrides.yaml") or []]
+
+
+def _read_yaml(path: Path) -> Any:
     try:
-        return [str(word) for word in yaml.safe_load(path.read_text()) or []] if path.exists() else []
+        return yaml.safe_load(path.read_text()) if path.exists() else None
     except (yaml.YAMLError, OSError, UnicodeDecodeError):
-        return []
+        return None
 
 
 def _timelines(folder: Path) -> list[ProcessTimeline]:
@@ -197,10 +204,15 @@ def _timeline_sentences(timelines: Sequence[ProcessTimeline]) -> list[str]:
 
 
 def _last_error(path: Path) -> str:
-    """Return the last line of the log that reports an error, or ""."""
+    """Return the last error in the log with its continuation lines, or ""."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip()[:2000] for line in reversed(lines) if " ERROR" in line or line.startswith("mrl: ")), "")
+    starts = [n for n, line in enumerate(lines) if ERROR_MARK in line]
+    if not starts:
+        return ""
+    first = lines[starts[-1]].partition(ERROR_MARK)[2].lstrip(" -")
+    more = takewhile(lambda line: line.startswith(" "), lines[starts[-1] + 1 :])
+    return ". ".join(text.strip().rstrip(".") for text in [first, *more])[:2000]

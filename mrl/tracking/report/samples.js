@@ -40,6 +40,7 @@ function sampleControls(table, get, state, changed) {
 function samplesBrowser(table, state, remember) {
   const get = reader(table), fits = sampleFilter(table, get, state), space = el("div", { role: "presentation" }), count = el("p", { class: "soft", "aria-live": "polite" }), detail = el("div", { class: "detail" });
   const list = el("div", { class: "list", role: "listbox", tabindex: 0, "aria-label": "Samples" }, space);
+  const drawn = new Map(); // position in `found` -> row of the list
   let found = [], chosen = 0, waiting = false;
   function filter() {
     found = table.rows.map((_, i) => i).filter(fits); chosen = 0; list.scrollTop = 0;
@@ -47,10 +48,11 @@ function samplesBrowser(table, state, remember) {
     count.textContent = `${found.length.toLocaleString("en")} of ${table.rows.length.toLocaleString("en")} samples fit. ${table.left_out}`;
     choose(0);
   }
-  function draw() {
-    const start = Math.max(0, Math.floor(list.scrollTop / ROW) - 6), end = Math.min(found.length, start + Math.ceil((list.clientHeight || 560) / ROW) + 12), nodes = [];
-    for (let n = start; n < end; n++) nodes.push(listRow(get, found[n], n, { chosen: n === chosen, size: found.length, choose: () => choose(n) }));
-    space.replaceChildren(...nodes);
+  function draw() { // keeps the rows that stay visible
+    const start = Math.max(0, Math.floor(list.scrollTop / ROW) - 6), end = Math.min(found.length, start + Math.ceil((list.clientHeight || 560) / ROW) + 12);
+    for (const [n, row] of drawn) if (n < start || n >= end) { row.remove(); drawn.delete(n); }
+    for (let n = start; n < end; n++) if (!drawn.has(n)) drawn.set(n, listRow(get, found[n], n, { chosen: n === chosen, size: found.length, choose: () => choose(n) }));
+    space.append(...[...drawn].filter(([, row]) => !row.isConnected).map(([, row]) => row));
     if (found.length) list.setAttribute("aria-activedescendant", `sample-${chosen}`); else list.removeAttribute("aria-activedescendant");
   }
   function choose(n) {
@@ -58,7 +60,7 @@ function samplesBrowser(table, state, remember) {
     const top = chosen * ROW;
     if (top < list.scrollTop) list.scrollTop = top;
     if (top + ROW > list.scrollTop + list.clientHeight) list.scrollTop = top + ROW - list.clientHeight;
-    draw();
+    drawn.clear(); space.replaceChildren(); draw();
     detail.replaceChildren(...(found.length ? sampleDetail(table, get, found[chosen], state.colour ?? "none") : [el("p", {}, "No sample fits the filters.")]));
   }
   list.addEventListener("scroll", () => { if (!waiting) { waiting = true; requestAnimationFrame(() => { waiting = false; draw(); }); } }, { passive: true });

@@ -1,7 +1,7 @@
 "use strict";
 // The tokens of one response, coloured by a value. The pointer and the arrow keys show all values of one token.
 const COLOURS = { none: "no colour", logprobs: "log-probability", advantages: "advantage", versions: "weight version", mismatch: "mismatch" };
-const SCALES = { logprobs: "nats; the darker, the less probable", advantages: "; green: above 0, orange: below 0", versions: "; the darker, the newer", mismatch: "nats; the darker, the larger" };
+const SCALES = { logprobs: "nats; the stronger, the less probable", advantages: "; green: above 0, orange: below 0", versions: "; the stronger, the newer", mismatch: "nats; the stronger, the larger" };
 
 // All values of each token by name; null where a value is not recorded.
 function tokenValues(entry) {
