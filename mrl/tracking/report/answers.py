@@ -216,7 +216,8 @@ def _writing(run: RecordedRun) -> str:
 
 
 def _quote(sample: Sample) -> str:
-    text = " ".join(str(sample.get("response", "")).split())
+    turns = [str(turn.get("text", "")) for turn in sample.get("turns") or []]
+    text = " ".join((" → ".join(turns) if len(turns) > 1 else str(sample.get("response", ""))).split())
     return text if len(text) <= QUOTE_CHARACTERS else f"{text[:QUOTE_CHARACTERS]}…"
 
 

@@ -78,12 +78,12 @@ function addCursor(svg, chart, all, readout, { x, first, last, left, width, h })
   let at = steps.length - 1;
   const value = (s) => {
     const p = s.points.find((q) => q[0] === steps[at]);
-    return p ? `${s.label} ${num(p[1])}${p.length > 2 ? ` (${num(p[2], 3)} to ${num(p[3], 3)})` : ""}` : "";
+    return p ? `${s.label}: ${num(p[1])}${p.length > 2 ? ` (${num(p[2], 3)} to ${num(p[3], 3)})` : ""}` : "";
   };
   const show = (index, visible = true) => {
     at = Math.max(0, Math.min(steps.length - 1, index));
     for (const [name, v] of Object.entries({ x1: x(steps[at]), x2: x(steps[at]), opacity: visible ? 0.5 : 0 })) cursor.setAttribute(name, v);
-    readout.textContent = `Step ${steps[at]}: ${chart.series.map(value).filter(Boolean).join(", ")}`;
+    readout.textContent = `Step ${steps[at]} – ${chart.series.map(value).filter(Boolean).join("; ")}`;
   };
   const nearest = (step) => steps.reduce((best, s, i) => (Math.abs(s - step) < Math.abs(steps[best] - step) ? i : best), 0);
   svg.append(cursor);
@@ -173,5 +173,5 @@ function parallelChart(data) {
 function parallelAxis(svg, { name, x, h, first, last, labels }) {
   const anchor = first ? "start" : last ? "end" : "middle", side = last ? -8 : 8;
   svg.append(el("line", { x1: x, x2: x, y1: 34, y2: h - 14, stroke: "var(--soft)" }), el("text", { x: first ? 4 : last ? x + 46 : x, y: 20, "text-anchor": anchor, class: "strong" }, name));
-  for (const [text, y] of labels) svg.append(el("text", { x: x + side, y: y - 6, "text-anchor": last ? "end" : "start", class: "halo" }, text));
+  for (const [text, y] of labels) svg.append(el("text", { x: x + side, y: y - 9, "text-anchor": last ? "end" : "start", class: "halo" }, text));
 }

@@ -194,7 +194,8 @@ def sweep_data(title: str, metric: str, maximize: bool, points: Sequence[SweptRu
     """Return the data of the page of a sweep."""
     keys = list(dict.fromkeys(key for point in points for key in point.overrides))
     labels = [
-        f"{n}: {' '.join(f'{key}={value}' for key, value in point.overrides.items())}" for n, point in enumerate(points)
+        f"point {n} ({' '.join(f'{key}={value}' for key, value in point.overrides.items())})"
+        for n, point in enumerate(points)
     ]
     started = [(point.run, label) for point, label in zip(points, labels, strict=True) if point.run]
     matters = effects(points, keys)
@@ -252,21 +253,19 @@ def _sweep_answers(
     matters: Sequence[tuple[str, float]],
 ) -> list[Answer]:
     failed = [
-        f"point {label} ({point.reason})"
-        for point, label in zip(points, labels, strict=True)
-        if point.state == "failed"
+        f"{label}: {point.reason}" for point, label in zip(points, labels, strict=True) if point.state == "failed"
     ]
     counts = Counts(points)
     found = "No finished point has a result yet."
     again = "Wait for the points, or run the sweep's command again: it runs the points that are missing."
     if best is not None:
-        found = f"Point {labels[best]}, with {metric} {number(points[best].value, 4)}."
+        found = f"P{labels[best][1:]}, with {metric} {number(points[best].value, 4)}."
         again = points[best].command
     spread = ", ".join(f"{key} explains {share:.0%}" for key, share in matters)
     every = f" of the variance of the results between {counts.measured} points." if matters else ""
     single = (
         " With as many values as points, a key explains everything by construction."
-        if counts.measured <= len(matters) + 1
+        if matters and max(len({p.overrides.get(key) for p in points}) for key, _ in matters) >= counts.measured
         else ""
     )
     return [

@@ -57,12 +57,12 @@ function pair() {
 }
 function sweep() {
   section("points", "Points", table("Points of the sweep", ["point", ...data.keys, "state", "steps", data.metric, "reason"], data.points.map((p, n) => [n, ...p.values, p.state, p.steps, p.value, p.reason]), data.best));
-  section("parallel", "Overrides and results", parallelChart(data), data.effects.length ? table("What matters", ["key", "part of the variance of the results"], data.effects) : "");
+  section("parallel", "Overrides and results", parallelChart(data), data.effects.length > 1 ? table("What matters", ["key", "part of the variance of the results"], data.effects) : "");
   curves();
 }
 header();
 if (data.health) main.append(el("div", { class: `banner ${data.health.state}`, role: "status" }, el("b", {}, data.health.headline), ...data.health.lines.map((line) => el("p", {}, line))));
-section("questions", "Questions and answers", el("dl", { class: "answers" }, ...data.answers.map((a) => el("div", { class: a.state }, el("dt", {}, a.question), el("dd", {}, a.link === "next" ? el("code", {}, a.text) : a.text, " ", a.link ? el("a", { href: `#${a.link}`, "aria-label": `Details: ${a.question}`, onclick: (event) => { event.preventDefault(); document.getElementById(a.link).scrollIntoView(); } }, "details") : "")))));
+section("questions", "Questions and answers", el("dl", { class: "answers" }, ...data.answers.map((a) => el("div", { class: a.state }, el("dt", {}, a.question), el("dd", {}, a.text.startsWith("mrl ") ? el("code", {}, a.text) : a.text, " ", a.link ? el("a", { href: `#${a.link}`, "aria-label": `Details: ${a.question}`, onclick: (event) => { event.preventDefault(); document.getElementById(a.link).scrollIntoView(); } }, "details") : "")))));
 ({ run, pair, sweep })[data.kind]();
 if (state.y) requestAnimationFrame(() => window.scrollTo(0, Number(state.y)));
 if (data.reload_s) setInterval(() => { if (!["INPUT", "SELECT"].includes(document.activeElement?.tagName)) { state.y = Math.round(window.scrollY); remember(); location.reload(); } }, data.reload_s * 1000);

@@ -21,7 +21,8 @@ COLUMNS = (
     "parts",
     "failure",
     "turns",
-    "uniform",  # whether all kept responses of the group have the same reward
+    "uniform",  # whether all responses of the group have the same reward; None: only one reward is known
+    "group_rewards",
     "rank",  # position among the samples of the step; 0 is the best
     "last",  # position of the worst sample of the step
 )
@@ -62,18 +63,15 @@ def sample_table(run: RecordedRun, limit_bytes: int) -> dict[str, Any]:
     }
 
 
-def _ranked(samples: Sequence[Sample]) -> list[tuple[int, int, Sample, bool]]:
+def _ranked(samples: Sequence[Sample]) -> list[tuple[int, int, Sample, bool | None]]:
     """Return (priority, rank, sample, whether its group has equal rewards). The best and the worst have the priority 0."""
-    rewards: dict[Any, set[float]] = {}
+    kept: dict[Any, list[float]] = {}
     for sample in samples:
-        rewards.setdefault(group_of(sample), set()).add(sample.get("reward", 0.0))
-    counts: dict[Any, int] = {}
-    for sample in samples:
-        counts[group_of(sample)] = counts.get(group_of(sample), 0) + 1
+        kept.setdefault(group_of(sample), []).append(sample.get("reward", 0.0))
     found = []
     for rank, sample in enumerate(samples):
-        group = group_of(sample)
-        uniform = counts[group] > 1 and len(rewards[group]) == 1
+        rewards = sample.get("group_rewards") or kept[group_of(sample)]
+        uniform = len(set(rewards)) == 1 if len(rewards) > 1 else None
         found.append((min(rank, len(samples) - 1 - rank), rank, sample, uniform))
     return found
 
@@ -83,8 +81,8 @@ def group_of(sample: Sample) -> Any:
     return sample["group"] if sample.get("group") is not None else sample.get("prompt", "")
 
 
-def _row(step: int, rank: int, last: int, sample: Sample, uniform: bool) -> list[Any]:
-    values = {name: sample.get(name) for name in COLUMNS} | dict(step=step, rank=rank, last=last, uniform=int(uniform))
+def _row(step: int, rank: int, last: int, sample: Sample, uniform: bool | None) -> list[Any]:
+    values = {name: sample.get(name) for name in COLUMNS} | dict(step=step, rank=rank, last=last, uniform=uniform)
     values["prompt"] = str(sample.get("prompt", ""))
     values["truncated"] = int(bool(sample.get("truncated")))
     values["parts"] = sample.get("parts") or None

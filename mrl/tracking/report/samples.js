@@ -14,7 +14,7 @@ function reader(table) {
 // Returns a function that tells whether a sample fits the filters in `state`.
 function sampleFilter(table, get, state) {
   const texts = table.rows.map(() => null), text = (i) => (texts[i] ??= `${get(i, "prompt text")}\n${get(i, "response") ?? ""}`.toLowerCase());
-  const picks = { best: (i) => get(i, "rank") === 0, worst: (i) => get(i, "rank") === get(i, "last"), equal: (i) => get(i, "uniform"), mixed: (i) => !get(i, "uniform"), truncated: (i) => get(i, "truncated"), failed: (i) => get(i, "failure") };
+  const picks = { best: (i) => get(i, "rank") === 0, worst: (i) => get(i, "rank") === get(i, "last"), equal: (i) => get(i, "uniform") === true, mixed: (i) => get(i, "uniform") === false, truncated: (i) => get(i, "truncated"), failed: (i) => get(i, "failure") };
   return (i) => {
     const reward = get(i, "reward");
     return (!state.step || String(get(i, "step")) === state.step) && (!state.source || get(i, "source") === state.source) && (!state.low || reward >= Number(state.low)) && (!state.high || reward <= Number(state.high))
@@ -72,10 +72,16 @@ function samplesBrowser(table, state, remember) {
   return [sampleControls(table, get, state, () => { remember(); filter(); }), count, el("div", { class: "browser" }, list, detail)];
 }
 
+// The beginning of a response; the texts of several turns are joined by arrows.
+function shortText(get, i, length) {
+  const turns = get(i, "turns") ?? [], text = turns.length > 1 ? turns.map((turn) => turn[1].trim()).join(" → ") : String(get(i, "response") ?? "").trim();
+  return text.slice(0, length) || "(empty response)";
+}
+
 function listRow(get, i, n, { chosen, size, choose }) {
   const notes = [` step ${get(i, "step")}`, `${get(i, "num_tokens") ?? "?"} tokens`, get(i, "truncated") ? "truncated" : "", get(i, "failure") ? "not scored" : ""].filter(Boolean).join(" · ");
   return el("div", { role: "option", id: `sample-${n}`, "aria-selected": String(chosen), "aria-posinset": n + 1, "aria-setsize": size, style: `top:${n * ROW}px`, onclick: choose },
-    el("b", {}, `reward ${num(get(i, "reward"))}`), notes, el("br"), String(get(i, "response") ?? "").trim().slice(0, 120) || "(empty response)");
+    el("b", {}, `reward ${num(get(i, "reward"))}`), notes, el("br"), shortText(get, i, 120));
 }
 
 function sampleDetail(table, get, i, mode) {
@@ -91,10 +97,11 @@ function sampleDetail(table, get, i, mode) {
 // The kept responses to the same prompt in the same step; conversations with several turns as a tree.
 function groupOf(table, get, i) {
   const id = (n) => get(n, "group") ?? get(n, "prompt"), members = table.rows.map((_, n) => n).filter((n) => get(n, "step") === get(i, "step") && id(n) === id(i));
-  if (members.length < 2) return [];
-  const withTurns = members.some((n) => (get(n, "turns") ?? []).length > 1), title = el("h4", {}, `Group: ${members.length} kept responses to this prompt`);
-  if (withTurns) return [title, el("p", { class: "soft" }, "Conversations that begin with the same turns share a branch."), tree(members.map((n) => ({ reward: get(n, "reward"), turns: get(n, "turns") ?? [] })), 0)];
-  return [title, ...members.map((n) => el("p", {}, el("b", {}, `reward ${num(get(n, "reward"))} `), String(get(n, "response") ?? "").slice(0, 200)))];
+  const rewards = get(i, "group_rewards") ?? [], all = rewards.length > 1 ? [el("h4", {}, "Group"), el("p", {}, `Rewards of the ${rewards.length} responses to this prompt: ${rewards.map((v) => num(v, 3)).join(", ")}.`)] : [];
+  if (members.length < 2) return all;
+  const withTurns = members.some((n) => (get(n, "turns") ?? []).length > 1), title = el("h4", {}, `${members.length} kept responses to this prompt`);
+  if (withTurns) return [...all, title, el("p", { class: "soft" }, "Conversations that begin with the same turns share a branch."), tree(members.map((n) => ({ reward: get(n, "reward"), turns: get(n, "turns") ?? [] })), 0)];
+  return [...all, title, ...members.map((n) => el("p", {}, el("b", {}, `reward ${num(get(n, "reward"))} `), shortText(get, n, 200)))];
 }
 
 function tree(members, depth) {
