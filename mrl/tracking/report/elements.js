@@ -37,7 +37,7 @@ function sized(height, draw) {
   const box = el("div", { style: `min-height:${height}px` });
   let drawn = 0;
   new ResizeObserver(([entry]) => {
-    const width = Math.round(entry.contentRect.width);
+    const width = Math.floor(entry.contentRect.width); // never smaller than drawn
     if (width && width !== drawn) { drawn = width; box.replaceChildren(draw(width)); }
   }).observe(box);
   return box;

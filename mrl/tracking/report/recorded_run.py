@@ -70,7 +70,7 @@ class RecordedRun:
         """Return the error that ended the run, or ""."""
         if self.is_running or self.outcome in ("finished", "preempted", "not recorded"):
             return ""
-        return str((self.events[-1].get("error") if self.events else "") or self.logged_error)
+        return self.logged_error or str((self.events[-1].get("error") if self.events else "") or "")
 
     @property
     def start(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ function tokenValues(entry) {
 function shade(mode, v, low, high) {
   if (v === null) return null;
   const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
-  const share = { versions: high > low ? (v - low) / (high - low) : 0.3, logprobs: Math.min(1, -v / 5) }[mode] ?? Math.abs(v) / most;
+  const share = { versions: high > low ? (v - low) / (high - low) : 0.3, logprobs: 1 - Math.exp(v) }[mode] ?? Math.abs(v) / most;
   const hue = mode === "versions" ? 0 : mode === "advantages" && v > 0 ? 2 : 1;
   return `background:color-mix(in srgb, ${colour(hue)} ${Math.round(45 * share)}%, transparent)`;
 }
