@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
     try:
         _check(folders, args)
         output = Path(args.output) if args.output else folders[0] / FILE_NAME
+        output.parent.mkdir(parents=True, exist_ok=True)
         if args.watch:
             watch(folders, output, args.every)
         size = write_page(output, page_data(folders))

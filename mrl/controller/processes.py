@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -234,7 +235,7 @@ def _closed_in_time() -> Iterator[ExitStack]:
             yield stack
         finally:
             with shutdown_deadline("the processes of the run", since):
-                stack.close()
+                stack.__exit__(*sys.exc_info())  # close() would hide the error that ends the run from the contexts
 
 
 @contextmanager

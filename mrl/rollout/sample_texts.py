@@ -1,6 +1,7 @@
 """Text samples: the responses that samples.jsonl keeps, with the text, log-probability and advantage of each token."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,10 @@ def text_samples(
     samples = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
     ends = np.cumsum([sample.trajectory.num_sampled for _, sample in samples])
     return [
-        _text_sample(*samples[index], data, {name: _part(column, ends, index) for name, column in columns.items()})
+        replace(
+            _text_sample(*samples[index], data, {name: _part(column, ends, index) for name, column in columns.items()}),
+            group_rewards=[float(reward) for reward in groups[samples[index][0]].rewards],
+        )
         for index in chosen
     ]
 

@@ -129,6 +129,12 @@ def rank_work(timeline: ProcessTimeline) -> RankWork:
     )
 
 
+def trainer_ranks(timelines: Sequence[ProcessTimeline]) -> list[RankWork]:
+    """Return how each rank of the actor and of the critic spends its passes."""
+    work = [rank_work(timeline) for role in ("actor", "critic") for timeline in timelines if timeline.role == role]
+    return [rank for rank in work if rank.passes_s]
+
+
 def _contained(spans: Iterable[Span], containers: Sequence[Span]) -> list[Span]:
     """Return the spans that begin inside one of `containers`. The containers must not overlap."""
     found, index, ordered = [], 0, sorted(containers, key=lambda span: span.start)

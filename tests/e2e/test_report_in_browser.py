@@ -13,6 +13,18 @@ from mrl.commands.report import main
 pytestmark = pytest.mark.extended
 INSTALL = "run `make browser` and `apt-get install -y chromium`"
 SCHEMES = [("light", 1200), ("dark", 1200), ("light", 375), ("dark", 375)]
+SMALLEST_TEXT = """() => {
+  const texts = [...document.querySelectorAll("body *")].filter((e) => e.checkVisibility() && e.textContent.trim());
+  const scale = (svg) => (svg ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1);
+  return Math.min(...texts.map((e) => parseFloat(getComputedStyle(e).fontSize) * scale(e.closest("svg"))));
+}"""
+"""Size of the smallest text of the page in pixels, with the scale of charts."""
+CONTROLS = """() => {
+  const all = [...document.querySelectorAll("a, button, input, select, summary, [tabindex='0']")];
+  const visible = all.filter((e) => e.checkVisibility({ visibilityProperty: true, contentVisibilityAuto: true }));
+  return visible.map((e, n) => { e.dataset.control = n; return String(n); });
+}"""
+"""Numbers the visible controls of the page, and returns the numbers."""
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +79,7 @@ def test_a_real_run_is_accessible_and_makes_no_request(browser, recorded, tmp_pa
     page.wait_for_selector("[role=option]")
     assert Axe().run(page)["violations"] == [] and seen == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(SMALLEST_TEXT) >= 12
 
 
 def test_10000_samples_open_quickly_and_can_be_filtered_coloured_and_read_by_keyboard(browser, large):
@@ -86,3 +99,37 @@ def test_10000_samples_open_quickly_and_can_be_filtered_coloured_and_read_by_key
     assert page.locator("[aria-selected=true]").get_attribute("aria-posinset") == "2"
     page.reload()
     assert page.get_by_label("Step", exact=True).input_value() == "7" and seen == []
+
+
+def test_every_control_and_the_values_of_tokens_are_reachable_by_keyboard(browser, large):
+    page, _ = open_page(browser, large)
+    page.wait_for_selector("[role=option]")
+    controls, reached = set(page.evaluate(CONTROLS)), set()
+    for _ in range(len(controls) + 1):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.dataset.control"))
+    assert controls <= reached
+    page.get_by_label("Tokens of the response").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    text = page.locator(".detail .readout").inner_text()
+    assert text.startswith("Token 2 of 2") and "log-probability -2" in text and "advantage 1" in text
+
+
+def test_scrolling_10000_samples_takes_a_small_part_of_a_frame(browser, large):
+    page, _ = open_page(browser, large)
+    page.wait_for_selector("[role=option]")
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Performance.enable")
+    before = script_seconds(devtools)
+    page.evaluate(
+        """async () => { const list = document.querySelector(".list");
+        for (let n = 1; n <= 100; n++) { list.scrollTop = n * 300; await new Promise(requestAnimationFrame); } }"""
+    )
+    assert (script_seconds(devtools) - before) / 100 < 0.008  # half of a frame at 60 frames a second
+
+
+def script_seconds(devtools) -> float:
+    """Return the time that scripts of the page have taken."""
+    metrics = devtools.send("Performance.getMetrics")["metrics"]
+    return next(each["value"] for each in metrics if each["name"] == "ScriptDuration")

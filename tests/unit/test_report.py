@@ -126,3 +126,35 @@ def test_thinned_curves_keep_both_ends_and_the_extremes():
 
 def test_the_interval_of_a_mean_is_wilsons():
     assert interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+
+
+def test_an_error_before_the_first_step_comes_from_the_log(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "hydra").mkdir(parents=True)
+    (folder / "hydra" / "config.yaml").write_text("run: {name: toy}\noptim: {lr: 0.5}\n")
+    lines = [
+        "[t][mrl.a][INFO] - fine",
+        "[t][mrl.b][ERROR] - reward: KeyError",
+        "  Correct the function.",
+        "[t][x][INFO] - end",
+    ]
+    (folder / "mrl.log").write_text("\n".join(lines))
+    data = page_data([folder])
+    assert data["health"]["lines"] == ["The run ended with an error: reward: KeyError. Correct the function"]
+    assert "optim.lr" in {each["key"] for each in data["provenance"]["changed"]}
+
+
+def test_resumes_and_the_agreement_of_trainer_and_engines_are_answered(tmp_path):
+    folder = make_run(tmp_path / "run", mismatch__logprob_abs_mean=0.2)
+    events = [{"event": "start", "step": 0}, {"event": "end", "step": 2}, {"event": "resume", "step": 2}]
+    (folder / "starts.jsonl").write_text("\n".join(map(json.dumps, events)))
+    data = page_data([folder])
+    assert answer(data, "resumed") == "Yes, once: from the checkpoint after step 2."
+    assert answer(data, "agree").startswith("No: in step 3") and "0.05" in answer(data, "agree")
+    assert answer(data, "Is it learning").startswith("No: the mean reward of every step is 0.")
+
+
+def test_few_whole_numbers_have_one_row_each_in_a_distribution(tmp_path):
+    samples = [{"prompt": "p", "response": "r", "reward": 0.0, "num_tokens": count} for count in (3, 4, 4, 6)]
+    chart = page_data([make_run(tmp_path / "run", steps=1, samples=samples)])["distributions"][0]
+    assert chart["edges"] == [2.5, 3.5, 4.5, 5.5, 6.5] and chart["counts"] == [[1, 2, 0, 1]]

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from mrl.checkpoint.starts import ERROR_CHARACTERS, STARTS_FILE, read_events, record_run
+from mrl.controller.processes import _closed_in_time
 from mrl.core.run_errors import PreemptedError, UnhealthyRunError
 
 HOSTS = [{"name": "node-1", "cpus": 2, "gpus": 8}]
@@ -121,3 +122,10 @@ def test_a_run_goes_on_if_the_file_cannot_be_written(tmp_path, caplog):
     with record_run(tmp_path, 0, HOSTS):
         pass
     assert "the start of the run is not recorded" in caplog.text
+
+
+def test_an_error_that_ends_a_run_with_processes_is_recorded(tmp_path):
+    with pytest.raises(ValueError, match="lost"), _closed_in_time() as stack:
+        stack.enter_context(record_run(tmp_path, 0, ()))
+        raise ValueError("lost")
+    assert (read_events(tmp_path)[-1].outcome, read_events(tmp_path)[-1].error) == ("failed", "ValueError: lost")

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from mrl.tracking.learning_health import RULES, LearningHealth, LearningSettings, StepView
+from mrl.tracking.learning_health import MISMATCH_NATS, RULES, LearningHealth, LearningSettings, StepView
 from mrl.tracking.report.charts import SPENT
 from mrl.tracking.report.page import number
 from mrl.tracking.report.provenance import changed_keys, next_commands
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
+from mrl.tracking.timeline_summary import NOISE
 
 CLEAR_ERRORS = 2.0  # a change of the mean reward is clear if it exceeds this number of standard errors
 QUOTE_CHARACTERS = 90  # length of a quoted response
@@ -38,7 +39,9 @@ def answers(run: RecordedRun) -> list[dict[str, Any]]:
         Answer("Is it stable?", *_stability(run), "learning"),
         Answer("What takes the time?", time_text(run), "", "time"),
         Answer("Which rank is slow?", _slow_rank(run), "", "time"),
-        Answer("What is truncated?", *_truncation(run), "samples"),
+        Answer("Are responses cut off?", *_truncation(run), "learning"),
+        Answer("Do the trainer and the engines agree?", *_agreement(run), "learning"),
+        Answer("Was the run resumed?", _resumes(run), "", "provenance"),
         Answer("What was changed?", _changes(run), "", "provenance"),
         Answer("How do I go on?", next_commands(run)[0]["command"], "", "next"),
     )
@@ -120,6 +123,8 @@ def _learning(run: RecordedRun) -> tuple[str, str]:
             if values
             else (f"{NOT_RECORDED}: no step has a reward.", "")
         )
+    if min(values) == max(values):
+        return f"No: the mean reward of every step is {number(values[0])}.{held_out}", "bad"
     before, after, error, count = ends(values)
     change = f"the mean reward went from {number(before)} to {number(after)}, {_averaged(count)}"
     if math.isnan(error):
@@ -211,7 +216,8 @@ def _writing(run: RecordedRun) -> str:
 
 
 def _quote(sample: Sample) -> str:
-    text = " ".join(str(sample.get("response", "")).split())
+    turns = [str(turn.get("text", "")) for turn in sample.get("turns") or []]
+    text = " ".join((" → ".join(turns) if len(turns) > 1 else str(sample.get("response", ""))).split())
     return text if len(text) <= QUOTE_CHARACTERS else f"{text[:QUOTE_CHARACTERS]}…"
 
 
@@ -233,10 +239,6 @@ def _failures(run: RecordedRun) -> tuple[str, str]:
     if failed and (worst := max(failed.values())):
         found.append(f"up to {worst:.1%} of the responses of a step could not be scored")
     found += [f"damaged file: {text}" for text in run.damaged]
-    if run.resumed_steps:
-        found.append(
-            f"the run was resumed {len(run.resumed_steps)} times, after step {', '.join(map(str, run.resumed_steps))}"
-        )
     if found:
         return f"Yes: {'; '.join(found)}.", "bad" if run.error or run.damaged else ""
     if not run.metrics:
@@ -292,6 +294,12 @@ def spent_shares(run: RecordedRun) -> dict[str, float]:
     return dict(sorted(shares.items(), key=lambda each: -each[1]))
 
 
+def mean_spent(run: RecordedRun) -> list[tuple[str, float]]:
+    """Return (component, seconds of the mean step that it takes), largest first."""
+    seconds = list(run.series("time/step_s").values())
+    return [(WORDS[part], share * float(np.mean(seconds))) for part, share in spent_shares(run).items()]
+
+
 def time_text(run: RecordedRun) -> str:
     """Return what bounds the duration of a step."""
     shares, seconds = spent_shares(run), list(run.series("time/step_s").values())
@@ -319,8 +327,17 @@ def idle_text(run: RecordedRun) -> str:
 
 
 def _slow_rank(run: RecordedRun) -> str:
-    if found := [text for text in run.timeline if "rank" in text]:
-        return " ".join(found[:2])
+    if found := [text for text in run.timeline if "longer than the others" in text]:
+        return " ".join(found)
+    if len(run.ranks) == 1:
+        return "The run has only one trainer rank."
+    if run.ranks:
+        slowest = max(run.ranks, key=lambda rank: rank.computing_s)
+        excess = slowest.computing_s / float(np.median([rank.computing_s for rank in run.ranks])) - 1
+        return (
+            f"None is clearly slow. {slowest.timeline.process} computes longest, {excess:.1%} longer than the median rank; "
+            f"up to {NOISE:.0%} counts as noise."
+        )
     if imbalance := list(run.series("batch/imbalance").values()):
         return (
             f"No timeline was recorded (tracking.timeline=true records one). By its batches, the replica with the most work has "
@@ -334,20 +351,44 @@ def _truncation(run: RecordedRun) -> tuple[str, str]:
     if not values:
         return f"{NOT_RECORDED}: no step has rollout/truncated_fraction.", ""
     limit = run.setting("rollout.max_response_tokens", "?")
+    verdict = "Yes" if values[-1] >= 0.01 else "Hardly" if max(values) else "No"
     text = (
-        f"{values[-1]:.1%} of the responses of the last step were cut at "
-        f"rollout.max_response_tokens={limit} (largest step: {max(values):.1%})."
+        f"{verdict}: {values[-1]:.1%} of the responses of the last step were truncated at "
+        f"rollout.max_response_tokens={limit}; {max(values):.1%} in the worst step."
     )
     return text, "bad" if values[-1] >= 0.5 else ""
 
 
+def _agreement(run: RecordedRun) -> tuple[str, str]:
+    mean, largest = run.series("mismatch/logprob_abs_mean"), run.series("mismatch/logprob_abs_max")
+    if not mean:
+        return f"{NOT_RECORDED}: no step has mismatch/logprob_abs_mean.", ""
+    step, worst = max(mean), max(mean.values())
+    most = f", and by at most {number(largest[step], 2)}" if step in largest else ""
+    text = (
+        f"in step {step}, their log-probabilities of a token differ by {number(mean[step], 2)} nats on average{most}. The "
+        f"largest mean of a step is {number(worst, 2)}; the health check warns above {MISMATCH_NATS}."
+    )
+    return (f"No: {text}", "bad") if worst > MISMATCH_NATS else (f"Yes: {text}", "good")
+
+
+def _resumes(run: RecordedRun) -> str:
+    if not run.start:
+        return f"{NOT_RECORDED}: the folder has no starts.jsonl."
+    if not run.resumed_steps:
+        return "No, it started at step 0 and was never resumed."
+    steps = ", ".join(map(str, run.resumed_steps))
+    times = "once" if len(run.resumed_steps) == 1 else f"{len(run.resumed_steps)} times"
+    return f"Yes, {times}: from the checkpoint after step {steps}."
+
+
 def _changes(run: RecordedRun) -> str:
     if not run.config:
-        return f"{NOT_RECORDED}: the folder has no run.json."
+        return f"{NOT_RECORDED}: the folder has no config."
     changed = changed_keys(run)
-    given = [each for each in changed if each["given"] and not each["key"].startswith(("run.dir", "data.inputs"))]
-    shown = ", ".join(f"{each['key']}={each['value']}" for each in given[:6])
+    given = [word.lstrip("+") for word in run.overrides]
+    given = [word for word in given if not word.startswith(("run.dir", "data.inputs"))]
     more = f" and {len(given) - 6} more" if len(given) > 6 else ""
     return f"{len(changed)} keys differ from their defaults" + (
-        f"; on the command line: {shown}{more}." if given else "; none was given on the command line."
+        f"; on the command line: {', '.join(given[:6])}{more}." if given else "; none was given on the command line."
     )

@@ -10,27 +10,34 @@ import numpy as np
 from mrl.core import metrics as declared
 from mrl.tracking.report.recorded_run import RecordedRun
 
-CHARTS = (
-    ("Reward", ("reward/mean",)),
-    ("Parts of the reward", (r"reward/(?!mean|std)\w+_mean",)),
-    ("Held-out reward", (r"eval/.*",)),
-    ("Response length", ("rollout/response_length_mean_tokens",)),
-    ("Truncated and failed responses", ("rollout/truncated_fraction", "reward/failed_fraction")),
-    ("Groups without a signal", ("reward/uniform_groups_fraction", "batch/zero_advantage_fraction")),
-    ("Entropy", ("policy/entropy_mean",)),
-    ("KL to the reference", ("policy/kl_ref", "policy/kl_reward")),
-    ("Gradient norm", ("optim/grad_norm", "critic/grad_norm")),
-    ("Mismatch of trainer and engine", ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max")),
-    ("Clipped tokens", ("loss/clip_fraction", "loss/dual_clip_fraction")),
-    ("Staleness", ("rollout/age_mean_versions", "rollout/age_max_versions")),
-    ("Turns and tool calls", ("rollout/turns_mean", "rollout/tool_calls_mean", "rollout/tool_errors_fraction")),
-    ("Critic", ("critic/explained_variance",)),
-    ("Supervised loss", ("loss/sft",)),
-    ("Throughput", ("throughput/tokens_per_s",)),
-    ("Time of a step", ("time/step_s",)),
-    ("Metrics of plug-ins", (r"own/.*",)),
+CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("Reward", {"reward/mean": "mean reward"}),
+    ("Parts of the reward", {r"reward/(?!mean|std)\w+_mean": ""}),
+    ("Held-out reward", {r"eval/.*": ""}),
+    ("Response length", {"rollout/response_length_mean_tokens": "mean length"}),
+    (
+        "Truncated and failed responses",
+        {"rollout/truncated_fraction": "truncated", "reward/failed_fraction": "not scored"},
+    ),
+    (
+        "Groups without a signal",
+        {"reward/uniform_groups_fraction": "equal rewards", "batch/zero_advantage_fraction": "advantages of 0"},
+    ),
+    ("Entropy", {"policy/entropy_mean": "mean entropy"}),
+    ("KL to the reference", {"policy/kl_ref": "in the loss", "policy/kl_reward": "in the reward"}),
+    ("Gradient norm", {"optim/grad_norm": "actor", "critic/grad_norm": "critic"}),
+    ("Mismatch of trainer and engine", {"mismatch/logprob_abs_mean": "mean", "mismatch/logprob_abs_max": "largest"}),
+    ("Clipped tokens", {"loss/clip_fraction": "clipped", "loss/dual_clip_fraction": "dual clip"}),
+    ("Staleness", {"rollout/age_mean_versions": "mean", "rollout/age_max_versions": "largest"}),
+    ("Turns and tool calls", {"rollout/turns_mean": "turns", "rollout/tool_calls_mean": "tool calls"}),
+    ("Failed tool calls", {"rollout/tool_errors_fraction": "failed"}),
+    ("Critic", {"critic/explained_variance": "explained variance"}),
+    ("Supervised loss", {"loss/sft": "loss"}),
+    ("Throughput", {"throughput/tokens_per_s": "response tokens"}),
+    ("Time of a step", {"time/step_s": "step"}),
+    ("Metrics of plug-ins", {r"own/.*": ""}),
 )
-"""Title of each chart, and regular expressions of its metrics."""
+"""Title of each chart, and regular expressions of its metrics with their labels. An empty label is made from the name."""
 MAX_POINTS = 600  # points of one curve; of longer curves, the extremes of equal intervals are kept
 MAX_COLUMNS = 60  # columns of a distribution
 NUM_BINS = 14  # rows of a distribution
@@ -40,35 +47,53 @@ INTERVAL_Z = 1.96  # normal quantile of a 95 % interval
 
 def learning_charts(run: RecordedRun) -> list[dict[str, Any]]:
     """Return the charts of one run. A chart without values is left out."""
-    names = sorted({name for values in (*run.metrics.values(), *run.evaluations.values()) for name in values})
     charts = []
-    for title, patterns in CHARTS:
-        chosen = [name for pattern in patterns for name in names if re.fullmatch(pattern, name)]
-        series = [one for name in chosen if (one := _series(run, name, _label(name)))["points"]]
+    for title, chosen in _recorded_charts([run]):
+        series = [one for name, label in chosen if (one := _series(run, name, label))["points"]]
         if series:
-            charts.append(_chart(title, chosen[0], series))
+            charts.append(_chart(title, chosen[0][0], series) | {"meaning": _meanings(series)})
     return charts
 
 
 def overlaid_charts(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return charts with one curve for each run: the first metric of each chart that the runs recorded."""
+    """Return charts with one curve for each run, for at most two metrics of each chart."""
     charts = []
-    for title, patterns in CHARTS:
-        names = {
-            name for run in runs for values in (*run.metrics.values(), *run.evaluations.values()) for name in values
-        }
-        for name in [name for pattern in patterns for name in sorted(names) if re.fullmatch(pattern, name)][:2]:
+    for title, chosen in _recorded_charts(runs):
+        for name, label in chosen[:2]:
             series = [
-                _series(run, name, label) | {"run": n} for n, (run, label) in enumerate(zip(runs, labels, strict=True))
+                _series(run, name, words) | {"run": n} for n, (run, words) in enumerate(zip(runs, labels, strict=True))
             ]
             if any(one["points"] for one in series):
-                charts.append(_chart(f"{title}: {_label(name)}", name, series))
+                charts.append(_chart(f"{title}: {label}" if len(chosen) > 1 else title, name, series))
     return charts
+
+
+def _recorded_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return (title, [(metric, its label)]) of the charts of which a run recorded metrics."""
+    names = sorted(
+        {name for run in runs for each in (run.metrics, run.evaluations) for v in each.values() for name in v}
+    )
+    found = [
+        (
+            title,
+            [(n, label or _label(n)) for pattern, label in patterns.items() for n in names if re.fullmatch(pattern, n)],
+        )
+        for title, patterns in CHARTS
+    ]
+    return [(title, chosen) for title, chosen in found if chosen]
 
 
 def _chart(title: str, name: str, series: list[dict[str, Any]]) -> dict[str, Any]:
     meaning, unit, good = describe(name)
     return {"title": title, "unit": unit, "meaning": meaning, "good": good, "series": series}
+
+
+def _meanings(series: Sequence[dict[str, Any]]) -> str:
+    """Return what the curves of a chart mean."""
+    texts = {one["label"]: describe(one["name"])[0] for one in series}
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{label}: {text[:1].lower()}{text[1:]}" for label, text in texts.items() if text)
 
 
 def describe(name: str) -> tuple[str, str, str]:
@@ -81,10 +106,9 @@ def describe(name: str) -> tuple[str, str, str]:
 
 
 def _label(name: str) -> str:
-    try:
-        return declared.label(name)
-    except ValueError:
-        return name
+    """Return the words of a metric's name: eval/reward_greedy -> greedy, reward/correct_mean -> correct."""
+    words = name.split("/")[1].removeprefix("reward_").removesuffix("_mean")
+    return words.replace("_", " ") or name
 
 
 def _series(run: RecordedRun, name: str, label: str) -> dict[str, Any]:
@@ -163,10 +187,10 @@ def distributions(run: RecordedRun) -> list[dict[str, Any]]:
     if not any(lengths.values()):
         lengths, source = _sampled(run, "num_tokens"), "the kept samples"
     found = [
-        ("Sampled tokens of a response", source, lengths),
-        ("Reward of a response", "the kept samples", _sampled(run, "reward")),
+        ("Response length (sampled tokens)", source, lengths),
+        ("Reward", "the kept samples", _sampled(run, "reward")),
     ]
-    return [chart for title, of, values in found if (chart := _distribution(f"{title}, of {of}", values))]
+    return [chart for title, of, values in found if (chart := _distribution(f"{title} of {of}", values))]
 
 
 def _sampled(run: RecordedRun, name: str) -> dict[int, list[float]]:
@@ -182,7 +206,7 @@ def _distribution(title: str, values: Mapping[int, Sequence[float]]) -> dict[str
     columns = np.array_split(np.array(steps), min(MAX_COLUMNS, len(steps)))
     everything = np.concatenate([values[step] for step in steps])
     low, high = float(everything.min()), float(everything.max())
-    edges = np.linspace(low, high if high > low else low + 1, NUM_BINS + 1)
+    edges = _edges(everything, low, high)
     counts = [np.histogram(np.concatenate([values[int(s)] for s in column]), edges)[0].tolist() for column in columns]
     return {
         "title": title,
@@ -190,6 +214,13 @@ def _distribution(title: str, values: Mapping[int, Sequence[float]]) -> dict[str
         "edges": [float(f"{edge:.5g}") for edge in edges],
         "counts": counts,
     }
+
+
+def _edges(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Return the borders of the rows: around each number if the values are few whole numbers, else NUM_BINS equal parts."""
+    if high - low < NUM_BINS and np.all(values == np.round(values)):
+        return np.arange(low - 0.5, high + 1)
+    return np.linspace(low, high if high > low else low + 1, NUM_BINS + 1)
 
 
 def metric_rows(run: RecordedRun) -> list[list[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.tracking.report.answers import Answer, ends, problems, spent_shares, time_text
+from mrl.tracking.report.answers import WORDS, Answer, ends, problems, spent_shares, time_text
 from mrl.tracking.report.charts import describe, overlaid_charts
 from mrl.tracking.report.page import number
 from mrl.tracking.report.provenance import settings
@@ -145,7 +145,9 @@ def _faster_text(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
         return "Not recorded: one of the runs has no time/step_s."
     medians = [float(np.median(each)) for each in seconds]
     quick = int(medians[1] < medians[0])
-    parts = [f"{part} {spent_shares(runs[quick])[part]:.0%}" for part in list(spent_shares(runs[quick]))[:1]]
+    parts = [
+        f"{WORDS[part]} with {spent_shares(runs[quick])[part]:.0%}" for part in list(spent_shares(runs[quick]))[:1]
+    ]
     return (
         f"{labels[quick]}: a step takes {number(medians[quick])} s, {number(medians[1 - quick])} s in the other run (medians)."
         + (f" Its largest part is {parts[0]}." if parts else "")
@@ -192,7 +194,8 @@ def sweep_data(title: str, metric: str, maximize: bool, points: Sequence[SweptRu
     """Return the data of the page of a sweep."""
     keys = list(dict.fromkeys(key for point in points for key in point.overrides))
     labels = [
-        f"{n}: {' '.join(f'{key}={value}' for key, value in point.overrides.items())}" for n, point in enumerate(points)
+        f"point {n} ({' '.join(f'{key}={value}' for key, value in point.overrides.items())})"
+        for n, point in enumerate(points)
     ]
     started = [(point.run, label) for point, label in zip(points, labels, strict=True) if point.run]
     matters = effects(points, keys)
@@ -250,25 +253,24 @@ def _sweep_answers(
     matters: Sequence[tuple[str, float]],
 ) -> list[Answer]:
     failed = [
-        f"point {label} ({point.reason})"
-        for point, label in zip(points, labels, strict=True)
-        if point.state == "failed"
+        f"{label}: {point.reason}" for point, label in zip(points, labels, strict=True) if point.state == "failed"
     ]
     counts = Counts(points)
     found = "No finished point has a result yet."
     again = "Wait for the points, or run the sweep's command again: it runs the points that are missing."
     if best is not None:
-        found = f"Point {labels[best]}, with {metric} {number(points[best].value, 4)}."
+        found = f"P{labels[best][1:]}, with {metric} {number(points[best].value, 4)}."
         again = points[best].command
     spread = ", ".join(f"{key} explains {share:.0%}" for key, share in matters)
     every = f" of the variance of the results between {counts.measured} points." if matters else ""
     single = (
         " With as many values as points, a key explains everything by construction."
-        if counts.measured <= len(matters) + 1
+        if matters and max(len({p.overrides.get(key) for p in points}) for key, _ in matters) >= counts.measured
         else ""
     )
     return [
         Answer("Which point is the best?", found, "good" if best is not None else "", "points"),
+        Answer("Why is it the best?", _reasons_text(points, labels, best), "", "learning"),
         Answer(
             "What matters?",
             f"{spread}{every}{single}"
@@ -282,6 +284,22 @@ def _sweep_answers(
         Answer("How far is the sweep?", counts.text, "", "points"),
         Answer("How do I train the best point again?", again, "", "points"),
     ]
+
+
+def _reasons_text(points: Sequence[SweptRun], labels: Sequence[str], best: int | None) -> str:
+    """Return how the mean reward of each point changed, the best point first, with the first problem of each point."""
+    order = sorted(range(len(points)), key=lambda n: n != best)
+    parts = []
+    for n in order:
+        run = points[n].run
+        values = list(run.series("reward/mean").values()) if run else []
+        if run and len(values) > 1:
+            before, after, _, _ = ends(values)
+            trouble = "".join(f" ({text})" for text in problems(run)[:1])
+            parts.append(f"{labels[n]} went from {number(before)} to {number(after)}{trouble}")
+    if best is None or not parts:
+        return "Not recorded: no finished point has a result and two steps with rewards."
+    return f"Mean reward of the first and of the last steps: {'; '.join(parts)}."
 
 
 def _margin_text(points: Sequence[SweptRun], best: int | None) -> str:

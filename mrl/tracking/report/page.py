@@ -15,7 +15,7 @@ from parallel.durable_files import write_file
 
 PAGE_BYTES = 5_000_000  # limit of the size of a page
 RESERVE_BYTES = 100_000  # the estimate of the size of samples is not exact
-SCRIPTS = ("charts.js", "samples.js", "page.js")  # in the order in which the page runs them
+SCRIPTS = ("elements.js", "charts.js", "tokens.js", "samples.js", "page.js")  # in the order in which the page runs them
 
 
 def asset(name: str) -> str:

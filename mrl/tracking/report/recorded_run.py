@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from mrl.core.jsonl import check_lines
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import StartError
 from mrl.core.sample_file import SAMPLES_FILE
-from mrl.tracking import timeline_summary
+from mrl.tracking.timeline import ProcessTimeline, read_timeline
+from mrl.tracking.timeline_summary import RankWork, summarise, trainer_ranks
 
 logger = logging.getLogger(__name__)
 
 STARTS_FILE = "starts.jsonl"
 LOG_FILE = "mrl.log"
+ERROR_MARK = "[ERROR]"  # in the lines of LOG_FILE that begin the report of an error
 MAX_LOG_BYTES = 200_000  # part of the log, from its end, in which an error is searched
 Sample = dict[str, Any]  # one sample of samples.jsonl
 
@@ -38,6 +41,7 @@ class RecordedRun:
     events: list[dict[str, Any]] = field(default_factory=list)  # lines of STARTS_FILE
     overrides: list[str] = field(default_factory=list)  # overrides of the command line
     timeline: list[str] = field(default_factory=list)  # summary of the timeline
+    ranks: list[RankWork] = field(default_factory=list)  # passes of the trainer ranks in the timeline
     damaged: list[str] = field(default_factory=list)  # which files have damaged lines
     is_running: bool = False
     logged_error: str = ""  # last error in the log
@@ -46,7 +50,7 @@ class RecordedRun:
     def name(self) -> str:
         """Return the name of the run and of its folder."""
         name, folder = str(self.config.get("run", {}).get("name", "")), self.folder.resolve().name
-        return f"{name} {folder}".strip() if name != folder else name
+        return folder if name in folder else f"{name} {folder}"
 
     @property
     def last(self) -> Metrics:
@@ -66,7 +70,7 @@ class RecordedRun:
         """Return the error that ended the run, or ""."""
         if self.is_running or self.outcome in ("finished", "preempted", "not recorded"):
             return ""
-        return str((self.events[-1].get("error") if self.events else "") or self.logged_error)
+        return self.logged_error or str((self.events[-1].get("error") if self.events else "") or "")
 
     @property
     def start(self) -> dict[str, Any]:
@@ -97,6 +101,7 @@ def read_run(folder: Path) -> RecordedRun:
     check_is_run(folder)
     samples = _steps(folder / SAMPLES_FILE, damaged)
     ledger = _steps(folder / "ledger.jsonl", damaged)
+    timelines = _timelines(folder)
     return RecordedRun(
         folder,
         config=_read_config(folder, damaged),
@@ -106,7 +111,8 @@ def read_run(folder: Path) -> RecordedRun:
         lengths={step: [length for group in line.get("lengths", []) for length in group] for step, line in ledger},
         events=list(_events(folder / STARTS_FILE)),
         overrides=_read_overrides(folder),
-        timeline=_timeline_sentences(folder),
+        timeline=_timeline_sentences(timelines),
+        ranks=trainer_ranks(timelines),
         damaged=damaged,
         is_running=is_running(folder),
         logged_error=_last_error(folder / LOG_FILE),
@@ -168,33 +174,52 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_config(folder: Path, damaged: list[str]) -> dict[str, Any]:
+    """Return the config in run.json, or the one that Hydra recorded if the run failed before it wrote run.json."""
     try:
-        return dict((read_run_record(folder) or {}).get("config") or {})
+        recorded = dict((read_run_record(folder) or {}).get("config") or {})
     except ValueError:
         damaged.append("run.json")
-        return {}
+        recorded = {}
+    return recorded or dict(_read_yaml(folder / "hydra" / "config.yaml") or {})
 
 
 def _read_overrides(folder: Path) -> list[str]:
-    path = folder / "hydra" / "overrides.yaml"
+    return [str(word) for word in _read_yaml(folder / "hydra" / "overrides.yaml") or []]
+
+
+def _read_yaml(path: Path) -> Any:
     try:
-        return [str(word) for word in yaml.safe_load(path.read_text()) or []] if path.exists() else []
+        return yaml.safe_load(path.read_text()) if path.exists() else None
     except (yaml.YAMLError, OSError, UnicodeDecodeError):
-        return []
+        return None
 
 
-def _timeline_sentences(folder: Path) -> list[str]:
+def _timelines(folder: Path) -> list[ProcessTimeline]:
+    """Return the timelines of the processes; [] if no timeline can be read."""
     try:
-        return timeline_summary.sentences(folder)
+        return read_timeline(folder)
     except (ValueError, OSError, KeyError, json.JSONDecodeError):
         return []
 
 
+def _timeline_sentences(timelines: Sequence[ProcessTimeline]) -> list[str]:
+    """Return the summary of the timelines; [] before the first complete step."""
+    try:
+        return summarise(timelines)
+    except (ValueError, KeyError):
+        return []
+
+
 def _last_error(path: Path) -> str:
-    """Return the last line of the log that reports an error, or ""."""
+    """Return the last error in the log with its continuation lines, or ""."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip()[:2000] for line in reversed(lines) if " ERROR" in line or line.startswith("mrl: ")), "")
+    starts = [n for n, line in enumerate(lines) if ERROR_MARK in line]
+    if not starts:
+        return ""
+    first = lines[starts[-1]].partition(ERROR_MARK)[2].lstrip(" -")
+    more = takewhile(lambda line: line.startswith(" "), lines[starts[-1] + 1 :])
+    return ". ".join(text.strip().rstrip(".") for text in [first, *more])[:2000]

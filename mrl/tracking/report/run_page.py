@@ -3,12 +3,13 @@
 import time
 from typing import Any
 
-from mrl.tracking.report.answers import answers, health, idle_text, time_text
+from mrl.tracking.report.answers import answers, health, idle_text, mean_spent, time_text
 from mrl.tracking.report.charts import distributions, learning_charts, metric_rows, time_chart
 from mrl.tracking.report.page import samples_budget
 from mrl.tracking.report.provenance import provenance
 from mrl.tracking.report.recorded_run import RecordedRun
 from mrl.tracking.report.sample_table import sample_table
+from mrl.tracking.timeline_summary import RankWork
 
 
 def run_data(run: RecordedRun, reload_s: int = 0) -> dict[str, Any]:
@@ -25,6 +26,8 @@ def run_data(run: RecordedRun, reload_s: int = 0) -> dict[str, Any]:
         "resumes": run.resumed_steps,
         "time": time_chart(run),
         "sentences": [text for text in (time_text(run), idle_text(run)) if text] + run.timeline,
+        "spent": mean_spent(run),
+        "ranks": [_rank_values(rank) for rank in run.ranks],
         "has_timeline": bool(run.timeline),
         "distributions": distributions(run),
         "metrics": metric_rows(run),
@@ -34,7 +37,17 @@ def run_data(run: RecordedRun, reload_s: int = 0) -> dict[str, Any]:
     return data | {"samples": sample_table(run, samples_budget(data))}
 
 
+def _rank_values(rank: RankWork) -> dict[str, Any]:
+    """Return the seconds of a trainer rank's passes by activity, and its tokens."""
+    seconds = {"computing_s": rank.computing_s, "reducing_s": rank.reducing_s, "other_s": rank.bubble_s}
+    return {"process": rank.timeline.process, "tokens": rank.tokens} | seconds
+
+
 def _subtitle(run: RecordedRun) -> str:
     model = str(run.setting("model.path", "")).rstrip("/").rpartition("/")[2]
-    words = [f"{len(run.metrics)} steps", f"model {model}" if model else "", f"outcome: {run.outcome}"]
+    words = [
+        f"{len(run.metrics)} steps",
+        f"model {model}" if model not in ("", "model") else "",
+        f"outcome: {run.outcome}",
+    ]
     return " · ".join(word for word in words if word)

@@ -21,7 +21,8 @@ COLUMNS = (
     "parts",
     "failure",
     "turns",
-    "uniform",  # whether all kept responses of the group have the same reward
+    "uniform",  # whether all responses of the group have the same reward; None: only one reward is known
+    "group_rewards",
     "rank",  # position among the samples of the step; 0 is the best
     "last",  # position of the worst sample of the step
 )
@@ -62,18 +63,15 @@ def sample_table(run: RecordedRun, limit_bytes: int) -> dict[str, Any]:
     }
 
 
-def _ranked(samples: Sequence[Sample]) -> list[tuple[int, int, Sample, bool]]:
+def _ranked(samples: Sequence[Sample]) -> list[tuple[int, int, Sample, bool | None]]:
     """Return (priority, rank, sample, whether its group has equal rewards). The best and the worst have the priority 0."""
-    rewards: dict[Any, set[float]] = {}
+    kept: dict[Any, list[float]] = {}
     for sample in samples:
-        rewards.setdefault(group_of(sample), set()).add(sample.get("reward", 0.0))
-    counts: dict[Any, int] = {}
-    for sample in samples:
-        counts[group_of(sample)] = counts.get(group_of(sample), 0) + 1
+        kept.setdefault(group_of(sample), []).append(sample.get("reward", 0.0))
     found = []
     for rank, sample in enumerate(samples):
-        group = group_of(sample)
-        uniform = counts[group] > 1 and len(rewards[group]) == 1
+        rewards = sample.get("group_rewards") or kept[group_of(sample)]
+        uniform = len(set(rewards)) == 1 if len(rewards) > 1 else None
         found.append((min(rank, len(samples) - 1 - rank), rank, sample, uniform))
     return found
 
@@ -83,8 +81,8 @@ def group_of(sample: Sample) -> Any:
     return sample["group"] if sample.get("group") is not None else sample.get("prompt", "")
 
 
-def _row(step: int, rank: int, last: int, sample: Sample, uniform: bool) -> list[Any]:
-    values = {name: sample.get(name) for name in COLUMNS} | dict(step=step, rank=rank, last=last, uniform=int(uniform))
+def _row(step: int, rank: int, last: int, sample: Sample, uniform: bool | None) -> list[Any]:
+    values = {name: sample.get(name) for name in COLUMNS} | dict(step=step, rank=rank, last=last, uniform=uniform)
     values["prompt"] = str(sample.get("prompt", ""))
     values["truncated"] = int(bool(sample.get("truncated")))
     values["parts"] = sample.get("parts") or None
@@ -124,11 +122,17 @@ def _left_out_text(
 ) -> str:
     if not total:
         return "No samples were recorded (tracking.samples_per_step)."
-    shown = f"{len(chosen):,} of the {total:,} samples that the run kept are on this page"
-    reason = "; the others are left out to keep it small. `mrl samples` shows all." if len(chosen) < total else "."
+    if len(chosen) < total:
+        shown = (
+            f"{len(chosen):,} of the {total:,} samples that the run kept are on this page; the others are left out to keep it "
+            "small. `mrl samples` shows all."
+        )
+    else:
+        shown = "The page has all samples that the run kept."
     recorded = sum(1 for _, sample in chosen if sample.get("tokens"))
     if not recorded:
-        return f"{shown}{reason} The values of tokens were not recorded."
-    return f"{shown}{reason} {len(tokens):,} of them have the values of their tokens" + (
-        ", those of the newest steps." if len(tokens) < recorded else "."
-    )
+        return f"{shown} The values of tokens were not recorded."
+    if len(tokens) == len(chosen):
+        return f"{shown} Each has the values of its tokens."
+    newest = ", those of the newest steps" if len(tokens) < recorded else ""
+    return f"{shown} {len(tokens):,} of them have the values of their tokens{newest}."
