@@ -8,7 +8,6 @@ one parameter, the rank with the first part assembles the parameter's state.
 
 from collections import ChainMap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,18 +33,17 @@ def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
     """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged.
 
     The reduction does not overlap with the backward pass. Overlap needs the same parameters to get gradients in the last
-    micro-batch of every rank, but a replica may have no micro-batch at all. It also needs several buckets, see
-    `_shared_embeddings_in_common_buckets`. The gathering of updated parameters does not overlap with the forward pass: it would
+    micro-batch of every rank, but a replica may have no micro-batch at all.
+    The gathering of updated parameters does not overlap with the forward pass: it would
     need overlapped reduction, and the weight sync and log-probability passes read parameters before the next training step.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False
     )
-    with _shared_embeddings_in_common_buckets(chunks):
-        wrapped = [
-            DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(chunks)
-        ]
+    wrapped = [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
     for chunk in wrapped:
         chunk.broadcast_params()
         _fuse_weight_gradients(chunk)
@@ -67,23 +65,6 @@ def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):  # Linear, LayerNormLinear and GroupedLinear of version 2.20
                 module.fuse_wgrad_accumulation = True  # type: ignore[missing-attribute]
-
-
-@contextmanager
-def _shared_embeddings_in_common_buckets(chunks: list[GPTModel]) -> Iterator[None]:
-    """Inside the block, Megatron plans no separate bucket for the two copies of a tied embedding.
-
-    Megatron 0.19 saves optimizer state at offsets without the padding of buckets, and loads it at offsets with the padding. If
-    there were more than one bucket, the loaded state would therefore be shifted.
-    """
-    tied = [p for chunk in chunks for p in chunk.parameters() if getattr(p, "shared_embedding", False)]
-    for param in tied:
-        param.shared_embedding = False
-    try:
-        yield
-    finally:
-        for param in tied:
-            param.shared_embedding = True
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig) -> MegatronOptimizer:
@@ -143,10 +124,31 @@ def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
 def sharded_state_to_load(optimizer: MegatronOptimizer, weights: dict) -> dict:
     """Return the sharded tensors that this rank reads: the whole state of each parameter in the buffers of this rank."""
     initialize_optimizer_state(optimizer)
-    state = {}
-    for number, part in enumerate(_optimizers(optimizer)):
-        state[number] = part.sharded_param_state_fully_reshardable(weights, is_loading=True, metadata={})
-    return state
+    description_of_param = _description_of_param(weights)
+    return {
+        number: dict(enumerate(_whole_states(part, description_of_param)))
+        for number, part in enumerate(_optimizers(optimizer))
+    }
+
+
+def _whole_states(
+    part: DistributedOptimizer, description_of_param: dict[Tensor, ShardedDescription]
+) -> Iterator[dict[str, ShardedDescription]]:
+    """Yield descriptions of empty tensors in host memory, in the order of `load_parameter_state_from_fully_reshardable`.
+
+    Megatron 0.19's own function cuts these tensors out of a buffer without the padding of buckets, at offsets that include the
+    padding. With several buckets it therefore warns of damaged data.
+    """
+    for buffer in part.buffers:
+        for param in buffer.param_index_map:
+            weight = description_of_param[param]
+            yield {key: _empty_state(weight, key) for key in ("param", *part.optimizer_state_keys)}
+
+
+def _empty_state(weight: ShardedDescription, key: str) -> ShardedDescription:
+    data = torch.empty(weight.data.shape, dtype=torch.float32)
+    dtype = dict(dtype=data.dtype) if isinstance(weight, ShardedTensor) else {}
+    return replace(weight, key=f"optimizer.state.{key}.{weight.key}", data=data, **dtype)
 
 
 def restore_optimizer_state(optimizer: MegatronOptimizer, state: dict, steps: int) -> None:
