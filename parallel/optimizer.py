@@ -23,22 +23,32 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
+from parallel.gradient_reduction import GradientReducer
 from parallel.spans import span
 from parallel.trainer_config import OptimConfig
 
 ShardedDescription = ShardedTensor | ShardedTensorFactory
 
 
-def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+def wrap_ddp(
+    chunks: list[GPTModel], overlap: bool = False, bucket_size: int | None = None
+) -> list[DistributedDataParallel]:
     """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged.
 
-    The reduction does not overlap with the backward pass. Overlap needs the same parameters to get gradients in the last
-    micro-batch of every rank, but a replica may have no micro-batch at all.
-    The gathering of updated parameters does not overlap with the forward pass: it would
-    need overlapped reduction, and the weight sync and log-probability passes read parameters before the next training step.
+    With `overlap`, gradients are reduced during the backward pass of the last micro-batch, in buckets of about `bucket_size`
+    elements (None: Megatron's default). See `parallel.gradient_reduction`.
+
+    The gathering of updated parameters does not overlap with the next forward pass. Megatron would gather a bucket when the first
+    module with a parameter of the bucket is called. The head of the actor reads the weight of the output layer without calling
+    that layer, so it would read old values. A replica without a micro-batch calls no module. After the last optimizer step of a
+    training step, the weight sync or the reference reads all parameters at once, so nothing would be left to overlap.
     """
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        average_in_collective=False,
+        overlap_grad_reduce=overlap,
+        bucket_size=bucket_size,
     )
     wrapped = [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
@@ -47,16 +57,24 @@ def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
     for chunk in wrapped:
         chunk.broadcast_params()
         _fuse_weight_gradients(chunk)
+    reducer = GradientReducer(wrapped) if overlap else None
+    chunks[0].config.no_sync_func = reducer.paused if reducer else None
     # Losses are already divided by the denominator of the mini-batch, so the reduction must not divide gradients by token counts.
     chunks[0].config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: _reduce_gradients(
-        model, force_all_reduce=kwargs.get("force_all_reduce", False)
+        model, reducer, force_all_reduce=kwargs.get("force_all_reduce", False)
     )
     return wrapped
 
 
-def _reduce_gradients(model: list[DistributedDataParallel], force_all_reduce: bool) -> None:
+def _reduce_gradients(
+    model: list[DistributedDataParallel], reducer: GradientReducer | None, force_all_reduce: bool
+) -> None:
     with span("gradient reduction", "collective"):
+        if reducer is not None:
+            reducer.start_remaining()
         finalize_model_grads(model, None, force_all_reduce=force_all_reduce)
+        if reducer is not None:
+            reducer.reset()
 
 
 def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
