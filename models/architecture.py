@@ -211,4 +211,6 @@ class ModelSpec:
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
     share_prompts: bool = True  # a pack may compute a prompt only once for all its responses
     logprob_chunk: int = 1024  # largest number of rows of logits that are in memory at the same time
+    overlap_grad_reduce: bool | None = None  # whether gradients are reduced during the backward pass; None: on a GPU
+    grad_bucket_size: int | None = None  # elements of a bucket of gradients; None: Megatron's default
     family: str | None = None  # reference to a family outside models/families (see models.families.load_family)

@@ -8,7 +8,6 @@ one parameter, the rank with the first part assembles the parameter's state.
 
 from collections import ChainMap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,41 +23,58 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
+from parallel.gradient_reduction import GradientReducer
 from parallel.spans import span
 from parallel.trainer_config import OptimConfig
 
 ShardedDescription = ShardedTensor | ShardedTensorFactory
 
 
-def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+def wrap_ddp(
+    chunks: list[GPTModel], overlap: bool = False, bucket_size: int | None = None
+) -> list[DistributedDataParallel]:
     """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged.
 
-    The reduction does not overlap with the backward pass. Overlap needs the same parameters to get gradients in the last
-    micro-batch of every rank, but a replica may have no micro-batch at all. It also needs several buckets, see
-    `_shared_embeddings_in_common_buckets`. The gathering of updated parameters does not overlap with the forward pass: it would
-    need overlapped reduction, and the weight sync and log-probability passes read parameters before the next training step.
+    With `overlap`, gradients are reduced during the backward pass of the last micro-batch, in buckets of about `bucket_size`
+    elements (None: Megatron's default). See `parallel.gradient_reduction`.
+
+    The gathering of updated parameters does not overlap with the next forward pass. Megatron would gather a bucket when the first
+    module with a parameter of the bucket is called. The head of the actor reads the weight of the output layer without calling
+    that layer, so it would read old values. A replica without a micro-batch calls no module. After the last optimizer step of a
+    training step, the weight sync or the reference reads all parameters at once, so nothing would be left to overlap.
     """
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        average_in_collective=False,
+        overlap_grad_reduce=overlap,
+        bucket_size=bucket_size,
     )
-    with _shared_embeddings_in_common_buckets(chunks):
-        wrapped = [
-            DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(chunks)
-        ]
+    wrapped = [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
     for chunk in wrapped:
         chunk.broadcast_params()
         _fuse_weight_gradients(chunk)
+    reducer = GradientReducer(wrapped) if overlap else None
+    chunks[0].config.no_sync_func = reducer.paused if reducer else None
     # Losses are already divided by the denominator of the mini-batch, so the reduction must not divide gradients by token counts.
     chunks[0].config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: _reduce_gradients(
-        model, force_all_reduce=kwargs.get("force_all_reduce", False)
+        model, reducer, force_all_reduce=kwargs.get("force_all_reduce", False)
     )
     return wrapped
 
 
-def _reduce_gradients(model: list[DistributedDataParallel], force_all_reduce: bool) -> None:
+def _reduce_gradients(
+    model: list[DistributedDataParallel], reducer: GradientReducer | None, force_all_reduce: bool
+) -> None:
     with span("gradient reduction", "collective"):
+        if reducer is not None:
+            reducer.start_remaining()
         finalize_model_grads(model, None, force_all_reduce=force_all_reduce)
+        if reducer is not None:
+            reducer.reset()
 
 
 def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
@@ -67,23 +83,6 @@ def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):  # Linear, LayerNormLinear and GroupedLinear of version 2.20
                 module.fuse_wgrad_accumulation = True  # type: ignore[missing-attribute]
-
-
-@contextmanager
-def _shared_embeddings_in_common_buckets(chunks: list[GPTModel]) -> Iterator[None]:
-    """Inside the block, Megatron plans no separate bucket for the two copies of a tied embedding.
-
-    Megatron 0.19 saves optimizer state at offsets without the padding of buckets, and loads it at offsets with the padding. If
-    there were more than one bucket, the loaded state would therefore be shifted.
-    """
-    tied = [p for chunk in chunks for p in chunk.parameters() if getattr(p, "shared_embedding", False)]
-    for param in tied:
-        param.shared_embedding = False
-    try:
-        yield
-    finally:
-        for param in tied:
-            param.shared_embedding = True
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig) -> MegatronOptimizer:
@@ -143,10 +142,31 @@ def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
 def sharded_state_to_load(optimizer: MegatronOptimizer, weights: dict) -> dict:
     """Return the sharded tensors that this rank reads: the whole state of each parameter in the buffers of this rank."""
     initialize_optimizer_state(optimizer)
-    state = {}
-    for number, part in enumerate(_optimizers(optimizer)):
-        state[number] = part.sharded_param_state_fully_reshardable(weights, is_loading=True, metadata={})
-    return state
+    description_of_param = _description_of_param(weights)
+    return {
+        number: dict(enumerate(_whole_states(part, description_of_param)))
+        for number, part in enumerate(_optimizers(optimizer))
+    }
+
+
+def _whole_states(
+    part: DistributedOptimizer, description_of_param: dict[Tensor, ShardedDescription]
+) -> Iterator[dict[str, ShardedDescription]]:
+    """Yield descriptions of empty tensors in host memory, in the order of `load_parameter_state_from_fully_reshardable`.
+
+    Megatron 0.19's own function cuts these tensors out of a buffer without the padding of buckets, at offsets that include the
+    padding. With several buckets it therefore warns of damaged data.
+    """
+    for buffer in part.buffers:
+        for param in buffer.param_index_map:
+            weight = description_of_param[param]
+            yield {key: _empty_state(weight, key) for key in ("param", *part.optimizer_state_keys)}
+
+
+def _empty_state(weight: ShardedDescription, key: str) -> ShardedDescription:
+    data = torch.empty(weight.data.shape, dtype=torch.float32)
+    dtype = dict(dtype=data.dtype) if isinstance(weight, ShardedTensor) else {}
+    return replace(weight, key=f"optimizer.state.{key}.{weight.key}", data=data, **dtype)
 
 
 def restore_optimizer_state(optimizer: MegatronOptimizer, state: dict, steps: int) -> None:

@@ -63,6 +63,8 @@ def run_forward_backward[O](
     config = chunks[0].config
     # Megatron would copy a number to the GPU for each micro-batch, and the host would wait for the copy.
     config.moe_grad_scale_func = lambda: torch.full((), aux_scale, device=device())
+    for chunk in chunks:
+        chunk.force_all_reduce = all_reduce_gradients  # for reductions that start during the backward pass
     if not micro_batches:
         if not forward_only:
             config.finalize_model_grads_func(chunks, force_all_reduce=all_reduce_gradients)

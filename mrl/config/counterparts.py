@@ -283,6 +283,7 @@ SLIME: dict[str, Rule] = {
     "wandb-group": "tracking.group",
     "wandb-key": Note("set the environment variable WANDB_API_KEY"),
     "use-fault-tolerance": Note("mrl always replaces failed engines", needed=False),
+    "overlap-grad-reduce": lambda value, values: {"trainer.overlap_grad_reduce": is_on(value)},
     "accumulate-allreduce-grads-in-fp32": Note("gradients are float32", needed=False),
     "attention-softmax-in-fp32": "megatron.attention_softmax_in_fp32",
     "attention-backend": Note("mrl selects the attention from the packages that it finds", needed=False),

@@ -407,6 +407,10 @@ class TrainerConfig:
         "Whether to compute each prompt once for all its responses. Training is then faster, with the same gradient.",
     )
     logprob_chunk: int = key(1024, "Number of tokens whose logits are in memory at the same time.", "tokens", least=1)
+    overlap_grad_reduce: bool | None = key(
+        None,
+        "Whether gradients are reduced over replicas during the backward pass. Default: true on GPUs, false on CPUs.",
+    )
     eval_every: int = key(
         0,
         "Number of steps between evaluations on held-out prompts. With 0, evaluations run only before and after training.",

@@ -44,6 +44,7 @@ def model_spec(plan: ModelPlan, routing_replay: bool = False) -> ModelSpec:
         config.megatron | (dict(moe_enable_routing_replay=True) if routing_replay else {}),
         share_prompts=plan.packing.share_prompts,
         logprob_chunk=config.trainer.logprob_chunk,
+        overlap_grad_reduce=config.trainer.overlap_grad_reduce,
         family=resolve_family_path(config.model.family) if config.model.family else None,
     )
 

@@ -2,8 +2,9 @@
 
 All formulas take an array [R] of R numbers of replicas, so that the layout search evaluates all of them in one call. Elsewhere
 in mrl, R is the number of sampled tokens.
-Communication does not overlap with computation. For example, mrl reduces gradients after the last backward pass, and gathers keys
-and values before attention.
+The prediction assumes that communication does not overlap with computation. For example, mrl gathers keys and values before
+attention. Only the reduction of gradients overlaps with the backward pass on GPUs (trainer.overlap_grad_reduce), which saves
+time that is not predicted.
 """
 
 from __future__ import annotations

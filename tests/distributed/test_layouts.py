@@ -194,3 +194,28 @@ def second_step_clips(rank: int, path, dims: ParallelDims, given: bool) -> float
     if given:
         block = block.with_columns(old_logprobs=torch.cat(actor.compute_logprobs(block, share)).numpy())
     return actor.update(block, [share, share], PPOClip(0.01, 0.01), [3e-3, 1e-3])[1].sums["loss/clip_fraction"]
+
+
+def updated_twice(rank: int, path, dims: ParallelDims):
+    """Return (norms of the gradients, exported weights) after two optimizer steps on the same rows."""
+    actor, block = make_actor(path, dims), ragged_block(40)
+    share = share_of(block, dims, 40, rank)
+    reports = actor.update(block, [share, share], CrossEntropy(), [1e-3, 1e-3])
+    norms = [report.maxima["optim/grad_norm"] for report in reports]
+    return norms, {n: t.clone().numpy() for n, t in actor.export()} if actor.participates_in_export else {}
+
+
+@pytest.mark.extended_except("pp2 dp2")
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(**d) for d in (dict(pp=2, dp=2), dict(pp=2, cp=2), dict(pp=2, vpp=2, dp=2))], ids=str
+)
+def test_both_copies_of_a_tied_embedding_get_the_whole_gradient(run_ranks, tmp_path, dims):
+    """Each data-parallel rank updates the same part of the copies on the first and on the last pipeline stage."""
+    make("tied", tmp_path)
+    one = ParallelDims()
+    expected, weights = run_ranks(one, updated_twice, tmp_path, one)[0]
+    ranks = run_ranks(dims, updated_twice, tmp_path, dims)
+    for norms, _ in ranks:
+        np.testing.assert_allclose(norms, expected, rtol=1e-4)
+    for name, tensor in weights.items():
+        np.testing.assert_allclose(ranks[0][1][name], tensor, atol=2e-4, err_msg=name)

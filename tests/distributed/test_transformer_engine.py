@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from te_process import missing_python, run_forked, te_process
 from test_checkpoints import load_and_continue, load_and_go_on, save_and_continue, save_and_go_on, with_adam
 from test_gpu_branches import waits_of_an_update
+from test_gradient_reduction import compare_modes
 from test_layouts import export
 from test_offload import train_awake, train_between_sleeps
 from test_parity import DENSE, MOE, layouts, trace
@@ -135,6 +136,19 @@ def test_without_shared_prompts_transformer_engines_attention_computes_the_same(
 def test_a_forward_and_backward_pass_never_waits_for_the_device(te_ranks, models, kind, share_prompts):
     (waits,) = te_ranks(ONE, waits_of_an_update, models(kind), False, ON_GPU, share_prompts)
     assert waits == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [("dense", ParallelDims(dp=2)), ("moe", ParallelDims(tp=2, dp=2, ep=2, etp=1)), ("glm", ParallelDims(dp=2, ep=2))],
+    ids=str,
+)
+def test_a_reduction_during_the_backward_pass_changes_no_bit(te_ranks, models, kind, dims):
+    """The matrices add their gradients to the buffers themselves, before the reductions start."""
+    ranks = te_ranks(dims, compare_modes, kind, models(kind), dims, not dims.lockstep)
+    for norms, early, _ in ranks:
+        np.testing.assert_allclose(norms["during"], norms["after"], rtol=1e-5)
+        assert early[-1] > 0
 
 
 @pytest.mark.parametrize(
