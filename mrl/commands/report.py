@@ -64,7 +64,7 @@ def _check(folders: list[Path], args: argparse.Namespace) -> None:
 def page_data(folders: list[Path], reload_s: int = 0) -> dict:
     """Return the data of the page. Raises ValueError if a folder is no run and no sweep."""
     if len(folders) == 2:
-        return pair_data(read_run(folders[0]), read_run(folders[1]))
+        return pair_data(read_run(folders[0]), read_run(folders[1])) | {"reload_s": reload_s}
     if (folders[0] / SWEEP_FILE).exists():
         sweep = load_sweep(folders[0])
         return sweep_data(sweep.folder.resolve().name, sweep.metric, sweep.maximize, _points(sweep)) | {

@@ -153,7 +153,8 @@ def _held_out_text(run: RecordedRun) -> str:
 def _reward(run: RecordedRun) -> tuple[str, str]:
     last, step = run.last, max(run.metrics, default=0)
     if "reward/mean" not in last:
-        return f"{NOT_RECORDED}: no step has a reward.", ""
+        reason = f" The run failed: {run.error}" if run.error else ""
+        return f"{NOT_RECORDED}: no step has a reward.{reason}", "bad" if reason else ""
     mean = last["reward/mean"]
     start = f"In step {step} the mean reward is {number(mean)}"
     failed, truncated = last.get("reward/failed_fraction", 0.0), last.get("rollout/truncated_fraction", 0.0)
