@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from mrl.sweep.points import SWEEP_FILE, Sweep, load_sweep
-from mrl.tracking.report.comparison_page import SweptRun, pair_data, sweep_data
+from mrl.tracking.report.comparison_page import SweepPoint, pair_data, sweep_data
 from mrl.tracking.report.page import write_page
 from mrl.tracking.report.recorded_run import is_running, read_run
 from mrl.tracking.report.run_page import run_data
@@ -73,7 +73,7 @@ def page_data(folders: list[Path], reload_s: int = 0) -> dict:
     return run_data(read_run(folders[0]), reload_s)
 
 
-def _points(sweep: Sweep) -> list[SweptRun]:
+def _points(sweep: Sweep) -> list[SweepPoint]:
     found = []
     for result in sweep.results():
         overrides = dict(override.split("=", 1) for override in result.point)
@@ -82,7 +82,7 @@ def _points(sweep: Sweep) -> list[SweptRun]:
         except ValueError:  # the point has not started
             run = None
         own = (str(result.state), result.value, result.steps, result.reason, sweep.command(result.index))
-        found.append(SweptRun(run, overrides, *own))
+        found.append(SweepPoint(run, overrides, *own))
     return found
 
 

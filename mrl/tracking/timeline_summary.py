@@ -3,20 +3,14 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-from mrl.tracking.timeline import ProcessTimeline, Span, read_timeline
+from mrl.tracking.timeline import ProcessTimeline, Span
 
 NOISE = 0.03  # a rank is called slow if it computes longer than the others by more than this fraction
 PASSES = "forward and backward"  # name of the span that contains the micro-batches of one optimizer step
 SMALLEST_SHARE = 0.005  # phases with a smaller part of the time are not named
 LAST_PHASE = "weight_sync"  # a step is complete if the driver has finished this phase
-
-
-def sentences(run_dir: Path) -> list[str]:
-    """Return the summary of a run's timeline. Raises ValueError if no timeline was recorded."""
-    return summarise(read_timeline(run_dir))
 
 
 def summarise(timelines: Sequence[ProcessTimeline]) -> list[str]:

@@ -7,8 +7,12 @@ import pytest
 
 from mrl.commands.report import main, page_data
 from mrl.core.jsonl import JsonLinesFile, write_json
+from mrl.tracking.report.answers import answers
 from mrl.tracking.report.charts import interval, thinned
 from mrl.tracking.report.page import PAGE_BYTES, render
+from mrl.tracking.report.recorded_run import RecordedRun
+from mrl.tracking.timeline import ProcessTimeline, Span
+from mrl.tracking.timeline_summary import summarise, trainer_ranks
 
 
 def make_run(folder: Path, steps: int = 3, config=None, samples=(), **metrics) -> Path:
@@ -46,6 +50,55 @@ def test_what_takes_the_time_is_the_largest_part_of_the_steps(tmp_path):
     data = page_data([make_run(tmp_path / "run")])
     assert "75%, is sampling in the engines" in answer(data, "What takes the time")
     assert "Not recorded" in answer(data, "Which rank is slow")
+
+
+def test_the_largest_part_of_a_step_can_be_less_than_half_of_it(tmp_path):
+    data = page_data([make_run(tmp_path / "run", spent__engine_s=0.9, spent__megatron_s=0.6)])
+    assert "The largest part, 45%, is sampling in the engines" in answer(data, "What takes the time")
+
+
+def trainer_rank(rank: int, computing_s: float, pp: int = 0) -> ProcessTimeline:
+    """Return the timeline of an actor rank with one step."""
+    passes = Span("forward and backward", "phase", 100.0, 10.0, 1)
+    work = Span("forward", "micro_batch", 100.0, computing_s, 1, {"tokens": 100})
+    return ProcessTimeline(f"actor rank {rank}", "actor", rank, "a", {"pp": pp}, [passes, work])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([trainer_rank(0, 6.0), trainer_rank(1, 6.0), trainer_rank(2, 9.0)], "actor rank 2 computes 50 % longer than"),
+        ([trainer_rank(0, 6.0), trainer_rank(1, 6.1)], "No rank is clearly slower than the others."),
+        ([trainer_rank(0, 6.0), trainer_rank(1, 9.0, pp=1)], "No two ranks compute the same pipeline stage"),
+        ([trainer_rank(0, 6.0)], "The run has only one trainer rank."),
+    ],
+)
+def test_which_rank_is_slow_names_a_slow_rank_or_says_that_there_is_none(tmp_path, ranks, text):
+    driver = ProcessTimeline("driver", "driver", 0, spans=[Span("weight_sync", "phase", 110.0, 1.0, 1)])
+    run = RecordedRun(tmp_path, timeline=summarise([driver, *ranks]), ranks=trainer_ranks(ranks))
+    assert answer({"answers": answers(run)}, "Which rank is slow").startswith(text)
+    run = RecordedRun(tmp_path, ranks=trainer_ranks(ranks * 2))
+    assert "no complete step" in answer({"answers": answers(run)}, "Which rank is slow")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"), [("interrupted", "was interrupted"), ("failed", "failed"), ("finished", "finished")]
+)
+def test_the_headline_says_how_the_run_ended(tmp_path, outcome, words):
+    folder = make_run(tmp_path / "run")
+    (folder / "starts.jsonl").write_text(json.dumps({"event": "end", "step": 3, "outcome": outcome}))
+    assert f"3 steps; the run {words}" in page_data([folder])["health"]["headline"].replace(", no problem found", "")
+
+
+def test_charts_and_problems_are_described_in_sentences(tmp_path):
+    data = page_data([make_run(tmp_path / "run", rollout__truncated_fraction=1.0, optim__grad_norm=1.0)])
+    good = {chart["title"]: chart["good"] for chart in data["charts"]}
+    assert good["Reward"] == "In a healthy run, the value rises over the run."
+    assert good["Gradient norm"] == "In a healthy run, the value is constant, without jumps."
+    assert any(
+        line.endswith(". The problem “truncated responses” was present in 3 of 3 steps, from step 1 to step 3.")
+        for line in data["health"]["lines"]
+    )
 
 
 def test_no_text_of_a_sample_can_end_the_script_of_the_page(tmp_path):
@@ -112,10 +165,31 @@ def test_a_sweep_names_the_best_point_and_what_matters(tmp_path):
     points = [(f"optim.lr={lr}", f"run.seed={seed}") for lr in (1, 2) for seed in (0, 1)]
     write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
     for n, reward in enumerate((0.1, 0.2, 0.8, 0.9)):
-        write_json(make_run(tmp_path / str(n), reward__mean=reward) / "status.json", {"status": 0, "seconds": 1.0})
+        run = make_run(tmp_path / str(n), reward__mean=reward, rollout__truncated_fraction=float(n == 0))
+        write_json(run / "status.json", {"status": 0, "seconds": 1.0})
     data = page_data([tmp_path])
     assert data["best"] == 3 and data["effects"][0][0] == "optim.lr" and data["effects"][0][1] == pytest.approx(0.98)
+    assert "by construction" not in answer(data, "Which key changes the result most")
+    assert answer(data, "Why is it the best").startswith(
+        "The mean reward of point 3 (optim.lr=2 run.seed=1) stayed at 0.9. "
+        "The mean reward of point 0 (optim.lr=1 run.seed=0) stayed at 0.1, "
+        "with the problem “truncated responses” in 3 of 3 steps, from step 1 to step 3. "
+    )
+    assert answer(data, "How much better").startswith("By 0.1: the nearest other result of a finished point is 0.8")
     assert render(data)
+
+
+def test_a_key_with_as_many_values_as_measured_points_explains_everything_by_construction(tmp_path):
+    points = [(f"optim.lr={lr}",) for lr in (1, 2, 3, 3)]  # the last point has no result
+    write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
+    for n, reward in enumerate((0.1, 0.2, 0.8)):
+        write_json(make_run(tmp_path / str(n), reward__mean=reward) / "status.json", {"status": 0, "seconds": 1.0})
+    data = page_data([tmp_path])
+    assert answer(data, "Which key changes the result most") == (
+        "optim.lr explains 100% of the variance of the results of 3 points. "
+        "With as many values as points, a key explains everything by construction."
+    )
+    assert answer(data, "How much of the sweep is done") == "Of 4 points: 3 done, 1 waiting."
 
 
 def test_thinned_curves_keep_both_ends_and_the_extremes():

@@ -19,7 +19,7 @@ from mrl.config.process_schema import ProfileConfig
 from mrl.controller.plan_train import check_profile
 from mrl.controller.trainer import Phases
 from mrl.tracking.timeline import ProcessTimeline, Span, read_timeline, trace_events, write_trace
-from mrl.tracking.timeline_summary import overlap_seconds, rank_work, sentences, summarise
+from mrl.tracking.timeline_summary import overlap_seconds, rank_work, summarise
 from mrl.workers.group import StepRecording
 from parallel import spans
 from parallel.schedule import _record_backward
@@ -413,7 +413,7 @@ def test_the_command_writes_the_trace_and_prints_the_summary(tmp_path, capsys):
     assert "2 steps took 2.00 s" in printed and "3 spans were dropped" in printed and "ui.perfetto.dev" in printed
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2, 3}
-    assert sentences(tmp_path)[0].startswith("3 steps took")
+    assert summarise(read_timeline(tmp_path))[0].startswith("3 steps took")
 
 
 def test_a_timeline_without_a_complete_step_is_merged_without_a_summary(tmp_path, capsys):
@@ -421,7 +421,7 @@ def test_a_timeline_without_a_complete_step_is_merged_without_a_summary(tmp_path
     assert command.main([str(tmp_path)]) == 0
     assert "no complete step yet" in capsys.readouterr().out and (tmp_path / "timeline.json").exists()
     with pytest.raises(ValueError, match="no complete step"):
-        sentences(tmp_path)
+        summarise(read_timeline(tmp_path))
 
 
 @pytest.mark.parametrize("steps", ["3:2", "a", "0:3", "1:2:3"])

@@ -1,4 +1,4 @@
-"""Answers to the first questions about a run, each in one or two sentences, from what the run recorded."""
+"""Answers to the first questions about a run, each in a few sentences, from what the run recorded."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from mrl.tracking.learning_health import MISMATCH_NATS, RULES, LearningHealth, LearningSettings, StepView
-from mrl.tracking.report.charts import SPENT
+from mrl.tracking.report.charts import COMPONENTS
 from mrl.tracking.report.page import number
 from mrl.tracking.report.provenance import changed_keys, next_commands
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
-from mrl.tracking.timeline_summary import NOISE
+from mrl.tracking.timeline_summary import NOISE, RankWork
 
-CLEAR_ERRORS = 2.0  # a change of the mean reward is clear if it exceeds this number of standard errors
+STANDARD_ERRORS_OF_A_CLEAR_CHANGE = 2.0  # a larger change of the mean reward is clear
 QUOTE_CHARACTERS = 90  # length of a quoted response
 NOT_RECORDED = "Not recorded"
 
@@ -42,7 +42,7 @@ def answers(run: RecordedRun) -> list[dict[str, Any]]:
         Answer("Are responses cut off?", *_truncation(run), "learning"),
         Answer("Do the trainer and the engines agree?", *_agreement(run), "learning"),
         Answer("Was the run resumed?", _resumes(run), "", "provenance"),
-        Answer("What was changed?", _changes(run), "", "provenance"),
+        Answer("Which config keys differ from their defaults?", _changes(run), "", "provenance"),
         Answer("How do I go on?", next_commands(run)[0]["command"], "", "next"),
     )
     return [asdict(answer) for answer in found]
@@ -67,31 +67,43 @@ def health(run: RecordedRun) -> dict[str, Any]:
 
 
 def _ended(outcome: str) -> str:
-    return {"finished": "finished", "unhealthy": "was ended by the health check", "preempted": "was preempted"}.get(
-        outcome, outcome
-    )
+    return {
+        "finished": "finished",
+        "failed": "failed",
+        "unhealthy": "was ended by the health check",
+        "preempted": "was preempted",
+        "interrupted": "was interrupted",
+    }.get(outcome, f"ended with the outcome {outcome}")
 
 
 def problems(run: RecordedRun) -> list[str]:
-    """Return what the health check of learning reports, and problems that the last step has."""
+    """Return the problems that the health check reports. If the run is too short for the check, return those of its last step."""
+    return [
+        f"{text.rstrip('.')}. The problem “{name}” was present {where}." for name, where, text in found_problems(run)
+    ]
+
+
+def found_problems(run: RecordedRun) -> list[tuple[str, str, str]]:
+    """Return (name of the problem, the steps that have it, its description) for each problem of `problems`."""
     reported: list[str] = []
     check = LearningHealth(_settings(run), reported.append)
     for step, metrics in run.metrics.items():
         check.check(step, metrics)
     totals_from = len(reported)
     check.report_totals()
-    views = reported[totals_from:]
-    found = [text[:1].upper() + text[1:] for text in reported[:totals_from]]
-    found = [f"{text} ({total})" for text, total in zip(found, views, strict=True)]
+    totals = [total.partition(": ") for total in reported[totals_from:]]
+    texts = [text[:1].upper() + text[1:] for text in reported[:totals_from]]
+    found = [(name, where, text) for text, (name, _, where) in zip(texts, totals, strict=True)]
     if not found and 0 < len(run.metrics) < max(rule.patience for rule in RULES.values()):
         found = _problems_of_last_step(run)
     return found
 
 
-def _problems_of_last_step(run: RecordedRun) -> list[str]:
+def _problems_of_last_step(run: RecordedRun) -> list[tuple[str, str, str]]:
     """Return the problems of the last step of a run that is too short for the health check."""
     view = StepView(now=run.last, first=(), settings=_settings(run))
-    return [f"Step {max(run.metrics)}: {text}" for rule in RULES.values() if (text := rule.find(view))]
+    where = f"in step {max(run.metrics)}"
+    return [(name, where, text[:1].upper() + text[1:]) for name, rule in RULES.items() if (text := rule.find(view))]
 
 
 def _settings(run: RecordedRun) -> LearningSettings:
@@ -106,7 +118,7 @@ def _settings(run: RecordedRun) -> LearningSettings:
     )
 
 
-def ends(values: Sequence[float]) -> tuple[float, float, float, int]:
+def first_and_last_mean(values: Sequence[float]) -> tuple[float, float, float, int]:
     """Return (mean of the first steps, mean of the last steps, standard error of the difference, number of averaged steps)."""
     count = max(1, min(10, len(values) // 3))
     first, last = np.array(values[:count]), np.array(values[-count:])
@@ -119,19 +131,19 @@ def _learning(run: RecordedRun) -> tuple[str, str]:
     held_out = _held_out_text(run)
     if len(values) < 2:
         return (
-            (f"Too early to say: {len(values)} steps have a reward.{held_out}", "")
+            (f"Too early to say: only one step has a reward.{held_out}", "")
             if values
             else (f"{NOT_RECORDED}: no step has a reward.", "")
         )
     if min(values) == max(values):
         return f"No: the mean reward of every step is {number(values[0])}.{held_out}", "bad"
-    before, after, error, count = ends(values)
+    before, after, error, count = first_and_last_mean(values)
     change = f"the mean reward went from {number(before)} to {number(after)}, {_averaged(count)}"
     if math.isnan(error):
         return f"Too few steps to tell a change from noise: {change}.{held_out}", ""
-    if after - before > CLEAR_ERRORS * error and after > before:
+    if after - before > STANDARD_ERRORS_OF_A_CLEAR_CHANGE * error and after > before:
         return f"Yes: {change}.{held_out}", "good"
-    if before - after > CLEAR_ERRORS * error and after < before:
+    if before - after > STANDARD_ERRORS_OF_A_CLEAR_CHANGE * error and after < before:
         return f"No, the reward falls: {change}.{held_out}", "bad"
     return f"No clear change: {change}, which is within the noise (standard error {number(error, 2)}).{held_out}", ""
 
@@ -144,10 +156,8 @@ def _held_out_text(run: RecordedRun) -> str:
     for name, word in (("eval/reward_sampled", "sampled"), ("eval/reward_greedy", "greedy")):
         values = list(run.series(name).values())
         if len(values) > 1:
-            return (
-                f" Held-out reward ({word}): {number(values[0])} before, {number(values[-1])} at the last evaluation."
-            )
-    return " Held-out reward: not recorded twice."
+            return f" Held-out reward ({word}): {number(values[0])} at the first evaluation, {number(values[-1])} at the last."
+    return " Held-out reward: fewer than two evaluations were recorded."
 
 
 def _reward(run: RecordedRun) -> tuple[str, str]:
@@ -172,7 +182,8 @@ def _reward(run: RecordedRun) -> tuple[str, str]:
             "bad",
         )
     if zero := [name[7:-5] for name, value in _parts(last).items() if value == 0]:
-        start += f", and no response earns the part{'s' if len(zero) > 1 else ''} {', '.join(zero)}"
+        parts, have = ("parts", "have") if len(zero) > 1 else ("part", "has")
+        start += f", and the reward {parts} {', '.join(zero)} {have} a mean of 0"
     if not mean > 0 and not any(sample.get("reward", 0) > 0 for sample in _samples(run)):
         return (
             f"{start}. {_empty_text(run)}Compare the responses with the expected answers in the "
@@ -273,11 +284,11 @@ def _stability(run: RecordedRun) -> tuple[str, str]:
         return f"{NOT_RECORDED}: no step has entropy, KL, gradient norm or mismatch.", ""
     bad = [text for text in problems(run) if any(word in text for word in UNSTABLE)]
     absent = f" Not recorded: {', '.join(missing)}." if missing else ""
-    verdict = "No, see the problems above: " if bad else "Nothing exceeds the limits of the health check: "
+    verdict = "No, see the problems above. Measured: " if bad else "Nothing exceeds the limits of the health check: "
     return f"{verdict}{'; '.join(parts)}.{absent}", "bad" if bad else "good"
 
 
-WORDS = {
+COMPONENT_TEXTS = {
     "engine": "sampling in the engines",
     "megatron": "Megatron's passes and optimizer",
     "critic": "the critic",
@@ -288,9 +299,9 @@ WORDS = {
 
 
 def spent_shares(run: RecordedRun) -> dict[str, float]:
-    """Return the part of the time of all steps that spent/* reports, largest first."""
+    """Return component -> its fraction of the time of all steps, from spent/*. The largest comes first."""
     total = sum(run.series("time/step_s").values())
-    seconds = {part: sum(run.series(f"spent/{part}_s").values()) for part in SPENT}
+    seconds = {part: sum(run.series(f"spent/{part}_s").values()) for part in COMPONENTS}
     shares = {part: value / total for part, value in seconds.items() if value} if total else {}
     return dict(sorted(shares.items(), key=lambda each: -each[1]))
 
@@ -298,32 +309,34 @@ def spent_shares(run: RecordedRun) -> dict[str, float]:
 def mean_spent(run: RecordedRun) -> list[tuple[str, float]]:
     """Return (component, seconds of the mean step that it takes), largest first."""
     seconds = list(run.series("time/step_s").values())
-    return [(WORDS[part], share * float(np.mean(seconds))) for part, share in spent_shares(run).items()]
+    return [(COMPONENT_TEXTS[part], share * float(np.mean(seconds))) for part, share in spent_shares(run).items()]
 
 
 def time_text(run: RecordedRun) -> str:
-    """Return what bounds the duration of a step."""
+    """Say how long a step takes, and how much of it each component takes."""
     shares, seconds = spent_shares(run), list(run.series("time/step_s").values())
     if not shares:
         return f"{NOT_RECORDED}: no step has time/step_s and spent/*."
     first = next(iter(shares))
-    others = ", ".join(f"{WORDS[part]} {share:.0%}" for part, share in list(shares.items())[1:] if share >= 0.005)
+    others = ", ".join(
+        f"{COMPONENT_TEXTS[part]} {share:.0%}" for part, share in list(shares.items())[1:] if share >= 0.005
+    )
     return (
-        f"A step takes {number(float(np.median(seconds)))} s (median). Most of it, {shares[first]:.0%}, is {WORDS[first]}"
-        + (f"; {others}." if others else ".")
+        f"A step takes {number(float(np.median(seconds)))} s (median). "
+        f"The largest part, {shares[first]:.0%}, is {COMPONENT_TEXTS[first]}" + (f"; {others}." if others else ".")
     )
 
 
 def idle_text(run: RecordedRun) -> str:
-    """Return which part of the steps the trainer ranks and the controller are busy, or ""."""
+    """Say for which fraction of the step time trainer ranks and the controller are busy. Returns "" if it is unknown."""
     shares = spent_shares(run)
     if "megatron" not in shares:
         return ""
     return (
-        f"The slowest trainer rank computes during {shares['megatron']:.0%} "
-        f"of the steps, so trainer ranks are idle during at least "
-        f"{max(0.0, 1 - shares['megatron']):.0%} of them unless they share their GPUs with other roles. The steps wait for "
-        f"sampling during {shares.get('engine', 0.0):.0%}, and the controller takes {shares.get('controller', 0.0):.1%}."
+        f"The slowest trainer rank computes during {shares['megatron']:.0%} of the step time, so trainer ranks are idle during "
+        f"at least {max(0.0, 1 - shares['megatron']):.0%} of it, unless they share their GPUs with other roles. The wait for "
+        f"sampling takes {shares.get('engine', 0.0):.0%} of the step time, and the controller takes "
+        f"{shares.get('controller', 0.0):.1%}."
     )
 
 
@@ -332,19 +345,25 @@ def _slow_rank(run: RecordedRun) -> str:
         return " ".join(found)
     if len(run.ranks) == 1:
         return "The run has only one trainer rank."
+    if run.ranks and not run.timeline:
+        return f"{NOT_RECORDED}: the timeline has no complete step yet."
     if run.ranks:
-        slowest = max(run.ranks, key=lambda rank: rank.computing_s)
-        excess = slowest.computing_s / float(np.median([rank.computing_s for rank in run.ranks])) - 1
+        if len({_model_and_stage(rank) for rank in run.ranks}) == len(run.ranks):
+            return "No two ranks compute the same pipeline stage of the same model, so no ranks can be compared."
         return (
-            f"None is clearly slow. {slowest.timeline.process} computes longest, {excess:.1%} longer than the median rank; "
-            f"up to {NOISE:.0%} counts as noise."
+            "No rank is clearly slower than the others. A rank is clearly slower if it computes more than "
+            f"{NOISE:.0%} longer than the other ranks of the same model and pipeline stage."
         )
     if imbalance := list(run.series("batch/imbalance").values()):
         return (
-            f"No timeline was recorded (tracking.timeline=true records one). By its batches, the replica with the most work has "
-            f"{number(float(np.mean(imbalance)), 4)} times the mean work of the replicas."
+            f"No timeline was recorded (tracking.timeline=true records one). Estimated from the batches, the replica "
+            f"with the most work has {number(float(np.mean(imbalance)), 4)} times the mean work of the replicas."
         )
     return f"{NOT_RECORDED}: tracking.timeline=true records it."
+
+
+def _model_and_stage(rank: RankWork) -> tuple[str, int]:
+    return rank.timeline.role, rank.timeline.coords.get("pp", 0)
 
 
 def _truncation(run: RecordedRun) -> tuple[str, str]:

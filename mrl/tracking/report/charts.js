@@ -30,7 +30,7 @@ function lineChart(chart, resumes, mode) {
   const readout = el("div", { class: "readout", "aria-live": "polite" });
   const shown = chart.series.filter((s) => s.points.length).length > 1, keys = shown ? el("div", {}, ...chart.series.map((s, n) => (s.points.length ? key(s.run ?? n, s.label) : ""))) : "";
   const meaning = chart.meaning.charAt(0).toUpperCase() + chart.meaning.slice(1);
-  figure.append(sized(LINE_HEIGHT, (width) => lines(chart, all, resumes, mode, readout, width)), readout, keys, el("figcaption", {}, meaning + (meaning ? "." : "") + (chart.good ? ` Good: ${chart.good}.` : "")));
+  figure.append(sized(LINE_HEIGHT, (width) => lines(chart, all, resumes, mode, readout, width)), readout, keys, el("figcaption", {}, meaning + (meaning ? "." : "") + (chart.good ? ` ${chart.good}` : "")));
   return figure;
 }
 

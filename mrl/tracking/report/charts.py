@@ -41,7 +41,8 @@ CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
 MAX_POINTS = 600  # points of one curve; of longer curves, the extremes of equal intervals are kept
 MAX_COLUMNS = 60  # columns of a distribution
 NUM_BINS = 14  # rows of a distribution
-SPENT = ("engine", "megatron", "critic", "sync_engine", "reward", "controller")
+COMPONENTS = ("engine", "megatron", "critic", "sync_engine", "reward", "controller")
+GOOD_VERBS = ("rises", "falls", "changes", "follows", "has")  # first words of Metric.good that are verbs
 INTERVAL_Z = 1.96  # normal quantile of a 95 % interval
 
 
@@ -51,12 +52,12 @@ def learning_charts(run: RecordedRun) -> list[dict[str, Any]]:
     for title, chosen in _recorded_charts([run]):
         series = [one for name, label in chosen if (one := _series(run, name, label))["points"]]
         if series:
-            charts.append(_chart(title, chosen[0][0], series) | {"meaning": _meanings(series)})
+            charts.append(_chart(title, series[0]["name"], series) | {"meaning": _meanings(series)})
     return charts
 
 
 def overlaid_charts(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return charts with one curve for each run, for at most two metrics of each chart."""
+    """Return charts with one curve for each run, for the first two recorded metrics of each entry of CHARTS."""
     charts = []
     for title, chosen in _recorded_charts(runs):
         for name, label in chosen[:2]:
@@ -85,7 +86,16 @@ def _recorded_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tuple[
 
 def _chart(title: str, name: str, series: list[dict[str, Any]]) -> dict[str, Any]:
     meaning, unit, good = describe(name)
-    return {"title": title, "unit": unit, "meaning": meaning, "good": good, "series": series}
+    subject = "the value" if len({one["name"] for one in series}) == 1 else f"“{series[0]['label']}”"
+    return {"title": title, "unit": unit, "meaning": meaning, "good": _good_sentence(subject, good), "series": series}
+
+
+def _good_sentence(subject: str, good: str) -> str:
+    """Return a sentence that says what `subject` does in a healthy run; "" if `good` is empty."""
+    if good.startswith("see "):
+        return f"{good[:1].upper()}{good[1:]}."
+    verb = "" if good.partition(" ")[0] in GOOD_VERBS else "is "
+    return f"In a healthy run, {subject} {verb}{good}." if good else ""
 
 
 def _meanings(series: Sequence[dict[str, Any]]) -> str:
@@ -123,7 +133,8 @@ def _series(run: RecordedRun, name: str, label: str) -> dict[str, Any]:
 def interval(mean: float, rows: int) -> tuple[float, float]:
     """Return the Wilson interval (95 %) of a mean of `rows` rewards between 0 and 1.
 
-    Rewards between 0 and 1 vary most if they are 0 or 1, so for other rewards the interval is too wide, and never too narrow.
+    At a given mean, rewards between 0 and 1 have the largest variance if each of them is 0 or 1. If some are between 0 and 1,
+    the interval is wider than necessary.
     """
     z2 = INTERVAL_Z**2
     centre = (mean + z2 / (2 * rows)) / (1 + z2 / rows)
@@ -132,7 +143,7 @@ def interval(mean: float, rows: int) -> tuple[float, float]:
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """Return at most about `most` points: the smallest and the largest of each of `most / 2` intervals, and both ends."""
+    """Return at most `most` + 2 points: the smallest and the largest of each of `most // 2` intervals, the first and the last."""
     if len(points) <= most:
         return list(points)
     kept = {points[0], points[-1]}
@@ -147,7 +158,7 @@ def _rounded(value: float) -> float | None:
 
 
 def time_chart(run: RecordedRun) -> dict[str, Any] | None:
-    """Return the seconds of each phase, averaged over at most MAX_COLUMNS groups of steps, and each part of spent/*.
+    """Return the mean seconds of each phase in at most MAX_COLUMNS groups of steps, and the means of spent/* over all steps.
 
     Returns None if no step was recorded.
     """
@@ -164,7 +175,7 @@ def time_chart(run: RecordedRun) -> dict[str, Any] | None:
     step_s = _mean(run.metrics[step]["time/step_s"] for step in steps)
     spent = {
         part: _mean(run.metrics[step].get(f"spent/{part}_s", 0.0) for step in steps)
-        for part in SPENT
+        for part in COMPONENTS
         if any(f"spent/{part}_s" in run.metrics[step] for step in steps)
     }
     return {
@@ -185,15 +196,15 @@ def distributions(run: RecordedRun) -> list[dict[str, Any]]:
     lengths: Mapping[int, Sequence[float]] = run.lengths
     source = "all trained responses"
     if not any(lengths.values()):
-        lengths, source = _sampled(run, "num_tokens"), "the kept samples"
+        lengths, source = _sample_values(run, "num_tokens"), "the kept samples"
     found = [
         ("Response length (sampled tokens)", source, lengths),
-        ("Reward", "the kept samples", _sampled(run, "reward")),
+        ("Reward", "the kept samples", _sample_values(run, "reward")),
     ]
     return [chart for title, of, values in found if (chart := _distribution(f"{title} of {of}", values))]
 
 
-def _sampled(run: RecordedRun, name: str) -> dict[int, list[float]]:
+def _sample_values(run: RecordedRun, name: str) -> dict[int, list[float]]:
     return {
         step: [one[name] for one in samples if isinstance(one.get(name), int | float)] for step, samples in run.samples
     }

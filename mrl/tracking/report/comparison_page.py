@@ -3,20 +3,28 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from mrl.tracking.report.answers import WORDS, Answer, ends, problems, spent_shares, time_text
+from mrl.tracking.report.answers import (
+    COMPONENT_TEXTS,
+    Answer,
+    first_and_last_mean,
+    found_problems,
+    problems,
+    spent_shares,
+    time_text,
+)
 from mrl.tracking.report.charts import describe, overlaid_charts
 from mrl.tracking.report.page import number
 from mrl.tracking.report.provenance import settings
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
 
 MAX_PAIRS = 200  # prompts whose samples are shown side by side
-LOCAL_KEYS = ("run.dir", "run.name", "tracking.")  # beginnings of keys that do not change what a run computes
+KEYS_WITHOUT_EFFECT = ("run.dir", "run.name", "tracking.")  # beginnings of keys that do not change what a run computes
 
 
 # Two runs.
@@ -50,15 +58,18 @@ def _labels(first: RecordedRun, second: RecordedRun) -> list[str]:
 
 
 def config_differences(first: RecordedRun, second: RecordedRun) -> list[list[str]]:
-    """Return [key, value in the first run, value in the second run] of all keys that differ; keys of paths come last."""
+    """Return [key, value in the first run, value in the second run] for each key that differs.
+
+    Keys that do not change the results (KEYS_WITHOUT_EFFECT) come last.
+    """
     one, two = settings(first), settings(second)
     keys = [key for key in {**one, **two} if one.get(key, "") != two.get(key, "")]
-    keys.sort(key=lambda key: (key.startswith(LOCAL_KEYS), key))
+    keys.sort(key=lambda key: (key.startswith(KEYS_WITHOUT_EFFECT), key))
     return [[key, one.get(key, ""), two.get(key, "")] for key in keys]
 
 
 def _package_differences(first: RecordedRun, second: RecordedRun) -> list[list[str]]:
-    """Return [what, first, second] of the commits and package versions that differ."""
+    """Return ["commit" or package, value in the first run, value in the second run] for each value that differs."""
     rows = [["commit", str(first.start.get("commit") or ""), str(second.start.get("commit") or "")]]
     one, two = first.start.get("packages") or {}, second.start.get("packages") or {}
     rows += [[name, one.get(name, ""), two.get(name, "")] for name in sorted({**one, **two})]
@@ -79,7 +90,10 @@ def metric_differences(first: RecordedRun, second: RecordedRun) -> tuple[int, li
 
 
 def sample_pairs(first: RecordedRun, second: RecordedRun) -> list[dict[str, Any]]:
-    """Return {prompt, samples of the first run, samples of the second run} of prompts that both runs kept, newest first."""
+    """Return {prompt, samples of the first run, samples of the second run} for each prompt of which both runs kept samples.
+
+    The prompt that the first run sampled last comes first.
+    """
     one, two = _by_prompt(first), _by_prompt(second)
     shared = sorted(one.keys() & two.keys(), key=lambda prompt: -max(each["step"] for each in one[prompt]))
     return [dict(prompt=prompt, first=one[prompt][-4:], second=two[prompt][-4:]) for prompt in shared[:MAX_PAIRS]]
@@ -98,10 +112,10 @@ def _by_prompt(run: RecordedRun) -> dict[str, list[Sample]]:
 def _pair_answers(
     runs: Sequence[RecordedRun], labels: Sequence[str], differences: Sequence[Sequence[str]], step: int
 ) -> list[Answer]:
-    real = [row for row in differences if not row[0].startswith(LOCAL_KEYS)]
+    real = [row for row in differences if not row[0].startswith(KEYS_WITHOUT_EFFECT)]
     changed = "; ".join(f"{key} from {one or 'nothing'} to {two or 'nothing'}" for key, one, two in real[:5])
     more = f"; and {len(real) - 5} more keys" if len(real) > 5 else ""
-    what = f"{changed}{more}." if real else "No config key that changes the results differs."
+    what = f"{changed}{more}." if real else "The configs are equal, except for names, folders and tracking."
     if any(not run.config for run in runs):
         what = "Not recorded: one of the folders has no run.json."
     return [
@@ -116,8 +130,8 @@ def _pair_answers(
         ),
         Answer("Does one of them have a problem?", _problem_text(runs, labels), "", "learning"),
         Answer(
-            "At which step are they compared?",
-            f"Step {step}, the last step that both runs finished." if step else "Not recorded: they share no step.",
+            "At which step does the table compare the metrics?",
+            f"Step {step}, the last step that both runs finished." if step else "Not recorded: the runs share no step.",
             "",
             "metrics",
         ),
@@ -145,12 +159,13 @@ def _faster_text(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
         return "Not recorded: one of the runs has no time/step_s."
     medians = [float(np.median(each)) for each in seconds]
     quick = int(medians[1] < medians[0])
-    parts = [
-        f"{WORDS[part]} with {spent_shares(runs[quick])[part]:.0%}" for part in list(spent_shares(runs[quick]))[:1]
+    largest = [
+        f" In {labels[quick]}, the largest part of a step is {COMPONENT_TEXTS[part]}, {share:.0%}."
+        for part, share in spent_shares(runs[quick]).items()
     ]
     return (
         f"{labels[quick]}: a step takes {number(medians[quick])} s, {number(medians[1 - quick])} s in the other run (medians)."
-        + (f" Its largest part is {parts[0]}." if parts else "")
+        + "".join(largest[:1])
     )
 
 
@@ -168,29 +183,33 @@ def _software_text(first: RecordedRun, second: RecordedRun) -> str:
         return "Not recorded: one of the folders has no starts.jsonl."
     rows = _package_differences(first, second)
     return (
-        "; ".join(f"{name} {one or 'absent'} and {two or 'absent'}" for name, one, two in rows[:5]) + "."
+        f"No: {'; '.join(_version_texts(rows[:5]))}{f'; and {len(rows) - 5} more' if len(rows) > 5 else ''}."
         if rows
-        else "Yes: same commit and packages."
+        else "Yes: the commit and all packages are the same."
     )
+
+
+def _version_texts(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"{name} {one or 'absent'} in the first run, {two or 'absent'} in the second" for name, one, two in rows]
 
 
 # A sweep.
 
 
 @dataclass(frozen=True)
-class SweptRun:
+class SweepPoint:
     """One point of a sweep."""
 
     run: RecordedRun | None  # None if the point has not started
     overrides: dict[str, str]
     state: str
-    value: float | None  # result: the metric that ranks the points
+    value: float | None  # final value of the metric that ranks the points
     steps: int
     reason: str  # why the point failed
     command: str  # trains the point again
 
 
-def sweep_data(title: str, metric: str, maximize: bool, points: Sequence[SweptRun]) -> dict[str, Any]:
+def sweep_data(title: str, metric: str, maximize: bool, points: Sequence[SweepPoint]) -> dict[str, Any]:
     """Return the data of the page of a sweep."""
     keys = list(dict.fromkeys(key for point in points for key in point.overrides))
     labels = [
@@ -226,12 +245,12 @@ def sweep_data(title: str, metric: str, maximize: bool, points: Sequence[SweptRu
     }
 
 
-def effects(points: Sequence[SweptRun], keys: Sequence[str]) -> list[tuple[str, float]]:
-    """Return (key, part of the variance of the results between the values of the key), largest first.
+def effects(points: Sequence[SweepPoint], keys: Sequence[str]) -> list[tuple[str, float]]:
+    """Return (key, fraction of the variance of the results that the key explains), largest first.
 
-    This is eta squared of each key alone. Points without a result do not count.
+    The fraction is eta squared of each key alone. Points without a finite result do not count.
     """
-    measured = [point for point in points if point.value is not None and math.isfinite(point.value)]
+    measured = _measured(points)
     results = np.array([point.value for point in measured], dtype=float)
     total = float(((results - results.mean()) ** 2).sum()) if len(results) > 1 else 0.0
     found = []
@@ -245,8 +264,13 @@ def effects(points: Sequence[SweptRun], keys: Sequence[str]) -> list[tuple[str, 
     return sorted(found, key=lambda each: -each[1])
 
 
+def _measured(points: Sequence[SweepPoint]) -> list[SweepPoint]:
+    """Return the points with a finite result."""
+    return [point for point in points if point.value is not None and math.isfinite(point.value)]
+
+
 def _sweep_answers(
-    points: Sequence[SweptRun],
+    points: Sequence[SweepPoint],
     labels: Sequence[str],
     metric: str,
     best: int | None,
@@ -255,78 +279,80 @@ def _sweep_answers(
     failed = [
         f"{label}: {point.reason}" for point, label in zip(points, labels, strict=True) if point.state == "failed"
     ]
-    counts = Counts(points)
+    measured = _measured(points)
     found = "No finished point has a result yet."
     again = "Wait for the points, or run the sweep's command again: it runs the points that are missing."
     if best is not None:
         found = f"P{labels[best][1:]}, with {metric} {number(points[best].value, 4)}."
         again = points[best].command
     spread = ", ".join(f"{key} explains {share:.0%}" for key, share in matters)
-    every = f" of the variance of the results between {counts.measured} points." if matters else ""
+    every = f" of the variance of the results of {len(measured)} points." if matters else ""
     single = (
         " With as many values as points, a key explains everything by construction."
-        if matters and max(len({p.overrides.get(key) for p in points}) for key, _ in matters) >= counts.measured
+        if any(len({point.overrides.get(key, "") for point in measured}) == len(measured) for key, _ in matters)
         else ""
     )
     return [
         Answer("Which point is the best?", found, "good" if best is not None else "", "points"),
         Answer("Why is it the best?", _reasons_text(points, labels, best), "", "learning"),
         Answer(
-            "What matters?",
-            f"{spread}{every}{single}"
-            if matters
-            else "Not recorded: fewer than two points with different values have a result.",
+            "Which key changes the result most?",
+            f"{spread}{every}{single}" if matters else _no_effect_text(measured),
             "",
             "parallel",
         ),
-        Answer("Is the best point clearly better?", _margin_text(points, best), "", "learning"),
+        Answer("How much better is the best point?", _margin_text(points, best), "", "learning"),
         Answer("Did a point fail?", "; ".join(failed) or "No point failed.", "bad" if failed else "good", "points"),
-        Answer("How far is the sweep?", counts.text, "", "points"),
+        Answer("How much of the sweep is done?", _states_text(points), "", "points"),
         Answer("How do I train the best point again?", again, "", "points"),
     ]
 
 
-def _reasons_text(points: Sequence[SweptRun], labels: Sequence[str], best: int | None) -> str:
-    """Return how the mean reward of each point changed, the best point first, with the first problem of each point."""
+def _no_effect_text(measured: Sequence[SweepPoint]) -> str:
+    if len(measured) > 1 and len({point.value for point in measured}) == 1:
+        return "None: all points have the same result."
+    return "Not recorded: fewer than two points with different values have a result."
+
+
+def _reasons_text(points: Sequence[SweepPoint], labels: Sequence[str], best: int | None) -> str:
+    """Say how the mean reward of each point changed, the best point first, and name the first problem of each point."""
     order = sorted(range(len(points)), key=lambda n: n != best)
     parts = []
     for n in order:
         run = points[n].run
         values = list(run.series("reward/mean").values()) if run else []
         if run and len(values) > 1:
-            before, after, _, _ = ends(values)
-            trouble = "".join(f" ({text})" for text in problems(run)[:1])
-            parts.append(f"{labels[n]} went from {number(before)} to {number(after)}{trouble}")
+            before, after, _, _ = first_and_last_mean(values)
+            change = f"went from {number(before)} to {number(after)}"
+            if number(before) == number(after):
+                change = f"stayed at {number(after)}"
+            trouble = "".join(f", with the problem “{name}” {where}" for name, where, _ in found_problems(run)[:1])
+            parts.append(f"The mean reward of {labels[n]} {change}{trouble}.")
     if best is None or not parts:
         return "Not recorded: no finished point has a result and two steps with rewards."
-    return f"Mean reward of the first and of the last steps: {'; '.join(parts)}."
+    return " ".join(parts)
 
 
-def _margin_text(points: Sequence[SweptRun], best: int | None) -> str:
-    others = [point.value for n, point in enumerate(points) if n != best and point.value is not None]
+def _margin_text(points: Sequence[SweepPoint], best: int | None) -> str:
+    others = [p.value for n, p in enumerate(points) if n != best and p.value is not None and p.state == "done"]
     if best is None or not others:
-        return "Not recorded: a comparison needs two points with results."
+        return "Not recorded: a comparison needs two finished points with results."
     value, run = points[best].value or 0.0, points[best].run
     nearest = min(others, key=lambda each: abs(each - value))
     error = (
-        ends(list(run.series("reward/mean").values()))[2] if run and len(run.series("reward/mean")) > 1 else math.nan
+        first_and_last_mean(list(run.series("reward/mean").values()))[2]
+        if run and len(run.series("reward/mean")) > 1
+        else math.nan
     )
     noise = (
-        f"; the standard error of its mean reward is about {number(error / math.sqrt(2), 2)}"
+        f"; the standard error of the best point's mean reward is about {number(error / math.sqrt(2), 2)}"
         if math.isfinite(error)
         else ""
     )
-    return (
-        f"The nearest other result is {number(nearest, 4)}, a difference of {number(abs(value - nearest), 2)}{noise}."
-    )
+    return f"By {number(abs(value - nearest), 2)}: the nearest other result of a finished point is {number(nearest, 4)}{noise}."
 
 
-class Counts:
-    """Numbers of points by state."""
-
-    def __init__(self, points: Sequence[SweptRun]) -> None:
-        self.measured = sum(point.value is not None for point in points)
-        states: Mapping[str, int] = {
-            state: sum(p.state == state for p in points) for state in ("done", "failed", "running", "waiting")
-        }
-        self.text = ", ".join(f"{count} {state}" for state, count in states.items() if count) + "."
+def _states_text(points: Sequence[SweepPoint]) -> str:
+    """Return how many points are in each state."""
+    counts = {state: sum(p.state == state for p in points) for state in ("done", "failed", "running", "waiting")}
+    return f"Of {len(points)} points: {', '.join(f'{count} {state}' for state, count in counts.items() if count)}."

@@ -11,7 +11,7 @@ function section(id, title, ...content) {
 const copyable = (title, command) => el("div", {}, el("b", {}, title), el("div", { class: "command" }, el("code", {}, command), el("button", { type: "button", "aria-label": `Copy: ${title}`, onclick: (event) => { const button = event.currentTarget; navigator.clipboard?.writeText(command).then(() => { button.textContent = "Copied"; }); } }, "Copy")));
 const date = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString("sv") : "–");
 function header() {
-  document.getElementById("top").append(el("h1", {}, data.title), el("p", { class: "soft" }, `${data.subtitle} · written ${date(data.written)}${data.reload_s ? `, loads again every ${data.reload_s} s` : ""}`), nav);
+  document.getElementById("top").append(el("h1", {}, data.title), el("p", { class: "soft" }, `${data.subtitle} · written ${date(data.written)}${data.reload_s ? `, reloads every ${data.reload_s} s` : ""}`), nav);
 }
 // Charts of rewards are always drawn.
 function isConstant(chart) {
@@ -35,7 +35,7 @@ function origin() {
   const p = data.provenance, facts = [["Folder", p.folder], ["Command", p.command || "not recorded"], ["Outcome", p.outcome + (p.error ? `. Error: ${p.error}` : "")], ["Commit", (p.commit ?? "not recorded") + (p.changed_files ? `, with ${p.changed_files} changed files` : "")], ["Hosts", p.hosts.map((h) => `${h.name} (${h.cpus} CPUs, ${h.gpus} GPUs)`).join(", ") || "not recorded"]];
   const starts = p.events.map((e) => [e.event, date(e.time), e.step, e.outcome, e.error]), count = Object.keys(p.packages).length;
   section("provenance", "Provenance", el("dl", { class: "facts" }, ...facts.flatMap(([name, v]) => [el("dt", {}, name), el("dd", {}, el("code", {}, v))])),
-    el("h3", {}, "Starts and ends"), starts.length ? table("Starts and ends", ["event", "time", "step", "outcome", "error"], starts) : el("p", {}, "Not recorded."),
+    el("h3", {}, "Starts, resumes and ends"), starts.length ? table("Starts, resumes and ends", ["event", "time", "step", "outcome", "error"], starts) : el("p", {}, "Not recorded."),
     el("h3", {}, "Config keys that differ from their defaults"), !p.changed.length ? el("p", {}, "Not recorded.") : table("Changed config keys", ["key", "value", "default", "set by", "meaning"], p.changed.map((c) => [c.key, c.value, c.default, c.given ? "command line" : "config group", c.meaning])),
     count ? fold(`${count} packages`, false, table("Packages", ["package", "version"], Object.entries(p.packages))) : el("p", {}, "Packages: not recorded."));
 }
@@ -50,14 +50,14 @@ function run() {
 }
 function pair() {
   curves();
-  section("differences", "What differs", data.differences.length ? table("Config differences", ["key", ...data.labels], data.differences) : el("p", {}, "No config key differs."), el("h3", {}, "Commit and packages"), data.packages.length ? table("Package differences", ["what", ...data.labels], data.packages) : el("p", {}, "No difference was recorded."));
+  section("differences", "What differs", data.differences.length ? table("Config differences", ["key", ...data.labels], data.differences) : el("p", {}, "No config key differs."), el("h3", {}, "Commit and packages"), data.packages.length ? table("Package differences", ["commit or package", ...data.labels], data.packages) : el("p", {}, "No difference was recorded."));
   section("metrics", "Metrics at the same step", el("p", {}, data.step ? `Step ${data.step}, the last step that both runs finished.` : "The runs share no step."), fold(`${data.metrics.length} metrics`, window.innerWidth > 760, table("Metrics", ["metric", ...data.labels, "difference", "unit", "meaning"], data.metrics)));
   const responses = (list) => el("div", {}, ...list.map((s) => el("div", {}, el("p", { class: "soft" }, `step ${s.step}, reward ${num(s.reward)}`), el("div", { class: "text", tabindex: 0, role: "group", "aria-label": "response" }, s.response))));
   section("samples", "Samples of the same prompts", data.pairs.length ? "" : el("p", {}, "The runs kept no samples of the same prompt."), ...data.pairs.map((p, n) => el("details", { open: n < 1 ? "" : null }, el("summary", {}, p.prompt.slice(0, 120)), el("div", { class: "text", tabindex: 0, role: "group", "aria-label": "prompt" }, p.prompt), el("div", { class: "pairs" }, responses(p.first), responses(p.second)))));
 }
 function sweep() {
   section("points", "Points", table("Points of the sweep", ["point", ...data.keys, "state", "steps", data.metric, "reason"], data.points.map((p, n) => [n, ...p.values, p.state, p.steps, p.value, p.reason]), data.best));
-  section("parallel", "Overrides and results", parallelChart(data), data.effects.length > 1 ? table("What matters", ["key", "part of the variance of the results"], data.effects) : "");
+  section("parallel", "Overrides and results", parallelChart(data), data.effects.length > 1 ? table("Effects of the keys", ["key", "fraction of the variance of the results that the key explains"], data.effects) : "");
   curves();
 }
 header();

@@ -46,7 +46,7 @@ def _rank_values(rank: RankWork) -> dict[str, Any]:
 def _subtitle(run: RecordedRun) -> str:
     model = str(run.setting("model.path", "")).rstrip("/").rpartition("/")[2]
     words = [
-        f"{len(run.metrics)} steps",
+        f"{len(run.metrics)} step{'' if len(run.metrics) == 1 else 's'}",
         f"model {model}" if model not in ("", "model") else "",
         f"outcome: {run.outcome}",
     ]
