@@ -17,7 +17,7 @@ from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRun
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
 from mrl.tracking.tracker import Tracker
-from parallel.spans import span
+from parallel.spans import record
 
 State = dict[str, Any]  # plain JSON values
 
@@ -341,15 +341,16 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, since = time.time(), time.perf_counter()
         self.current = self.interrupted = name
         try:
-            with span(name):
-                yield
+            yield
             self.interrupted = None
         finally:
             self.current = None
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - since
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            record(name, "phase", start, seconds)  # the timeline has the same number as the metric
 
     def seconds(self) -> Metrics:
         """Return the metrics time/<phase>_s for the time since the last call."""

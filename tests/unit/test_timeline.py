@@ -58,9 +58,10 @@ def test_spans_have_the_step_the_duration_the_arguments_and_the_thread(run_dir):
     thread = threading.Thread(target=lambda: spans.record("r", "reward", before, 0.5), name="scoring")
     thread.start()
     thread.join()
+    elapsed_s = time.time() - before
     inner, outer, reward = recorded(run_dir)
     assert (inner.name, inner.kind, inner.args, inner.step) == ("inner", "collective", {"bytes": 7}, 3)
-    assert 0.02 <= inner.seconds <= outer.seconds < 1 and before - 0.01 <= outer.start <= inner.start
+    assert 0.02 <= inner.seconds <= outer.seconds <= elapsed_s + 0.01 and before - 0.01 <= outer.start <= inner.start
     assert (reward.thread, reward.seconds, outer.thread) == ("scoring", 0.5, "main")
 
 
@@ -90,11 +91,12 @@ def test_a_disk_that_fails_during_the_run_ends_the_timeline_with_one_warning(run
 
 def test_a_disk_that_hangs_does_not_stop_the_process(run_dir, monkeypatch):
     monkeypatch.setattr(spans, "CLOSE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(spans._Recorder, "_write", lambda *_: time.sleep(3))
-    start = time.monotonic()
+    release, written = threading.Event(), []
+    monkeypatch.setattr(spans._Recorder, "_write", lambda *_: written.append(release.wait(60)))
     spans.record("a", "phase", 0.0, 1.0)
     spans.stop()
-    assert time.monotonic() - start < 2
+    assert written == []
+    release.set()
 
 
 @pytest.mark.parametrize("limit", ["MAX_FILE_BYTES", "MAX_WAITING_SPANS"])
@@ -216,7 +218,7 @@ def test_the_spans_of_the_phases_add_up_to_the_metrics_of_the_phases(run_dir):
         with phases(name):
             time.sleep(seconds)
     found = {span.name: span.seconds for span in recorded(run_dir) if span.kind == "phase"}
-    assert {f"time/{name}_s": pytest.approx(seconds, rel=0.02) for name, seconds in found.items()} == phases.seconds()
+    assert {f"time/{name}_s": pytest.approx(seconds, abs=1e-6) for name, seconds in found.items()} == phases.seconds()
 
 
 # The merged file.
