@@ -1,9 +1,13 @@
 """Bytes of parameters, gradients and optimizer state on trainer ranks and in checkpoints, exactly as Megatron allocates them.
 
-Megatron stores parameters and fp32 gradients in flat buffers. Each virtual pipeline stage has one buffer for its dense parameters
-and one buffer for its experts. In a buffer, every parameter begins at a multiple of 64 elements. The number of elements of a
-buffer is a multiple of 128 and of the number of ranks that shard the optimizer state of this buffer. Each rank stores the AdamW
-moments for one shard of each buffer. If the model weights have 16 bits, the rank also stores fp32 main weights for these shards.
+Megatron stores parameters and fp32 gradients in flat buffers. Each virtual pipeline stage has one buffer for its dense
+parameters and one buffer for its experts. In a buffer, every parameter begins at a multiple of 64 elements. A buffer is one
+bucket, but under pipeline parallelism each copy of a tied embedding has a bucket of its own. The number of elements of a bucket
+is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket. Each rank stores the AdamW moments
+for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32 main weights for these shards.
+
+If gradients are reduced during the backward pass (trainer.overlap_grad_reduce), the first stage has more buckets. Their padding,
+at most some hundred elements for each bucket of 40 million elements, is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from mrl.planner.model_shape import HeadKind, ModelShape, ParameterShape
 from parallel.dims import ParallelDims
 
 PARAMETER_ALIGNMENT = 64  # a parameter begins at a multiple of this number of elements
-BUFFER_ALIGNMENT = 128  # the size of a buffer is a multiple of this number of elements
+BUCKET_ALIGNMENT = 128  # the size of a bucket is a multiple of this number of elements
 GRADIENT_BYTES = 4  # bytes of the summed gradient, for each parameter
 MOMENT_BYTES = 8  # bytes of the two AdamW moments, for each parameter
 MAIN_WEIGHT_BYTES = 4  # bytes of the fp32 main weight, for each parameter
@@ -141,8 +145,8 @@ def state_of_rank(
     weights = sum(_module_buffer_bytes(shape, virtual, itemsize) for virtual in stage)
     gradients = optimizer = 0
     for virtual in stage:
-        for sizes, replicas, replica in _flat_buffers(shape, dims, rank, virtual, head):
-            numel = _round_up(sum(map(_padded, sizes)), lcm(BUFFER_ALIGNMENT, replicas)) if trained else sum(sizes)
+        for sizes, replicas, replica in _buckets(shape, dims, rank, virtual, head):
+            numel = _round_up(sum(map(_padded, sizes)), lcm(BUCKET_ALIGNMENT, replicas)) if trained else sum(sizes)
             weights += numel * itemsize
             if trained:
                 gradients += numel * GRADIENT_BYTES
@@ -151,22 +155,35 @@ def state_of_rank(
     return StateBytes(weights, gradients, optimizer)
 
 
-def _flat_buffers(
+def _buckets(
     shape: ModelShape, dims: ParallelDims, rank: int, virtual: VirtualStage, head: HeadKind
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Yield one result for each flat buffer of the virtual stage.
+    """Yield one result for each bucket of the flat buffers of the virtual stage.
 
     A result is (list with the number of elements of each parameter, number of shards of the optimizer state, index of this
     rank's shard).
     """
     dense, experts = _parameter_sizes(shape, dims, virtual, head)
     coords, replicas = dims.coords(rank), dims.dp * dims.cp
+    shared = [_shared_numel(shape, dims, virtual, head)]
+    if any(shared):  # the embedding is the first parameter of the model, and its copy the last one
+        dense = dense[1:] if virtual.is_first else dense[:-1]
+        yield shared, replicas, coords.dp * dims.cp + coords.cp
     if dense:
         yield dense[::-1], replicas, coords.dp * dims.cp + coords.cp
     if experts:
         ranks_per_copy = dims.ep * dims.expert_tp
         rank_in_stage = rank % (dims.world_size // dims.pp)
         yield experts[::-1], expert_replicas(dims), rank_in_stage // ranks_per_copy
+
+
+def _shared_numel(shape: ModelShape, dims: ParallelDims, virtual: VirtualStage, head: HeadKind) -> int:
+    """Return the number of elements of this virtual stage's copy of a tied embedding, for which Megatron makes a bucket.
+
+    0: the virtual stage has no such copy.
+    """
+    has_copies = shape.tied and head == "vocabulary" and dims.pp > 1
+    return -(-shape.vocab // dims.tp) * shape.hidden if has_copies and (virtual.is_first or virtual.is_last) else 0
 
 
 def expert_replicas(dims: ParallelDims) -> int:
@@ -283,9 +300,15 @@ def largest_state(
     for virtual in stage:
         dense, experts = buffer_numel(shape, virtual, dims.tp, dims.ep, dims.expert_tp, head)
         weights += _module_buffer_bytes(shape, virtual, itemsize) if shape.buffers else 0
-        for numel, replicas in ((dense, dims.dp * dims.cp), (experts, expert_replicas(dims) if experts else 1)):
+        shared, replicas_of_dense = _padded(_shared_numel(shape, dims, virtual, head)), dims.dp * dims.cp
+        buckets = (
+            (shared, replicas_of_dense),
+            (dense - shared, replicas_of_dense),
+            (experts, expert_replicas(dims) or 1),
+        )
+        for numel, replicas in buckets:
             if numel:
-                padded = _round_up(numel, lcm(BUFFER_ALIGNMENT, replicas)) if trained else numel
+                padded = _round_up(numel, lcm(BUCKET_ALIGNMENT, replicas)) if trained else numel
                 weights += padded * itemsize
                 gradients += padded * GRADIENT_BYTES * trained
                 per_parameter = optimizer_bytes_per_parameter(itemsize) * trained
