@@ -1,4 +1,6 @@
-"""The actor on each device: log-probabilities equal those of transformers, and an update lowers the loss."""
+"""The actor on each device: log-probabilities equal those of transformers, an update lowers the loss, reductions may overlap."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,3 +58,35 @@ def test_logprobs_equal_transformers_and_an_update_lowers_the_loss(run_program, 
     assert seen == set(range(6))
     losses = [losses for _, losses in found if None not in losses]
     assert losses and sum(after for _, after in losses) < sum(before for before, _ in losses)
+
+
+def norms_and_weights(rank: int, path: str, dims: ParallelDims):
+    """Return (gradient norms, weights) after three updates, with reductions after and during the backward pass.
+
+    In the second update, the last replica has no micro-batch.
+    """
+    from mrl.workers.actor_critic import MegatronActor
+
+    block, found = block_of_six(), []
+    step = partition_step(TrainBatch.of(block, None), dims, Packing(30), "token_mean")
+    batch = step.rank_batches[dims.coords(rank).dp]
+    idle = replace(batch, micro_batches=()) if dims.coords(rank).dp == dims.dp - 1 else batch
+    for overlap in (False, True):
+        spec = ModelSpec(
+            path, dims, "float32", OptimConfig(lr=1e-3), {}, overlap_grad_reduce=overlap, grad_bucket_size=1000
+        )
+        actor = MegatronActor(spec)
+        reports = actor.update(block, [batch, idle, batch], CrossEntropy(), [1e-3] * 3)
+        norms = [report.maxima["optim/grad_norm"] for report in reports]
+        found.append((norms, [weight.detach().float().cpu().numpy() for weight in actor._weights()]))
+    return found
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(dp=2), ParallelDims(pp=2, dp=2)], ids=["dp", "pp dp"])
+def test_reductions_during_the_backward_pass_change_no_weight(run_program, tiny_qwen3, dims):
+    for (norms, weights), (norms_of_overlap, weights_of_overlap) in run_program(
+        dims, norms_and_weights, str(tiny_qwen3()), dims
+    ):
+        np.testing.assert_allclose(norms_of_overlap, norms, rtol=1e-4)
+        for after, during in zip(weights, weights_of_overlap, strict=True):
+            np.testing.assert_allclose(during, after, atol=1e-4)
