@@ -62,7 +62,7 @@ CASES = {
     "equal rewards": (
         NO_ADVANTAGE | {"reward/std": 0.0, "reward/mean": 0.25},
         SETTINGS,
-        ["no response has an advantage other than 0", "every reward of the step is 0.25", "data.train"],
+        ["every advantage is 0", "every reward of the step is 0.25", "data.train"],
     ),
     "equal rewards within each group": (
         NO_ADVANTAGE | {"reward/uniform_groups_fraction": 1.0},
