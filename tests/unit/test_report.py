@@ -67,7 +67,7 @@ def trainer_rank(rank: int, computing_s: float, pp: int = 0) -> ProcessTimeline:
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
-        ([trainer_rank(0, 6.0), trainer_rank(1, 6.0), trainer_rank(2, 9.0)], "actor rank 2 computes 50 % longer than"),
+        ([trainer_rank(0, 6.0), trainer_rank(1, 6.0), trainer_rank(2, 9.0)], "actor rank 2 computes 50% longer than"),
         ([trainer_rank(0, 6.0), trainer_rank(1, 6.1)], "No rank is clearly slower than the others."),
         ([trainer_rank(0, 6.0), trainer_rank(1, 9.0, pp=1)], "No two ranks compute the same pipeline stage"),
         ([trainer_rank(0, 6.0)], "The run has only one trainer rank."),
