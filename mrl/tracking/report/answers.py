@@ -15,7 +15,7 @@ from mrl.tracking.learning_health import (
     LearningSettings,
     StepView,
 )
-from mrl.tracking.report.charts import time_text
+from mrl.tracking.report.charts import describe, time_text
 from mrl.tracking.report.page import number
 from mrl.tracking.report.provenance import changed_keys, go_on_text
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
@@ -382,12 +382,12 @@ def _agreement(run: RecordedRun) -> tuple[str, str]:
     mean, largest = run.series("mismatch/logprob_abs_mean"), run.series("mismatch/logprob_abs_max")
     if not mean:
         return f"{NOT_RECORDED}: no step has mismatch/logprob_abs_mean.", ""
-    step, worst = max(mean), max(mean.values())
+    step, worst, good = max(mean), max(mean.values()), describe("mismatch/logprob_abs_mean")[2]
     most = f", and by at most {number(largest[step], 2)}" if step in largest else ""
     text = (
         f"in step {step}, their log-probabilities of a token differ by {number(mean[step], 2)} nats on average{most}. The "
         f"largest mean of a step is {number(worst, 2)}. The health check warns above {MISMATCH_NATS}, where the difference can "
-        "harm learning. The smaller value at the chart is what rounding alone explains."
+        f"harm learning. Rounding alone explains smaller differences: {good}."
     )
     return (f"No: {text}", "bad") if worst > MISMATCH_NATS else (f"Yes: {text}", "good")
 
@@ -406,17 +406,10 @@ def _changes(run: RecordedRun) -> str:
     if not run.config:
         return f"{NOT_RECORDED}: the folder has no config."
     changed = changed_keys(run)
-    names = [f"{each['key']}={each['value']}" if each["given"] else each["key"] for each in changed]
-    num_given = sum(each["given"] for each in changed)
-    parts = {"the command line sets": names[:num_given], "config groups set": names[num_given:]}
-    texts = [f"{words} {_listed(found)}" for words, found in parts.items() if found]
-    return (
-        f"{len(changed)} keys differ from their defaults: {'; '.join(texts)}."
-        if texts
-        else "No key differs from its default."
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
+    given = [each for each in changed if each["given"] and each["key"] != "run.dir"]
+    names = [f"{each['key']}={each['value']}" if len(each["value"]) < 60 else each["key"] for each in given]
     more = f" and {len(names) - MAX_NAMED_KEYS} more" if len(names) > MAX_NAMED_KEYS else ""
-    return f"{', '.join(names[:MAX_NAMED_KEYS])}{more}"
+    groups = sum(not each["given"] for each in changed)
+    parts = [f"the command line sets {', '.join(names[:MAX_NAMED_KEYS])}{more}"] if names else []
+    parts += [f"config groups set {'the other ' if names else ''}{groups}, which Provenance lists"] if groups else []
+    return f"{len(given) + groups} keys differ from their defaults{': ' if parts else ''}{'; '.join(parts)}."

@@ -202,9 +202,13 @@ def time_text(run: RecordedRun) -> str:
 
 
 def time_sentences(run: RecordedRun) -> list[str]:
-    """Return what the metrics and the timeline say about the time of steps, and of evaluations and checkpoints."""
+    """Return what the metrics say about the time of steps, and of evaluations and checkpoints if the timeline does not say it."""
     between = {name: sum(run.series(f"time/{name}_s").values()) for name in BETWEEN_STEPS}
-    return [text for text in (time_text(run), _idle_text(run), *(run.timeline or between_steps_text(between))) if text]
+    return [
+        text
+        for text in (time_text(run), _idle_text(run), *([] if run.timeline else between_steps_text(between)))
+        if text
+    ]
 
 
 def _idle_text(run: RecordedRun) -> str:

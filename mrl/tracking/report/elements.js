@@ -25,8 +25,8 @@ const percent = (share) => (share > 0 && share < 0.01 ? "<1%" : `${Math.round(10
 const key = (n, label) => el("span", { class: "key" }, el("i", { style: `background:${colour(n)}`, "aria-hidden": "true" }), label);
 const stepRange = ([first, last]) => (first === last ? `step ${first}` : `steps ${first} to ${last}`);
 
-// A text as nodes. A long text may be broken after the characters _ . / and =, and not inside of its words.
-const breakable = (text) => (String(text).length < 24 ? [String(text)] : String(text).split(/(?<=[_./=])/).flatMap((part, n) => (n ? [el("wbr"), part] : [part])));
+// A text as nodes. Long words may be broken after the characters _ . / and =.
+const breakable = (text) => String(text).split(/(\s+)/).flatMap((word) => (word.length < 20 ? [word] : word.split(/(?<=[_./=])/).flatMap((part, n) => (n ? [el("wbr"), part] : [part]))));
 
 // Round numbers from `low` to `high`: the largest step that gives at least three of them.
 function ticks(low, high) {

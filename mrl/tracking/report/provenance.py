@@ -115,11 +115,11 @@ def next_commands(run: RecordedRun) -> list[dict[str, str]]:
     more += ["trainer.stop_reward=null"] if run.reached_goal else []
     commands = {
         title: ["train", *own, f"run.dir={folder}", *more],
-        "Read the worst samples": ["samples", folder, "--worst"],
-        "Refresh this page while the run goes on": ["report", folder, "--watch"],
     }
-    if not run.samples:
-        del commands["Read the worst samples"]
+    if run.samples:
+        commands["Read the worst samples"] = ["samples", folder, "--worst"]
+    if run.is_running:
+        commands["Refresh this page while the run goes on"] = ["report", folder, "--watch"]
     if run.timeline:
         commands["Merge the timeline"] = ["timeline", folder]
     if (run.folder / "hf").is_dir():

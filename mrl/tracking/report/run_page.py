@@ -35,7 +35,7 @@ def run_data(run: RecordedRun, reload_s: int = 0) -> dict[str, Any]:
         "sentences": time_sentences(run),
         "spent": mean_spent(run),
         "ranks": [_rank_values(rank) for rank in run.ranks],
-        "has_timeline": bool(run.timeline),
+        "timeline": run.timeline,
         "distributions": distributions(run),
         "metrics": metric_rows(run),
         "provenance": provenance(run),
