@@ -237,8 +237,16 @@ def test_few_whole_numbers_have_one_row_each_in_a_distribution(tmp_path):
 @pytest.mark.parametrize(
     ("commits", "changed", "text"),
     [
-        ((None, None), 0, "Unknown: the commit is not recorded in both runs. The recorded packages are the same."),
-        (("a1", None), 0, "Unknown: the commit is not recorded in both runs. The recorded packages are the same."),
+        (
+            (None, None),
+            0,
+            "Unknown: at least one of the runs has no recorded commit. The recorded packages are the same.",
+        ),
+        (
+            ("a1", None),
+            0,
+            "Unknown: at least one of the runs has no recorded commit. The recorded packages are the same.",
+        ),
         (("a1", "a1"), 2, "Unknown: the commit and the recorded packages are the same, but there were changes"),
         (("a1", "a1"), 0, "Yes: the commit and the recorded packages are the same."),
         (("a1", "b2"), 0, "No: commit a1 in the first run, b2 in the second."),

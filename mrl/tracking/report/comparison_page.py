@@ -202,7 +202,7 @@ def _software_text(first: RecordedRun, second: RecordedRun) -> str:
         more = f"; and {len(rows) - 5} more" if len(rows) > 5 else ""
         return f"No: {'; '.join(_version_texts(rows[:5]))}{more}."
     if not has_commits:
-        return "Unknown: the commit is not recorded in both runs. The recorded packages are the same."
+        return "Unknown: at least one of the runs has no recorded commit. The recorded packages are the same."
     if any(start.get("changed_files") != 0 for start in starts):
         return "Unknown: the commit and the recorded packages are the same, but there were changes without a commit."
     return "Yes: the commit and the recorded packages are the same."
