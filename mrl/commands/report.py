@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from mrl.sweep.points import SWEEP_FILE, Sweep, load_sweep
+from mrl.sweep.points import METRIC_STEPS, SWEEP_FILE, Sweep, load_sweep
 from mrl.tracking.report.comparison_page import SweepPoint, pair_data, sweep_data
 from mrl.tracking.report.page import write_page
 from mrl.tracking.report.recorded_run import is_running, read_run
@@ -67,9 +67,8 @@ def page_data(folders: list[Path], reload_s: int = 0) -> dict:
         return pair_data(read_run(folders[0]), read_run(folders[1])) | {"reload_s": reload_s}
     if (folders[0] / SWEEP_FILE).exists():
         sweep = load_sweep(folders[0])
-        return sweep_data(sweep.folder.resolve().name, sweep.metric, sweep.maximize, _points(sweep)) | {
-            "reload_s": reload_s
-        }
+        data = sweep_data(sweep.folder.resolve().name, sweep.metric, sweep.maximize, _points(sweep), METRIC_STEPS)
+        return data | {"reload_s": reload_s}
     return run_data(read_run(folders[0]), reload_s)
 
 

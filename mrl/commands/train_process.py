@@ -102,7 +102,8 @@ def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) ->
     rewards = [step["reward/mean"] for step in read_first_steps(folder / "metrics.jsonl", "reward/mean")]
     first = f" ({rewards[0]:.3f} in the first step)" if rewards else ""
     lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last steps{first}"]
-    if goal is not None and not result.reward >= goal:
+    is_reached = goal is not None and result.reward >= goal
+    if goal is not None and not is_reached:
         lines.append(f"the goal trainer.stop_reward={goal} was not reached")
     for name, before in result.before.items():
         what = name.removeprefix("eval/").replace("_", " ")
@@ -112,24 +113,27 @@ def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) ->
     lines += [f"model (Hugging Face folder): {model}"] if model.is_dir() else []
     lines += [f"checkpoint: {checkpoint.path}"] if checkpoint else []
     return "\n".join(
-        [*lines, f"run directory: {folder}", "next:", *next_commands(config, overrides, model.is_dir()), ""]
+        [*lines, f"run directory: {folder}", "next:", *next_commands(config, overrides, model.is_dir(), is_reached), ""]
     )
 
 
-def next_commands(config: Config, overrides: Sequence[str], has_model: bool) -> list[str]:
-    """Return commands that read the samples, evaluate the model, and continue the run."""
+def next_commands(config: Config, overrides: Sequence[str], has_model: bool, reached_goal: bool = False) -> list[str]:
+    """Return commands that read the samples, evaluate the model, and continue the run.
+
+    `reached_goal`: whether the run reached trainer.stop_reward. The command that continues the run then turns this key off.
+    """
     if any(word.startswith("--config-path") for word in sys.argv):  # `mrl.train` passes its config as a file
         return [f"  mrl samples {shlex.quote(str(config.run.dir))} --worst"]
-    own = [
-        word.lstrip("+") for word in overrides if hydra_entry.override_key(word) not in ("run.dir", "trainer.max_steps")
-    ]
+    replaced = {"run.dir", "trainer.max_steps", *(["trainer.stop_reward"] if reached_goal else [])}
+    own = [word.lstrip("+") for word in overrides if hydra_entry.override_key(word) not in replaced]
     data = [word for word in own if hydra_entry.override_key(word).split(".")[0] in ("experiment", "data", "reward")]
     run_dir = hydra_entry.format_override("run.dir", config.run.dir)
-    steps = f"trainer.max_steps={max(1, 2 * config.trainer.max_steps)}"
+    steps = [f"trainer.max_steps={max(1, 2 * config.trainer.max_steps)}"]
+    steps += ["trainer.stop_reward=null"] if reached_goal else []
     commands = [["samples", str(config.run.dir), "--worst"]]
     if has_model and (config.data.test or config.data.test_sets):
         commands.append(["evaluate", *data, hydra_entry.format_override("model.path", f"{config.run.dir}/hf")])
-    commands.append(["train", *own, run_dir, steps])
+    commands.append(["train", *own, run_dir, *steps])
     return [f"  mrl {shlex.join(words)}" for words in commands]
 
 

@@ -33,12 +33,13 @@ class TextSample:
     row: int  # row of the data set
     weight_version: int  # weight version that sampled the first token
     num_tokens: int  # number of tokens that the policy sampled
-    truncated: bool  # whether the response was cut at the token limit
+    truncated: bool  # whether the response was cut at the token limit, which also counts the tokens of tool results
     parts: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
     failure: str | None = None  # why the response could not be scored; None: it was scored
     group: int | None = None  # index of the prompt among the step's prompts; None: written by an older version of mrl
     group_rewards: Sequence[float] = ()  # rewards of all responses of the group, also of those that are not kept
     source: str | None = None  # name of the data source
+    ground_truth: str | None = None  # expected answer of the row, as the reward gets it; None: the row has none
     turns: Sequence[Mapping[str, str]] = ()  # role and text of each message of a multi-turn response; else empty
     # The next lists have one entry for each kept token of the response. They are empty in files of older versions of mrl.
     tokens: Sequence[str] = ()  # text of the token
@@ -57,13 +58,17 @@ class TextSample:
 
     def text(self, response: str | None = None) -> str:
         """Return the sample as text for the terminal. `response` replaces the text of the response, for example with colours."""
-        notes = [f"row {self.row}", f"{self.num_tokens} tokens{', truncated' if self.truncated else ''}"]
+        notes = [f"row {self.row}", f"{self.num_tokens} sampled tokens"]
+        if self.truncated:
+            notes.append("truncated (the limit also counts tool results)" if self.turns else "truncated")
         notes.append(f"weight version {self.weight_version}")
         notes += [self.source] if self.source else []
         notes += [f"{name} {value:.4g}" for name, value in self.parts.items()]
         failure = f"\n  not scored: {self.failure}" if self.failure else ""
         lines = [f"reward {self.reward:.4g}  ({', '.join(notes)}){failure}"]
         lines += _indented("prompt", escaped(self.prompt))
+        if self.ground_truth is not None:
+            lines += _indented("expected answer", escaped(self.ground_truth))
         if response is not None:
             return "\n".join(lines + _indented("response", response))
         for turn in self.turns or ({"role": "response", "text": self.response},):

@@ -1,5 +1,6 @@
 """Text samples: the responses that samples.jsonl keeps, with the text, log-probability and advantage of each token."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ def text_samples(
     Args:
         groups: the groups of a step, with B responses in all.
         chosen: indices among the B responses.
-        data: decodes tokens, and has the data source of each row.
+        data: decodes tokens, and has the data source and the ground truth of each row.
         columns: name of a column -> values [R] of all sampled tokens of the step. "advantages" and "old_logprobs" are read.
     """
     samples = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
@@ -58,9 +59,18 @@ def _text_sample(group: int, sample: Sample, data: PromptDataset, columns: Mappi
         failure=sample.score.failure and sample.score.failure.encode(errors="replace").decode(),  # valid JSON
         group=group,
         source=data.data_source(sample.row) or None,
+        ground_truth=_ground_truth_text(data.ground_truth(sample.row)),
         turns=[{"role": turn.role, "text": shortened(turn.text)} for turn in trajectory.texts(data.decode)],
         **_token_lists(trajectory, data, columns),
     )
+
+
+def _ground_truth_text(value: Any) -> str | None:
+    """Return a ground truth as shortened text; None if the row has none. Lists and objects become JSON."""
+    if value is None or value == "":
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return shortened(text.encode(errors="replace").decode())
 
 
 def _token_lists(trajectory: Trajectory, data: PromptDataset, columns: Mapping[str, Column]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def score_failures(groups: Iterable[Group]) -> list[str | None]:
 
 
 class UnscoredStepError(RuntimeError):
-    """No response of a step could be scored, because the service of the reward is down or the reward has a bug."""
+    """No response of a step could be scored, because the reward has a bug or its service is down."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class SampledStep:
             (reason, count), *_ = Counter(reasons).most_common(1)
             raise UnscoredStepError(
                 f"none of the step's {len(reasons)} responses could be scored, so the step has nothing to train on; {count} of "
-                f"them: {reason} Check that the service of the reward runs, and that the reward accepts responses to this data."
+                f"them: {reason} Correct the reward function. If it calls a service, check that the service runs."
             )
 
     def metrics(self) -> dict[str, float]:

@@ -316,7 +316,7 @@ class RolloutWorker:
         """Sample and score one response to each held-out prompt. Temperature 0 is greedy sampling.
 
         Returns name of the test set -> mean reward. The name "" stands for all test sets together. Returns an empty dict if
-        there is no test set or no engine.
+        there is no test set or no engine, or if no response could be scored.
         """
         if self.test is None or not self.engines.urls:
             return {}
@@ -324,7 +324,11 @@ class RolloutWorker:
         rows = np.concatenate(list(sets.values()))
         prompts = [self.test.encode(row) for row in rows.tolist()]
         trajectories = self._sampler.respond_now(prompts, temperature, [(HELD_OUT, row) for row in rows.tolist()])
-        rewards = np.array([score.value for score in self._score(self.test, rows, trajectories)])
+        scores = self._score(self.test, rows, trajectories)
+        if all(score.failure is not None for score in scores):
+            logging.warning("no response to the held-out prompts could be scored, for example: %s", scores[0].failure)
+            return {}
+        rewards = np.array([score.value for score in scores])
         if self.spec.agent:
             calls = np.mean([trajectory.usage.tool_calls for trajectory in trajectories if trajectory.usage])
             logging.info("held-out prompts, temperature %g: %.3f tool calls per response", temperature, calls)

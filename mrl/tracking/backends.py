@@ -173,7 +173,7 @@ class ThreadedSink(ABC):
         """Kill helper processes that would keep this process from exiting."""
 
 
-SAMPLE_COLUMNS = ("step", "reward", "prompt", "response", "tokens", "truncated", "source", "parts")
+SAMPLE_COLUMNS = ("step", "reward", "prompt", "response", "ground_truth", "tokens", "truncated", "source", "parts")
 
 
 def sample_rows(step: int, samples: Sequence[TextSample]) -> list[Iterable[Any]]:
@@ -184,6 +184,7 @@ def sample_rows(step: int, samples: Sequence[TextSample]) -> list[Iterable[Any]]
             sample.reward,
             sample.prompt,
             sample.response,
+            sample.ground_truth or "",
             sample.num_tokens,
             sample.truncated,
             sample.source or "",

@@ -86,7 +86,7 @@ def _no_signal(step: StepView) -> str:
             f"all responses to one prompt have the same reward (mean {mean:.4g}). Raise rollout.responses_per_prompt "
             f"(now {settings.responses_per_prompt}) or rollout.temperature, or use prompts of medium difficulty in data.train."
         )
-    return f"no response has an advantage other than 0, so the rewards teach the model nothing: {reason}"
+    return f"every advantage is 0, so the rewards teach the model nothing: {reason}"
 
 
 def one_response_text(advantage: str) -> str:

@@ -11,6 +11,7 @@ NOISE = 0.03  # a rank is called slow if it computes longer than the others by m
 PASSES = "forward and backward"  # name of the span that contains the micro-batches of one optimizer step
 SMALLEST_SHARE = 0.005  # phases with a smaller part of the time are not named
 LAST_PHASE = "weight_sync"  # a step is complete if the driver has finished this phase
+BETWEEN_STEPS = ("evaluate", "checkpoint")  # phases that are not part of a step's duration
 
 
 def summarise(timelines: Sequence[ProcessTimeline]) -> list[str]:
@@ -21,19 +22,27 @@ def summarise(timelines: Sequence[ProcessTimeline]) -> list[str]:
         raise ValueError("The timeline has no complete step yet, so there is no summary.")
     phases = [span for span in phases if span.step in complete]
     timelines = [_only_steps(timeline, complete) for timeline in timelines]
-    seconds = _seconds_by_name(phases)
+    seconds = _seconds_by_name(span for span in phases if span.name not in BETWEEN_STEPS)
     total, longest_phase = sum(seconds.values()), max(seconds, key=lambda name: seconds[name])
     shares = ", ".join(
-        f"{name} {_percent(part / total)}" for name, part in _largest_first(seconds) if part >= SMALLEST_SHARE * total
+        f"{name} {percent(part / total)}" for name, part in _largest_first(seconds) if part >= SMALLEST_SHARE * total
     )
     count = f"{len(complete)} step{'s' if len(complete) > 1 else ''}"
-    found = [f"{count} took {total / len(complete):.2f} s on average: {shares}."]
+    found = [f"{count} took {total / len(complete):.2f} s on average, without evaluation and checkpoints: {shares}."]
+    found += between_steps_text(_seconds_by_name(span for span in phases if span.name in BETWEEN_STEPS))
     rollout = _rollout_sentences(timelines, [span for span in phases if span.name == "rollout"])
     trainer = [sentence for role in ("actor", "critic") for sentence in _trainer_sentences(timelines, role)]
     sync = _sync_sentences(timelines, seconds.get(LAST_PHASE, 0.0))
     reasons = {"rollout": rollout, "update": trainer, "weight_sync": sync}.get(longest_phase, [])
     found.append(f"The phase {longest_phase} takes the most time" + (f": {_as_clause(reasons[0])}" if reasons else "."))
     return found + [sentence for part in (rollout, trainer, sync) for sentence in part if sentence not in reasons[:1]]
+
+
+def between_steps_text(seconds: Mapping[str, float]) -> list[str]:
+    """Say how long evaluations and checkpoints take. `seconds`: phase of BETWEEN_STEPS -> its seconds in all steps."""
+    words = {"evaluate": "evaluations took", "checkpoint": "checkpoints took"}
+    parts = [f"{words[name]} {seconds[name]:.2f} s" for name in BETWEEN_STEPS if seconds.get(name, 0.0) >= 0.005]
+    return [f"Between the steps, {' and '.join(parts)} in all."] if parts else []
 
 
 def _only_steps(timeline: ProcessTimeline, steps: Iterable[int]) -> ProcessTimeline:
@@ -56,7 +65,7 @@ def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Sp
             overlap_seconds([(span.start, span.end) for span in engine.of_kind("engine_batch")], intervals) / total
             for engine in engines
         ]
-        least, most = _percent(min(busy)), _percent(max(busy))
+        least, most = percent(min(busy)), percent(max(busy))
         share = most if least == most else f"{least} to {most}"
         found.append(f"The engines compute during {share} of the rollout.")
     ends_inside = [
@@ -69,13 +78,13 @@ def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Sp
         tail_s = sum(_tail_seconds(requests, interval) for interval in intervals)
         tokens = sum(span.args.get("tokens", 0) for span in requests)
         found.append(
-            f"Requests sample {tokens:,} tokens; during {_percent(tail_s / total)} of the rollout, at most half of a step's "
+            f"Requests sample {tokens:,} tokens; during {percent(tail_s / total)} of the rollout, at most half of a step's "
             "requests are still running."
         )
     rewards = [(span.start, span.end) for timeline in timelines for span in timeline.of_kind("reward")]
     if rewards:
         found.append(
-            f"Rewards are computed during {_percent(overlap_seconds(rewards, intervals) / total)} of the rollout."
+            f"Rewards are computed during {percent(overlap_seconds(rewards, intervals) / total)} of the rollout."
         )
     return found
 
@@ -147,7 +156,7 @@ def _trainer_sentences(timelines: Sequence[ProcessTimeline], role: str) -> list[
         return []
     passes_s = sum(rank.passes_s for rank in work)
     computing, reducing, bubble = (
-        _percent(sum(getattr(rank, name) for rank in work) / passes_s)
+        percent(sum(getattr(rank, name) for rank in work) / passes_s)
         for name in ("computing_s", "reducing_s", "bubble_s")
     )
     has_stages = any(rank.timeline.coords.get("pp", 0) for rank in work)
@@ -173,12 +182,12 @@ def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
     excess = slowest.computing_s / usual_s - 1
     more_tokens = slowest.tokens / max(1.0, median(rank.tokens for rank in others)) - 1
     if more_tokens > NOISE:
-        why = f"its micro-batches have {_percent(more_tokens)} more tokens"
+        why = f"its micro-batches have {percent(more_tokens)} more tokens"
     elif slowest.timeline.host not in {rank.timeline.host for rank in others}:
         why = f"it has no more tokens than the others, so its host {slowest.timeline.host} is slower"
     else:
         why = f"it has no more tokens than others on {slowest.timeline.host}, so its device is slower or shared"
-    return f"{slowest.timeline.process} computes {_percent(excess)} longer than the others: {why}."
+    return f"{slowest.timeline.process} computes {percent(excess)} longer than the others: {why}."
 
 
 # Weight sync.
@@ -198,8 +207,8 @@ def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> lis
     sending = max(each.get("send bucket", 0.0) for each in seconds)
     waiting = max(each.get("wait for engines", 0.0) for each in seconds)
     return [
-        f"In the weight sync, the rank that sends longest sends buckets for {_percent(sending / total_s)} of the phase, and the "
-        f"rank that waits longest waits for engines for {_percent(waiting / total_s)}."
+        f"In the weight sync, the rank that sends longest sends buckets for {percent(sending / total_s)} of the phase, and the "
+        f"rank that waits longest waits for engines for {percent(waiting / total_s)}."
     ]
 
 
@@ -239,8 +248,9 @@ def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(seconds.items(), key=lambda item: -item[1])
 
 
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.0f} %"
+def percent(fraction: float) -> str:
+    """Return a fraction for a sentence, such as 42%. A small positive fraction is <1%."""
+    return "<1%" if 0 < fraction < 0.01 else f"{fraction:.0%}"
 
 
 def _as_clause(sentence: str) -> str:

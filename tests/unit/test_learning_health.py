@@ -62,7 +62,7 @@ CASES = {
     "equal rewards": (
         NO_ADVANTAGE | {"reward/std": 0.0, "reward/mean": 0.25},
         SETTINGS,
-        ["no response has an advantage other than 0", "every reward of the step is 0.25", "data.train"],
+        ["every advantage is 0", "every reward of the step is 0.25", "data.train"],
     ),
     "equal rewards within each group": (
         NO_ADVANTAGE | {"reward/uniform_groups_fraction": 1.0},
@@ -269,7 +269,7 @@ def test_with_stop_the_first_problem_ends_the_run():
     lines = []
     health = LearningHealth(SETTINGS, lines.append, stop=True)
     health.check(1, HEALTHY | NO_ADVANTAGE)
-    with pytest.raises(UnhealthyRunError, match=r"on_unhealthy=stop ends the run after step 2: no response has an adv"):
+    with pytest.raises(UnhealthyRunError, match=r"on_unhealthy=stop ends the run after step 2: every advantage is 0"):
         health.check(2, HEALTHY | NO_ADVANTAGE)
     assert len(lines) == 1
 

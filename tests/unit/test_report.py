@@ -67,7 +67,7 @@ def trainer_rank(rank: int, computing_s: float, pp: int = 0) -> ProcessTimeline:
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
-        ([trainer_rank(0, 6.0), trainer_rank(1, 6.0), trainer_rank(2, 9.0)], "actor rank 2 computes 50 % longer than"),
+        ([trainer_rank(0, 6.0), trainer_rank(1, 6.0), trainer_rank(2, 9.0)], "actor rank 2 computes 50% longer than"),
         ([trainer_rank(0, 6.0), trainer_rank(1, 6.1)], "No rank is clearly slower than the others."),
         ([trainer_rank(0, 6.0), trainer_rank(1, 9.0, pp=1)], "No two ranks compute the same pipeline stage"),
         ([trainer_rank(0, 6.0)], "The run has only one trainer rank."),
@@ -232,3 +232,164 @@ def test_few_whole_numbers_have_one_row_each_in_a_distribution(tmp_path):
     samples = [{"prompt": "p", "response": "r", "reward": 0.0, "num_tokens": count} for count in (3, 4, 4, 6)]
     chart = page_data([make_run(tmp_path / "run", steps=1, samples=samples)])["distributions"][0]
     assert chart["edges"] == [2.5, 3.5, 4.5, 5.5, 6.5] and chart["counts"] == [[1, 2, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("commits", "changed", "text"),
+    [
+        (
+            (None, None),
+            0,
+            "Unknown: at least one of the runs has no recorded commit. The recorded packages are the same.",
+        ),
+        (
+            ("a1", None),
+            0,
+            "Unknown: at least one of the runs has no recorded commit. The recorded packages are the same.",
+        ),
+        (("a1", "a1"), 2, "Unknown: the commit and the recorded packages are the same, but there were changes"),
+        (("a1", "a1"), 0, "Yes: the commit and the recorded packages are the same."),
+        (("a1", "b2"), 0, "No: commit a1 in the first run, b2 in the second."),
+    ],
+)
+def test_the_software_of_two_runs_is_unknown_without_commits(tmp_path, commits, changed, text):
+    folders = [make_run(tmp_path / name) for name in "ab"]
+    for folder, commit in zip(folders, commits, strict=True):
+        start = {"event": "start", "commit": commit, "changed_files": changed, "packages": {"torch": "2"}}
+        (folder / "starts.jsonl").write_text(json.dumps(start))
+    assert answer(page_data(folders), "Was the software the same").startswith(text)
+
+
+def test_the_page_shows_expected_answers_and_refers_to_them_if_all_rewards_are_0(tmp_path):
+    sample = {"prompt": "1+1=", "response": "3", "reward": 0.0, "ground_truth": "2"}
+    data = page_data([make_run(tmp_path / "run", samples=[sample])])
+    (found,) = [each for each in data["answers"] if each["question"] == "Why is the reward what it is?"]
+    assert "with the expected answers in the samples" in found["text"] and found["link"] == "samples"
+    assert data["samples"]["rows"][0][data["samples"]["columns"].index("ground_truth")] == "2"
+    assert answer(data, "What does the model write") == (
+        "Step 3, all kept responses have the reward 0, for example: “3”."
+    )
+
+
+def test_a_problem_names_its_steps_and_the_step_of_its_values_once(tmp_path):
+    folder = make_run(tmp_path / "run", batch__zero_advantage_fraction=1.0, reward__std=0.0, optim__grad_norm=0.0)
+    data = page_data([folder])
+    (line,) = data["health"]["lines"]
+    assert line.startswith("Every advantage is 0, so") and line.endswith(
+        "These are the values of step 2. The problem “no learning signal” was present in 3 of 3 steps, from step 1 to step 3."
+    )
+    assert answer(data, "Is it stable").startswith("The weights do not change, because the gradient norm is 0.")
+
+
+def test_the_time_of_a_step_leaves_out_evaluation_and_checkpoints(tmp_path):
+    times = dict(time__rollout_s=1.5, time__update_s=0.5, time__evaluate_s=10.0, time__checkpoint_s=1.0)
+    data = page_data([make_run(tmp_path / "run", **times)])
+    assert answer(data, "What takes the time").startswith(
+        "A step takes 2 s on average, without evaluation and checkpoints."
+    )
+    assert data["time"]["phases"] == {"rollout": [1.5] * 3, "update": [0.5] * 3}
+    assert data["sentences"][-1] == "Between the steps, evaluations took 30.00 s and checkpoints took 3.00 s in all."
+    assert sum(seconds for _, seconds in data["spent"]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("last", "first", "text", "state"),
+    [
+        (0.0, 0.0, "No: 0% of", ""),
+        (0.0, 0.6, "Hardly: 0% of", ""),
+        (0.04, 0.04, "Hardly: 4% of", ""),
+        (0.06, 0.0, "Yes: 6% of", "bad"),
+    ],
+)
+def test_the_last_steps_decide_whether_truncation_matters(tmp_path, last, first, text, state):
+    metrics = {step: {"rollout/truncated_fraction": first if step < 7 else last} for step in range(1, 10)}
+    found = next(each for each in answers(RecordedRun(tmp_path, metrics=metrics)) if "cut off" in each["question"])
+    assert found["text"].startswith(f"{text} the responses of the last 3 steps") and found["state"] == state
+
+
+@pytest.mark.parametrize(
+    ("parallel", "text"),
+    [
+        ({"tp": 1, "dp": 1}, "The run has only one trainer rank."),
+        ({"tp": 1, "dp": None}, "The run has only one trainer rank."),
+        (
+            {"dp": 2},
+            "No timeline was recorded (tracking.timeline=true records one). Estimated from the batches, one replica",
+        ),
+    ],
+)
+def test_a_run_with_one_rank_has_no_slow_rank_also_without_a_timeline(tmp_path, parallel, text):
+    folder = make_run(tmp_path / "run", config={"parallel": parallel}, batch__imbalance=1.2)
+    assert answer(page_data([folder]), "Which rank is slow").startswith(text)
+
+
+def ended(folder: Path, outcome: str, error: str | None = None) -> Path:
+    (folder / "starts.jsonl").write_text(json.dumps({"event": "end", "outcome": outcome, "error": error}))
+    return folder
+
+
+def test_a_run_that_reached_its_goal_says_so_and_continues_without_the_goal(tmp_path):
+    config = {"trainer": {"max_steps": 60, "stop_reward": 0.92}}
+    folder = ended(make_run(tmp_path / "run", config=config), "finished")
+    (folder / "hydra").mkdir()
+    (folder / "hydra" / "overrides.yaml").write_text("[optim.lr=1, trainer.stop_reward=0.92]")
+    data = page_data([folder])
+    assert "the run stopped at step 3 of 60: trainer.stop_reward=0.92 was reached" in data["health"]["headline"]
+    command = f"mrl train optim.lr=1 run.dir={folder} trainer.max_steps=60 trainer.stop_reward=null"
+    assert answer(data, "How do I go on") == command
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            "KeyError: 'a' (/x/reward.py:4, in broken)",
+            "Correct the function broken in /x/reward.py, line 4. Then start",
+        ),
+        ("out of memory", "Correct the error that the top of this page shows. Then start the run again."),
+    ],
+)
+def test_a_failed_run_goes_on_with_the_correction_of_its_error(tmp_path, error, text):
+    folder = ended(make_run(tmp_path / "run", steps=0), "failed", f"\x1b[36m{error}\x1b[39m\n  ^^^^^^")
+    (folder / "hydra").mkdir()
+    (folder / "hydra" / "overrides.yaml").write_text("[scoring.rehearse=false]")
+    data = page_data([folder])
+    assert answer(data, "How do I go on").startswith(text) and error in data["health"]["lines"][0]
+    assert "\x1b" not in data["provenance"]["events"][0]["error"] and "^^" not in data["health"]["lines"][0]
+    assert data["provenance"]["next"] == [
+        {"title": "Start the run again, after the error is corrected", "command": f"mrl train run.dir={folder}"}
+    ]
+    assert data["samples"]["left_out"] == "No samples were recorded: no step finished."
+
+
+def test_failed_tool_calls_are_failures(tmp_path):
+    data = page_data([make_run(tmp_path / "run", rollout__tool_errors_fraction=0.13)])
+    assert answer(data, "Did anything fail") == "Yes: up to 13% of the tool calls of a step failed."
+
+
+def test_a_sweep_says_how_results_are_averaged_whether_the_lead_is_clear_and_which_points_have_problems(tmp_path):
+    points = [("optim.lr=1",), ("optim.lr=2",), ("optim.lr=3",)]
+    write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
+    for n, rewards in enumerate(([0.5, 0.6, 0.7], [0.4, 0.6, 0.6], [0.0, 0.0, 0.0])):
+        run = make_run(tmp_path / str(n), rollout__truncated_fraction=float(n == 2))
+        write_rewards(run, rewards, truncated=float(n == 2))
+        write_json(run / "status.json", {"status": 0, "seconds": 1.0})
+    data = page_data([tmp_path])
+    assert "result: mean of reward/mean over the last 5 steps; larger is better" in data["subtitle"]
+    assert answer(data, "How much better").endswith(
+        "The lead is within the noise: it is not more than twice the standard error of the difference, 0.088."
+    )
+    trouble = "problem “truncated responses” in 3 of 3 steps, from step 1 to step 3"
+    assert [point["reason"] for point in data["points"]] == ["", "", trouble]
+    assert answer(data, "Did a point fail") == f"No point failed, but point 2 (optim.lr=3) has the {trouble}."
+    write_rewards(tmp_path / "0", [0.9, 0.9, 0.9])
+    assert "The lead is clear" in answer(page_data([tmp_path]), "How much better")
+
+
+def write_rewards(run: Path, rewards: list[float], truncated: float = 0.0) -> None:
+    """Replace the metrics of a run."""
+    (run / "metrics.jsonl").unlink()
+    (run / ".metrics.jsonl.hashes").unlink(missing_ok=True)
+    file = JsonLinesFile(run / "metrics.jsonl")
+    for step, reward in enumerate(rewards, 1):
+        file.write(step, {"reward/mean": reward, "rollout/truncated_fraction": truncated})

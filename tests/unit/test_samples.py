@@ -66,16 +66,16 @@ def test_the_command_shows_the_chosen_responses(run_dir, capsys, arguments, rewa
 
 
 def test_a_sample_is_shown_with_prompt_response_parts_truncation_and_weight_version(tmp_path, capsys):
-    shown = sample(0.25, truncated=True, parts={"format": 1.0}, failure="boxd is missing")
+    shown = sample(0.25, truncated=True, parts={"format": 1.0}, failure="boxd is missing", ground_truth="42")
     SampleFile(tmp_path).write(1, [shown])
     assert cli.main(["samples", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     for text in (
-        "reward 0.25  (row 7, 5 tokens, truncated, weight version 3, format 1)",
+        "reward 0.25  (row 7, 5 sampled tokens, truncated, weight version 3, format 1)",
         "not scored: boxd is missing",
     ):
         assert text in out
-    assert "prompt:\n    prompt of 0.25\n  response:\n    response of 0.25\n" in out
+    assert "prompt:\n    prompt of 0.25\n  expected answer:\n    42\n  response:\n    response of 0.25\n" in out
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,17 @@ def test_the_rollout_worker_turns_groups_into_text():
     assert (best.reward, best.row, best.prompt, best.response) == (1.0, 4, "4 7", "100 101 102")
     assert (best.parts, best.weight_version, best.num_tokens) == ({"exact": 1.0}, 3, 3)
     assert worst.row == 5 and worst.failure == "too slow"
+    assert best.ground_truth == "7" and worst.ground_truth == '["1", "2"]'
+    (without,) = text_samples([group(6, Score(0.0))], [0], worker_data(), {})
+    assert without.ground_truth is None
+
+
+def test_a_truncated_response_of_an_agent_says_that_the_limit_counts_tool_results():
+    turns = [{"role": "assistant", "text": "1+1"}, {"role": "tool", "text": "2"}]
+    assert (
+        "5 sampled tokens, truncated (the limit also counts tool results)"
+        in sample(0.0, truncated=True, turns=turns).text()
+    )
 
 
 def test_a_failure_that_is_no_valid_unicode_is_kept(tmp_path):
@@ -164,7 +175,9 @@ def test_samples_of_another_step_are_not_shown(run_dir, tmp_path):
 def worker_data(source=""):
     """Stands for a PromptDataset whose tokens decode to their numbers."""
     return SimpleNamespace(
-        decode=lambda rows: [" ".join(map(str, row)) for row in rows], data_source=lambda row: source
+        decode=lambda rows: [" ".join(map(str, row)) for row in rows],
+        data_source=lambda row: source,
+        ground_truth=lambda row: {4: "7", 5: ["1", "2"]}.get(row, ""),
     )
 
 

@@ -343,7 +343,10 @@ def text(*timelines):
 
 def test_the_summary_gives_the_share_of_each_phase_and_the_longest_phase():
     found = summarise([driver(6.0, 3.0, 1.0), driver(6.0, 3.0, 1.0, step=2, start=200.0)])
-    assert found[0] == "2 steps took 10.00 s on average: rollout 60 %, update 30 %, weight_sync 10 %."
+    assert (
+        found[0]
+        == "2 steps took 10.00 s on average, without evaluation and checkpoints: rollout 60%, update 30%, weight_sync 10%."
+    )
     assert found[1] == "The phase rollout takes the most time."
 
 
@@ -360,21 +363,23 @@ def test_the_bubble_is_the_time_of_the_passes_that_no_micro_batch_and_no_reducti
     work = rank_work(rank)
     assert (work.computing_s, work.reducing_s, work.bubble_s, work.tokens) == (6.0, 1.0, 3.0, 100)
     found = text(driver(4.0, 12.0, 1.0), rank)
-    spent = "spend 60 % of the time on micro-batches, 10 % on gradient reduction and 30 % on waits for other pipeline stages."
+    spent = (
+        "spend 60% of the time on micro-batches, 10% on gradient reduction and 30% on waits for other pipeline stages."
+    )
     assert f"The phase update takes the most time: in forward and backward passes, the actor ranks {spent}" in found
 
 
 @pytest.mark.parametrize(
     "slow, reason",
     [
-        (trainer_rank(3, 8.0, tokens=130), "its micro-batches have 30 % more tokens"),
+        (trainer_rank(3, 8.0, tokens=130), "its micro-batches have 30% more tokens"),
         (trainer_rank(3, 8.0, host="b"), "so its host b is slower"),
         (trainer_rank(3, 8.0), "so its device is slower or shared"),
     ],
 )
 def test_the_slowest_rank_is_named_with_the_reason(slow, reason):
     found = text(driver(4.0, 12.0, 1.0), *(trainer_rank(rank, 6.0) for rank in range(3)), slow)
-    assert "actor rank 3 computes 33 % longer than the others: it" in found and reason in found
+    assert "actor rank 3 computes 33% longer than the others: it" in found and reason in found
 
 
 def test_no_rank_is_called_slow_within_the_noise_or_because_it_is_of_another_pipeline_stage():
@@ -395,9 +400,9 @@ def test_the_rollout_sentences_give_the_work_of_engines_and_the_tail_of_requests
     worker.spans = [Span("request", "request", 100.0, end, 1, {"tokens": 250}) for end in ends]
     worker.spans += [Span("request", "request", 50.0, 1.0, 1, {"tokens": 99}), Span("score", "reward", 105.0, 1.5, 1)]
     found = text(driver(10.0, 3.0, 1.0), engine, worker)
-    assert "The phase rollout takes the most time: the engines compute during 30 % of the rollout." in found
-    assert "Requests sample 1,000 tokens; during 30 % of the rollout, at most half" in found
-    assert "Rewards are computed during 15 % of the rollout." in found
+    assert "The phase rollout takes the most time: the engines compute during 30% of the rollout." in found
+    assert "Requests sample 1,000 tokens; during 30% of the rollout, at most half" in found
+    assert "Rewards are computed during 15% of the rollout." in found
 
 
 def test_the_overlap_counts_overlapping_spans_once_and_only_inside_the_intervals():

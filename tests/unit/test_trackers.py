@@ -16,7 +16,9 @@ from mrl.tracking import backends
 from mrl.tracking.backends import TRACKER_SINKS, MlflowSink, TensorBoardSink, TrackedRun, check_installed
 from mrl.tracking.tracker import JsonlSink, Tracker
 
-SAMPLE = TextSample("2*1234=", "2468", 1.0, 0, 0, 4, False, parts={"format": 0.5}, source="doubling")
+SAMPLE = TextSample(
+    "2*1234=", "2468", 1.0, 0, 0, 4, False, parts={"format": 0.5}, source="doubling", ground_truth="2468"
+)
 
 
 def tracked(folder: Path, **fields) -> TrackedRun:
@@ -228,7 +230,7 @@ def test_wandb_reads_metrics_samples_and_config_of_a_resumed_offline_run(tmp_pat
     assert len(ids) == 1, "both processes log to one wandb run"
     assert {table["data"][0][0] for table in tables} == {2, 4}
     assert tables[0]["columns"] == list(backends.SAMPLE_COLUMNS)
-    assert tables[0]["data"][0][1:4] == [1.0, "2*1234=", "2468"]
+    assert tables[0]["data"][0][1:5] == [1.0, "2*1234=", "2468", "2468"]
 
 
 @pytest.mark.parametrize("backend", TRACKER_SINKS)

@@ -7,14 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from mrl.tracking.learning_health import MISMATCH_NATS, RULES, LearningHealth, LearningSettings, StepView
-from mrl.tracking.report.charts import COMPONENTS
+from mrl.tracking.learning_health import (
+    MIN_FAILED_FRACTION,
+    MISMATCH_NATS,
+    RULES,
+    LearningHealth,
+    LearningSettings,
+    StepView,
+)
+from mrl.tracking.report.charts import describe, time_text
 from mrl.tracking.report.page import number
-from mrl.tracking.report.provenance import changed_keys, next_commands
+from mrl.tracking.report.provenance import changed_keys, go_on_text
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
-from mrl.tracking.timeline_summary import NOISE, RankWork
+from mrl.tracking.report.sample_table import no_samples_text
+from mrl.tracking.timeline_summary import NOISE, SMALLEST_SHARE, RankWork, percent
 
 STANDARD_ERRORS_OF_A_CLEAR_CHANGE = 2.0  # a larger change of the mean reward is clear
+MOST = 0.5  # fraction of responses that explains a low reward
+MANY_TRUNCATED = 0.05  # fraction of truncated responses that matters
+MANY_EQUAL_GROUPS = 0.9  # fraction of groups with equal rewards that slows learning down
+MAX_NAMED_KEYS = 12  # number of changed config keys that an answer names
 QUOTE_CHARACTERS = 90  # length of a quoted response
 NOT_RECORDED = "Not recorded"
 
@@ -33,7 +45,7 @@ def answers(run: RecordedRun) -> list[dict[str, Any]]:
     """Return the questions with their answers as JSON values."""
     found = (
         Answer("Is it learning?", *_learning(run), "learning"),
-        Answer("Why is the reward what it is?", *_reward(run), "learning"),
+        Answer("Why is the reward what it is?", *_reward(run)),
         Answer("What does the model write?", _writing(run), "", "samples"),
         Answer("Did anything fail?", *_failures(run), "provenance"),
         Answer("Is it stable?", *_stability(run), "learning"),
@@ -43,7 +55,7 @@ def answers(run: RecordedRun) -> list[dict[str, Any]]:
         Answer("Do the trainer and the engines agree?", *_agreement(run), "learning"),
         Answer("Was the run resumed?", _resumes(run), "", "provenance"),
         Answer("Which config keys differ from their defaults?", _changes(run), "", "provenance"),
-        Answer("How do I go on?", next_commands(run)[0]["command"], "", "next"),
+        Answer("How do I go on?", go_on_text(run), "", "next"),
     )
     return [asdict(answer) for answer in found]
 
@@ -59,21 +71,24 @@ def health(run: RecordedRun) -> dict[str, Any]:
         headline = "The run failed before its first step." if run.error else "No step was recorded yet."
         return {"state": state, "headline": headline, "lines": lines}
     steps = f"{len(run.metrics)} step{'s' if len(run.metrics) > 1 else ''}"
-    outcome = {"not recorded": "", "running": ", and the run goes on"}.get(
-        run.outcome, f"; the run {_ended(run.outcome)}"
-    )
+    outcome = {"not recorded": "", "running": ", and the run goes on"}.get(run.outcome, f"; the run {_ended(run)}")
     headline = f"{steps}, no problem found{outcome}." if not lines else f"{steps}{outcome}. What needs attention:"
     return {"state": "bad" if lines else "good", "headline": headline, "lines": lines}
 
 
-def _ended(outcome: str) -> str:
+def _ended(run: RecordedRun) -> str:
+    if run.reached_goal:
+        return (
+            f"stopped at step {max(run.metrics)} of {run.setting('trainer.max_steps')}: "
+            f"trainer.stop_reward={run.setting('trainer.stop_reward')} was reached"
+        )
     return {
         "finished": "finished",
         "failed": "failed",
         "unhealthy": "was ended by the health check",
         "preempted": "was preempted",
         "interrupted": "was interrupted",
-    }.get(outcome, f"ended with the outcome {outcome}")
+    }.get(run.outcome, f"ended with the outcome {run.outcome}")
 
 
 def problems(run: RecordedRun) -> list[str]:
@@ -92,8 +107,11 @@ def found_problems(run: RecordedRun) -> list[tuple[str, str, str]]:
     totals_from = len(reported)
     check.report_totals()
     totals = [total.partition(": ") for total in reported[totals_from:]]
-    texts = [text[:1].upper() + text[1:] for text in reported[:totals_from]]
-    found = [(name, where, text) for text, (name, _, where) in zip(texts, totals, strict=True)]
+    texts = [text.partition(": ") for text in reported[:totals_from]]  # step N: description
+    found = [
+        (name, where, f"{text[:1].upper()}{text[1:].rstrip('.')}. These are the values of {step}.")
+        for (step, _, text), (name, _, where) in zip(texts, totals, strict=True)
+    ]
     if not found and 0 < len(run.metrics) < max(rule.patience for rule in RULES.values()):
         found = _problems_of_last_step(run)
     return found
@@ -160,40 +178,58 @@ def _held_out_text(run: RecordedRun) -> str:
     return " Held-out reward: fewer than two evaluations were recorded."
 
 
-def _reward(run: RecordedRun) -> tuple[str, str]:
+def _reward(run: RecordedRun) -> tuple[str, str, str]:
+    """Return (text, state, section with the details)."""
     last, step = run.last, max(run.metrics, default=0)
     if "reward/mean" not in last:
-        reason = f" The run failed: {run.error}" if run.error else ""
-        return f"{NOT_RECORDED}: no step has a reward.{reason}", "bad" if reason else ""
+        reason = " The run ended with an error, which the top of this page shows." if run.error else ""
+        return f"{NOT_RECORDED}: no step has a reward.{reason}", "bad" if reason else "", "provenance"
     mean = last["reward/mean"]
     start = f"In step {step} the mean reward is {number(mean)}"
     failed, truncated = last.get("reward/failed_fraction", 0.0), last.get("rollout/truncated_fraction", 0.0)
-    equal, limit = last.get("reward/uniform_groups_fraction", 0.0), run.setting("rollout.max_response_tokens", "?")
-    if failed >= 0.5:
+    if failed >= MOST:
         reason = (
-            f"{failed:.0%} of the responses could not be scored and count as 0{_failure_text(run)}. "
+            f"{percent(failed)} of the responses could not be scored and count as 0{_failure_text(run)}. "
             f"Correct the reward function; logs/rollout.log has the reasons."
         )
-        return f"{start}, because {reason}", "bad"
-    if truncated >= 0.5:
-        return (
-            f"{start}: {truncated:.0%} of the responses are cut at "
-            f"rollout.max_response_tokens={limit} before they end. Raise this key.",
-            "bad",
-        )
+        return f"{start}, because {reason}", "bad", "samples"
+    if truncated >= MOST:
+        limit = run.setting("rollout.max_response_tokens", "?")
+        text = f"{percent(truncated)} of the responses are cut at rollout.max_response_tokens={limit} before they end"
+        return f"{start}: {text}. Raise this key.", "bad", "samples"
     if zero := [name[7:-5] for name, value in _parts(last).items() if value == 0]:
         parts, have = ("parts", "have") if len(zero) > 1 else ("part", "has")
         start += f", and the reward {parts} {', '.join(zero)} {have} a mean of 0"
     if not mean > 0 and not any(sample.get("reward", 0) > 0 for sample in _samples(run)):
-        return (
-            f"{start}. {_empty_text(run)}Compare the responses with the expected answers in the "
-            f"samples below: either the prompts are too hard, or the reward does not find the answers.",
-            "bad",
-        )
+        return f"{start}. {_empty_text(run)}{_compare_text(run)}", "bad", "samples"
     parts = ", ".join(f"{name[7:-5]} {number(value)}" for name, value in _parts(last).items())
     details = f" ({parts})" if parts else ""
-    groups = f" In {equal:.0%} of the groups all rewards are equal, so these groups teach nothing." if equal else ""
-    return f"{start}{details}; {failed:.0%} of the responses failed and {truncated:.0%} were truncated.{groups}", ""
+    shares = f"{percent(failed)} of the responses failed and {percent(truncated)} were truncated"
+    return f"{start}{details}; {shares}.{_equal_groups_text(last)}", "", "learning"
+
+
+def _compare_text(run: RecordedRun) -> str:
+    """Say how to find out why all rewards are 0."""
+    why = "either the prompts are too hard, or the reward does not find the answers"
+    if any(sample.get("ground_truth") for sample in _samples(run)):
+        return f"Compare the responses with the expected answers in the samples: {why}."
+    return f"Compare the responses in the samples with the answers that you expect: {why}."
+
+
+def _equal_groups_text(last: dict[str, float]) -> str:
+    """Say in which part of the groups all rewards are equal, and whether this matters."""
+    equal = last.get("reward/uniform_groups_fraction", 0.0)
+    if not equal:
+        return ""
+    verdict = "This is no problem while the reward rises, because the other groups teach the model."
+    if last.get("reward/std") == 0:
+        verdict = "If the advantages compare the responses of a group, this step teaches the model nothing."
+    elif equal >= MANY_EQUAL_GROUPS:
+        verdict = (
+            "If the advantages compare the responses of a group, few groups teach the model: use prompts of medium "
+            "difficulty, or raise rollout.responses_per_prompt."
+        )
+    return f" In {percent(equal)} of the groups all rewards are equal. {verdict}"
 
 
 def _parts(metrics: dict[str, float]) -> dict[str, float]:
@@ -218,8 +254,11 @@ def _failure_text(run: RecordedRun) -> str:
 def _writing(run: RecordedRun) -> str:
     samples = _samples(run)
     if not samples:
-        return f"{NOT_RECORDED}: the run kept no samples (tracking.samples_per_step)."
+        return f"{NOT_RECORDED}: {no_samples_text(run)}."
     best, worst = samples[0], samples[-1]
+    if best.get("reward") == worst.get("reward"):
+        reward = number(best.get("reward"))
+        return f"Step {run.samples[-1][0]}, all kept responses have the reward {reward}, for example: “{_quote(best)}”."
     quotes = [
         f"{title} (reward {number(one.get('reward'))}): “{_quote(one)}”"
         for title, one in (("best", best), ("worst", worst))
@@ -240,22 +279,29 @@ COUNTS = {
     "mismatch/nan_tokens": "trained tokens had no log-probability from the engine",
 }
 """Metrics that count failures, with the words for their sum."""
+FAILED_FRACTIONS = {
+    "reward/failed_fraction": "responses of a step could not be scored",
+    "rollout/tool_errors_fraction": "tool calls of a step failed",
+}
+"""Metrics that are fractions of failures, with the words for their largest value."""
 
 
 def _failures(run: RecordedRun) -> tuple[str, str]:
-    found = [f"the run failed: {run.error}"] if run.error else []
+    found = ["the run ended with the error at the top of this page"] if run.error else []
     for name, words in COUNTS.items():
         if total := sum(run.series(name).values()):
             found.append(f"{total:,.0f} {words}")
-    failed = run.series("reward/failed_fraction")
-    if failed and (worst := max(failed.values())):
-        found.append(f"up to {worst:.1%} of the responses of a step could not be scored")
+    largest = 0.0
+    for name, words in FAILED_FRACTIONS.items():
+        if worst := max(run.series(name).values(), default=0.0):
+            found.append(f"up to {percent(worst)} of the {words}")
+            largest = max(largest, worst)
     found += [f"damaged file: {text}" for text in run.damaged]
     if found:
-        return f"Yes: {'; '.join(found)}.", "bad" if run.error or run.damaged else ""
+        return f"Yes: {'; '.join(found)}.", "bad" if run.error or run.damaged or largest >= MIN_FAILED_FRACTION else ""
     if not run.metrics:
         return f"{NOT_RECORDED}: no step finished.", ""
-    return "No failed response, replaced engine, retry or damaged line was recorded.", "good"
+    return "No failed response, failed tool call, replaced engine, retry or damaged line was recorded.", "good"
 
 
 STABILITY = {
@@ -264,12 +310,7 @@ STABILITY = {
     "optim/grad_norm": "gradient norm",
     "mismatch/logprob_abs_mean": "mismatch",
 }
-UNSTABLE = (
-    "entropy",
-    "differ by",
-    "diverge",
-    "gradient norm is 0",
-)  # words in the health check's texts about stability
+UNSTABLE = ("entropy", "differ by", "diverge")  # words in the health check's texts about stability
 
 
 def _stability(run: RecordedRun) -> tuple[str, str]:
@@ -284,66 +325,19 @@ def _stability(run: RecordedRun) -> tuple[str, str]:
         return f"{NOT_RECORDED}: no step has entropy, KL, gradient norm or mismatch.", ""
     bad = [text for text in problems(run) if any(word in text for word in UNSTABLE)]
     absent = f" Not recorded: {', '.join(missing)}." if missing else ""
-    verdict = "No, see the problems above. Measured: " if bad else "Nothing exceeds the limits of the health check: "
-    return f"{verdict}{'; '.join(parts)}.{absent}", "bad" if bad else "good"
-
-
-COMPONENT_TEXTS = {
-    "engine": "sampling in the engines",
-    "megatron": "Megatron's passes and optimizer",
-    "critic": "the critic",
-    "sync_engine": "loading weights in the engines",
-    "reward": "rewards",
-    "controller": "the controller",
-}
-
-
-def spent_shares(run: RecordedRun) -> dict[str, float]:
-    """Return component -> its fraction of the time of all steps, from spent/*. The largest comes first."""
-    total = sum(run.series("time/step_s").values())
-    seconds = {part: sum(run.series(f"spent/{part}_s").values()) for part in COMPONENTS}
-    shares = {part: value / total for part, value in seconds.items() if value} if total else {}
-    return dict(sorted(shares.items(), key=lambda each: -each[1]))
-
-
-def mean_spent(run: RecordedRun) -> list[tuple[str, float]]:
-    """Return (component, seconds of the mean step that it takes), largest first."""
-    seconds = list(run.series("time/step_s").values())
-    return [(COMPONENT_TEXTS[part], share * float(np.mean(seconds))) for part, share in spent_shares(run).items()]
-
-
-def time_text(run: RecordedRun) -> str:
-    """Say how long a step takes, and how much of it each component takes."""
-    shares, seconds = spent_shares(run), list(run.series("time/step_s").values())
-    if not shares:
-        return f"{NOT_RECORDED}: no step has time/step_s and spent/*."
-    first = next(iter(shares))
-    others = ", ".join(
-        f"{COMPONENT_TEXTS[part]} {share:.0%}" for part, share in list(shares.items())[1:] if share >= 0.005
-    )
-    return (
-        f"A step takes {number(float(np.median(seconds)))} s (median). "
-        f"The largest part, {shares[first]:.0%}, is {COMPONENT_TEXTS[first]}" + (f"; {others}." if others else ".")
-    )
-
-
-def idle_text(run: RecordedRun) -> str:
-    """Say for which fraction of the step time trainer ranks and the controller are busy. Returns "" if it is unknown."""
-    shares = spent_shares(run)
-    if "megatron" not in shares:
-        return ""
-    return (
-        f"The slowest trainer rank computes during {shares['megatron']:.0%} of the step time, so trainer ranks are idle during "
-        f"at least {max(0.0, 1 - shares['megatron']):.0%} of it, unless they share their GPUs with other roles. The wait for "
-        f"sampling takes {shares.get('engine', 0.0):.0%} of the step time, and the controller takes "
-        f"{shares.get('controller', 0.0):.1%}."
-    )
+    norms = list(run.series("optim/grad_norm").values())
+    measured = f"{'; '.join(parts)}.{absent}"
+    if bad:
+        return f"No, see the problems above. Measured: {measured}", "bad"
+    if norms and norms[-1] == 0:
+        return f"The weights do not change, because the gradient norm is 0. Measured: {measured}", "bad"
+    return f"Nothing exceeds the limits of the health check: {measured}", "good"
 
 
 def _slow_rank(run: RecordedRun) -> str:
     if found := [text for text in run.timeline if "longer than the others" in text]:
         return " ".join(found)
-    if len(run.ranks) == 1:
+    if len(run.ranks) == 1 or (not run.ranks and run.has_one_rank):
         return "The run has only one trainer rank."
     if run.ranks and not run.timeline:
         return f"{NOT_RECORDED}: the timeline has no complete step yet."
@@ -352,12 +346,14 @@ def _slow_rank(run: RecordedRun) -> str:
             return "No two ranks compute the same pipeline stage of the same model, so no ranks can be compared."
         return (
             "No rank is clearly slower than the others. A rank is clearly slower if it computes more than "
-            f"{NOISE:.0%} longer than the other ranks of the same model and pipeline stage."
+            f"{percent(NOISE)} longer than the other ranks of the same model and pipeline stage."
         )
     if imbalance := list(run.series("batch/imbalance").values()):
+        excess = float(np.mean(imbalance)) - 1
+        work = f"one replica has {percent(excess)} more work than the mean of the replicas"
         return (
-            f"No timeline was recorded (tracking.timeline=true records one). Estimated from the batches, the replica "
-            f"with the most work has {number(float(np.mean(imbalance)), 4)} times the mean work of the replicas."
+            "No timeline was recorded (tracking.timeline=true records one). Estimated from the batches, "
+            f"{work if excess >= SMALLEST_SHARE else 'all replicas have equal work'}."
         )
     return f"{NOT_RECORDED}: tracking.timeline=true records it."
 
@@ -370,24 +366,28 @@ def _truncation(run: RecordedRun) -> tuple[str, str]:
     values = list(run.series("rollout/truncated_fraction").values())
     if not values:
         return f"{NOT_RECORDED}: no step has rollout/truncated_fraction.", ""
-    limit = run.setting("rollout.max_response_tokens", "?")
-    verdict = "Yes" if values[-1] >= 0.01 else "Hardly" if max(values) else "No"
+    _, last, _, count = first_and_last_mean(values)
+    is_problem = any(name == "truncated responses" for name, _, _ in found_problems(run))
+    verdict = "Yes" if last >= MANY_TRUNCATED or is_problem else "Hardly" if max(values) else "No"
+    steps = f"the last {count} steps" if count > 1 else "the last step"
     text = (
-        f"{verdict}: {values[-1]:.1%} of the responses of the last step were truncated at "
-        f"rollout.max_response_tokens={limit}; {max(values):.1%} in the worst step."
+        f"{verdict}: {percent(last)} of the responses of {steps} were truncated at rollout.max_response_tokens="
+        f"{run.setting('rollout.max_response_tokens', '?')}, {percent(float(np.mean(values)))} of those of the whole run, and "
+        f"{percent(max(values))} of those of the worst step."
     )
-    return text, "bad" if values[-1] >= 0.5 else ""
+    return text, "bad" if verdict == "Yes" else ""
 
 
 def _agreement(run: RecordedRun) -> tuple[str, str]:
     mean, largest = run.series("mismatch/logprob_abs_mean"), run.series("mismatch/logprob_abs_max")
     if not mean:
         return f"{NOT_RECORDED}: no step has mismatch/logprob_abs_mean.", ""
-    step, worst = max(mean), max(mean.values())
+    step, worst, good = max(mean), max(mean.values()), describe("mismatch/logprob_abs_mean")[2]
     most = f", and by at most {number(largest[step], 2)}" if step in largest else ""
     text = (
         f"in step {step}, their log-probabilities of a token differ by {number(mean[step], 2)} nats on average{most}. The "
-        f"largest mean of a step is {number(worst, 2)}; the health check warns above {MISMATCH_NATS}."
+        f"largest mean of a step is {number(worst, 2)}. The health check warns above {MISMATCH_NATS}, where the difference can "
+        f"harm learning. Rounding alone explains smaller differences: {good}."
     )
     return (f"No: {text}", "bad") if worst > MISMATCH_NATS else (f"Yes: {text}", "good")
 
@@ -406,9 +406,10 @@ def _changes(run: RecordedRun) -> str:
     if not run.config:
         return f"{NOT_RECORDED}: the folder has no config."
     changed = changed_keys(run)
-    given = [word.lstrip("+") for word in run.overrides]
-    given = [word for word in given if not word.startswith(("run.dir", "data.inputs"))]
-    more = f" and {len(given) - 6} more" if len(given) > 6 else ""
-    return f"{len(changed)} keys differ from their defaults" + (
-        f"; on the command line: {', '.join(given[:6])}{more}." if given else "; none was given on the command line."
-    )
+    given = [each for each in changed if each["given"] and each["key"] != "run.dir"]
+    names = [f"{each['key']}={each['value']}" if len(each["value"]) < 60 else each["key"] for each in given]
+    more = f" and {len(names) - MAX_NAMED_KEYS} more" if len(names) > MAX_NAMED_KEYS else ""
+    groups = sum(not each["given"] for each in changed)
+    parts = [f"the command line sets {', '.join(names[:MAX_NAMED_KEYS])}{more}"] if names else []
+    parts += [f"config groups set {'the other ' if names else ''}{groups}, which Provenance lists"] if groups else []
+    return f"{len(given) + groups} keys differ from their defaults{': ' if parts else ''}{'; '.join(parts)}."

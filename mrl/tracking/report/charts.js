@@ -104,6 +104,12 @@ function columnAxis(svg, columns, left, width, height) {
   return [(i) => left + i * size, size];
 }
 
+// The place of a bar in the middle of a column that begins at `x`.
+function bar(x, size) {
+  const width = Math.max(1, Math.min(60, size - 0.8));
+  return { x: x + (size - width) / 2, width };
+}
+
 function stackedChart(time) {
   const names = Object.keys(time.phases), totals = time.steps.map((_, i) => names.reduce((sum, n) => sum + time.phases[n][i], 0)), h = 260;
   const high = Math.max(...totals) || 1, sums = names.map((n) => time.phases[n].reduce((a, b) => a + b, 0)), all = sums.reduce((a, b) => a + b, 0) || 1;
@@ -116,23 +122,23 @@ function stackedChart(time) {
       let base = 0;
       names.forEach((n, c) => {
         const seconds = time.phases[n][i], top = y(base + seconds);
-        svg.append(el("rect", { x: x(i) + 0.5, y: top, width: Math.max(1, Math.min(size - 1, 60)), height: Math.max(0, y(base) - top), fill: colour(c) }, el("title", {}, `${stepRange(range)}: ${n} ${num(seconds, 3)} s`)));
+        svg.append(el("rect", { ...bar(x(i), size), y: top, height: Math.max(0, y(base) - top), fill: colour(c) }, el("title", {}, `${stepRange(range)}: ${n} ${num(seconds, 3)} s`)));
         base += seconds;
       });
     });
     return svg;
   };
-  return el("figure", { class: "wide" }, el("h3", {}, "Phases of the steps (s)"), sized(h, draw), el("div", {}, ...names.map((n, c) => key(c, `${n} ${percent(sums[c] / all)}`))));
+  return el("figure", { class: "wide" }, el("h3", {}, "Phases of a step (s)"), sized(h, draw), el("div", {}, ...names.map((n, c) => key(c, `${n} ${percent(sums[c] / all)}`))), el("figcaption", {}, "Mean seconds of each step or group of steps, without evaluation and checkpoints. Percentages: shares of all steps."));
 }
 
 // One horizontal bar for each row [name, [[part, size]...], note]. All bars have the same scale.
 function barChart(title, unit, rows, caption) {
   const parts = [...new Set(rows.flatMap(([, sizes]) => sizes.map(([name]) => name)))], most = Math.max(...rows.map(([, sizes]) => sizes.reduce((sum, [, v]) => sum + v, 0))) || 1;
-  const bar = ([name, sizes, note]) => {
+  const line = ([name, sizes, note]) => {
     const pieces = sizes.map(([part, v]) => el("i", { style: `width:${(100 * v) / most}%;background:${colour(parts.indexOf(part))}` }));
     return el("div", { class: "bar" }, el("div", {}, el("b", {}, `${name} `), ...sizes.map(([part, v]) => key(parts.indexOf(part), `${part} ${num(v, 3)} ${unit}`)), note ?? ""), el("div", { class: "pieces", "aria-hidden": "true" }, ...pieces));
   };
-  return el("figure", { class: "wide" }, el("h3", {}, title), ...rows.map(bar), el("figcaption", {}, caption));
+  return el("figure", { class: "wide" }, el("h3", {}, title), ...rows.map(line), el("figcaption", {}, caption));
 }
 
 function heatMap(chart) {
@@ -144,7 +150,7 @@ function heatMap(chart) {
     valueAxis(svg, marks, y, left, width);
     chart.counts.forEach((column, i) => {
       const total = column.reduce((a, b) => a + b, 0) || 1, most = Math.max(...column) || 1;
-      column.forEach((count, r) => { if (count) svg.append(el("rect", { x: x(i), y: TOP + (rows - 1 - r) * ch, width: Math.max(1, Math.min(60, size - 0.6)), height: ch - 0.6, fill: "var(--accent)", opacity: 0.12 + 0.88 * (count / most) }, el("title", {}, `${stepRange(chart.steps[i])}: ${percent(count / total)} from ${num(chart.edges[r])} to ${num(chart.edges[r + 1])}`))); });
+      column.forEach((count, r) => { if (count) svg.append(el("rect", { ...bar(x(i), size), y: TOP + (rows - 1 - r) * ch, height: ch - 0.6, fill: "var(--accent)", opacity: 0.12 + 0.88 * (count / most) }, el("title", {}, `${stepRange(chart.steps[i])}: ${percent(count / total)} from ${num(chart.edges[r])} to ${num(chart.edges[r + 1])}`))); });
     });
     return svg;
   };
@@ -160,18 +166,28 @@ function parallelChart(data) {
     const share = i < data.keys.length ? (choices[i].indexOf(p.values[i]) + 0.5) / choices[i].length : high > low ? (p.value - low) / (high - low) : 0.5;
     return h - 20 - share * (h - 64);
   };
+  const marks = results.length > 5 ? [low, (low + high) / 2, high] : [...new Set(results)].sort((a, b) => a - b);
+  const labels = axes.map((_, i) => (i < data.keys.length ? choices[i].map((v) => [v || "–", y(i, { values: Object.assign([], { [i]: v }) })]) : marks.map((v) => [num(v), y(i, { value: v })])));
   const draw = (width) => {
-    const x = (i) => 50 + (i * (width - 100)) / Math.max(1, axes.length - 1), svg = el("svg", { viewBox: `0 0 ${width} ${h}`, height: h, role: "img", "aria-label": `Parallel coordinates of ${axes.join(", ")}; the table of points has the same values` });
+    const room = (i) => 24 + 7 * Math.max(...labels[i].map(([text]) => text.length)), left = room(0), right = room(axes.length - 1);
+    const x = (i) => left + (i * (width - left - right)) / Math.max(1, axes.length - 1), svg = el("svg", { viewBox: `0 0 ${width} ${h}`, height: h, role: "img", "aria-label": `Parallel coordinates of ${axes.join(", ")}; the table of points has the same values` });
     const ordered = [...scored].sort((a, b) => (a.n === data.best) - (b.n === data.best));
     for (const { p, n } of ordered) svg.append(el("polyline", { points: axes.map((_, i) => `${x(i)},${y(i, p)}`).join(" "), fill: "none", stroke: colour(n), opacity: n === data.best ? 1 : 0.7, "stroke-width": n === data.best ? 5 : 2 }, el("title", {}, data.labels[n] ?? String(n))));
-    axes.forEach((name, i) => parallelAxis(svg, { name, i, x: x(i), h, last: i === axes.length - 1, first: i === 0, labels: i < data.keys.length ? choices[i].map((v) => [v, y(i, { values: Object.assign([], { [i]: v }) })]) : (high > low ? [low, high] : [low]).map((v) => [num(v), y(i, { value: v })]) }));
+    axes.forEach((name, i) => parallelAxis(svg, { name, x: x(i), h, width, last: i === axes.length - 1, first: i === 0, labels: apart(labels[i]) }));
     return svg;
   };
   return el("figure", { class: "wide" }, sized(h, draw), el("figcaption", {}, "Each line is a point of the sweep, in the colour of its curves below. The thick line is the best point."));
 }
 
-function parallelAxis(svg, { name, x, h, first, last, labels }) {
-  const anchor = first ? "start" : last ? "end" : "middle", side = last ? -8 : 8;
-  svg.append(el("line", { x1: x, x2: x, y1: 34, y2: h - 14, stroke: "var(--soft)" }), el("text", { x: first ? 4 : last ? x + 46 : x, y: 20, "text-anchor": anchor, class: "strong" }, name));
-  for (const [text, y] of labels) svg.append(el("text", { x: x + side, y: y - 9, "text-anchor": last ? "end" : "start", class: "halo" }, text));
+// The labels of an axis without those that would overlap an earlier one. The largest and the smallest value come first.
+function apart(labels) {
+  const shown = [];
+  for (const label of [labels.at(-1), ...labels]) if (shown.every(([, y]) => Math.abs(y - label[1]) >= 14)) shown.push(label);
+  return shown;
+}
+
+// The first axis has its labels at the left side, the last one at the right side. No line passes there.
+function parallelAxis(svg, { name, x, h, width, first, last, labels }) {
+  svg.append(el("line", { x1: x, x2: x, y1: 34, y2: h - 14, stroke: "var(--soft)" }), el("text", { x: first ? 4 : last ? width - 4 : x, y: 18, "text-anchor": first ? "start" : last ? "end" : "middle", class: "strong" }, name));
+  for (const [text, y] of labels) svg.append(el("text", { x: first ? x - 8 : x + 8, y: y + 4, "text-anchor": first ? "end" : "start", class: "halo" }, text));
 }

@@ -1,4 +1,4 @@
-"""Learning curves and distributions of a run as JSON values, with few enough points for a page."""
+"""Learning curves, times and distributions of a run as JSON values, with few enough points for a page."""
 
 import math
 import re
@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from mrl.core import metrics as declared
+from mrl.tracking.report.page import number
 from mrl.tracking.report.recorded_run import RecordedRun
+from mrl.tracking.timeline_summary import BETWEEN_STEPS, between_steps_text, percent
 
 CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Reward", {"reward/mean": "mean reward"}),
@@ -41,7 +43,6 @@ CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
 MAX_POINTS = 600  # points of one curve; of longer curves, the extremes of equal intervals are kept
 MAX_COLUMNS = 60  # columns of a distribution
 NUM_BINS = 14  # rows of a distribution
-COMPONENTS = ("engine", "megatron", "critic", "sync_engine", "reward", "controller")
 GOOD_VERBS = ("rises", "falls", "changes", "follows", "has")  # first words of Metric.good that are verbs
 INTERVAL_Z = 1.96  # normal quantile of a 95 % interval
 
@@ -157,33 +158,83 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-def time_chart(run: RecordedRun) -> dict[str, Any] | None:
-    """Return the mean seconds of each phase in at most MAX_COLUMNS groups of steps, and the means of spent/* over all steps.
+COMPONENT_TEXTS = {
+    "engine": "sampling in the engines",
+    "megatron": "Megatron's passes and optimizer",
+    "critic": "the critic",
+    "sync_engine": "loading weights in the engines",
+    "reward": "rewards",
+    "controller": "the controller",
+}
 
-    Returns None if no step was recorded.
-    """
+
+def mean_step_s(run: RecordedRun) -> float:
+    """Return the mean duration of a step, without evaluation and checkpoints; 0 if no step has time/step_s."""
+    return _mean(run.series("time/step_s").values())
+
+
+def spent_shares(run: RecordedRun) -> dict[str, float]:
+    """Return component -> its fraction of the time of all steps, from spent/*. The largest comes first."""
+    total = sum(run.series("time/step_s").values())
+    seconds = {part: sum(run.series(f"spent/{part}_s").values()) for part in COMPONENT_TEXTS}
+    shares = {part: value / total for part, value in seconds.items() if value} if total else {}
+    return dict(sorted(shares.items(), key=lambda each: -each[1]))
+
+
+def mean_spent(run: RecordedRun) -> list[tuple[str, float]]:
+    """Return (component, seconds of the mean step that it takes), largest first."""
+    return [(COMPONENT_TEXTS[part], share * mean_step_s(run)) for part, share in spent_shares(run).items()]
+
+
+def time_text(run: RecordedRun) -> str:
+    """Say how long a step takes on average, and how much of it each component takes."""
+    shares = spent_shares(run)
+    if not shares:
+        return "Not recorded: no step has time/step_s and spent/*."
+    first = next(iter(shares))
+    others = ", ".join(
+        f"{COMPONENT_TEXTS[part]} {percent(share)}" for part, share in list(shares.items())[1:] if share >= 0.005
+    )
+    return (
+        f"A step takes {number(mean_step_s(run))} s on average, without evaluation and checkpoints. "
+        f"The largest part, {percent(shares[first])}, is {COMPONENT_TEXTS[first]}" + (f"; {others}." if others else ".")
+    )
+
+
+def time_sentences(run: RecordedRun) -> list[str]:
+    """Return what the metrics say about the time of steps, and of evaluations and checkpoints if the timeline does not say it."""
+    between = {name: sum(run.series(f"time/{name}_s").values()) for name in BETWEEN_STEPS}
+    return [
+        text
+        for text in (time_text(run), _idle_text(run), *([] if run.timeline else between_steps_text(between)))
+        if text
+    ]
+
+
+def _idle_text(run: RecordedRun) -> str:
+    """Say for which part of a step the trainer ranks compute. Returns "" if it is unknown."""
+    share = spent_shares(run).get("megatron")
+    if share is None:
+        return ""
+    return (
+        f"The slowest trainer rank computes during {percent(share)} of a step. In the other {percent(1 - share)}, the trainer "
+        "ranks wait. Engines on the same GPUs can use this time."
+    )
+
+
+def time_chart(run: RecordedRun) -> dict[str, Any] | None:
+    """Return the mean seconds of each phase of a step in at most MAX_COLUMNS groups of steps; None if no step was recorded."""
     steps = [step for step, values in run.metrics.items() if "time/step_s" in values]
     if not steps:
         return None
     names = {name for step in steps for name in run.metrics[step] if re.fullmatch(r"time/\w+_s", name)}
-    names -= {"time/step_s"}
+    names -= {"time/step_s", *(f"time/{name}_s" for name in BETWEEN_STEPS)}
     columns = np.array_split(np.array(steps), min(MAX_COLUMNS, len(steps)))
     phases = {
         name[5:-2]: [_mean(run.metrics[int(step)].get(name, 0.0) for step in column) for column in columns]
         for name in sorted(names, key=lambda name: -_mean(run.metrics[step].get(name, 0.0) for step in steps))
     }
-    step_s = _mean(run.metrics[step]["time/step_s"] for step in steps)
-    spent = {
-        part: _mean(run.metrics[step].get(f"spent/{part}_s", 0.0) for step in steps)
-        for part in COMPONENTS
-        if any(f"spent/{part}_s" in run.metrics[step] for step in steps)
-    }
-    return {
-        "steps": [[int(column[0]), int(column[-1])] for column in columns],
-        "phases": phases,
-        "step_s": step_s,
-        "spent": spent,
-    }
+    return {"steps": [[int(column[0]), int(column[-1])] for column in columns], "phases": phases}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -10,18 +10,24 @@ from typing import Any
 import numpy as np
 
 from mrl.tracking.report.answers import (
-    COMPONENT_TEXTS,
+    STANDARD_ERRORS_OF_A_CLEAR_CHANGE,
     Answer,
     first_and_last_mean,
     found_problems,
     problems,
+)
+from mrl.tracking.report.charts import (
+    COMPONENT_TEXTS,
+    describe,
+    mean_step_s,
+    overlaid_charts,
     spent_shares,
     time_text,
 )
-from mrl.tracking.report.charts import describe, overlaid_charts
 from mrl.tracking.report.page import number
 from mrl.tracking.report.provenance import settings
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
+from mrl.tracking.timeline_summary import percent
 
 MAX_PAIRS = 200  # prompts whose samples are shown side by side
 KEYS_WITHOUT_EFFECT = ("run.dir", "run.name", "tracking.")  # beginnings of keys that do not change what a run computes
@@ -90,13 +96,21 @@ def metric_differences(first: RecordedRun, second: RecordedRun) -> tuple[int, li
 
 
 def sample_pairs(first: RecordedRun, second: RecordedRun) -> list[dict[str, Any]]:
-    """Return {prompt, samples of the first run, samples of the second run} for each prompt of which both runs kept samples.
+    """Return {prompt, expected answer, samples of both runs} for each prompt of which both runs kept samples.
 
     The prompt that the first run sampled last comes first.
     """
     one, two = _by_prompt(first), _by_prompt(second)
     shared = sorted(one.keys() & two.keys(), key=lambda prompt: -max(each["step"] for each in one[prompt]))
-    return [dict(prompt=prompt, first=one[prompt][-4:], second=two[prompt][-4:]) for prompt in shared[:MAX_PAIRS]]
+    return [
+        dict(
+            prompt=prompt,
+            ground_truth=one[prompt][-1]["ground_truth"],
+            first=one[prompt][-4:],
+            second=two[prompt][-4:],
+        )
+        for prompt in shared[:MAX_PAIRS]
+    ]
 
 
 def _by_prompt(run: RecordedRun) -> dict[str, list[Sample]]:
@@ -105,6 +119,7 @@ def _by_prompt(run: RecordedRun) -> dict[str, list[Sample]]:
         for sample in samples:
             found[str(sample.get("prompt", ""))].append(
                 dict(step=step, response=sample.get("response", ""), reward=sample.get("reward"))
+                | {"ground_truth": sample.get("ground_truth")}
             )
     return found
 
@@ -154,18 +169,17 @@ def _better_text(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
 
 
 def _faster_text(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
-    seconds = [list(run.series("time/step_s").values()) for run in runs]
+    seconds = [mean_step_s(run) for run in runs]
     if not all(seconds):
         return "Not recorded: one of the runs has no time/step_s."
-    medians = [float(np.median(each)) for each in seconds]
-    quick = int(medians[1] < medians[0])
+    quick = int(seconds[1] < seconds[0])
     largest = [
-        f" In {labels[quick]}, the largest part of a step is {COMPONENT_TEXTS[part]}, {share:.0%}."
+        f" In {labels[quick]}, the largest part of a step is {COMPONENT_TEXTS[part]}, {percent(share)}."
         for part, share in spent_shares(runs[quick]).items()
     ]
     return (
-        f"{labels[quick]}: a step takes {number(medians[quick])} s, {number(medians[1 - quick])} s in the other run (medians)."
-        + "".join(largest[:1])
+        f"{labels[quick]}: a step takes {number(seconds[quick])} s, {number(seconds[1 - quick])} s in the other run (means, "
+        "without evaluation and checkpoints)." + "".join(largest[:1])
     )
 
 
@@ -179,14 +193,19 @@ def _problem_text(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
 
 
 def _software_text(first: RecordedRun, second: RecordedRun) -> str:
-    if not (first.start and second.start):
+    starts = (first.start, second.start)
+    if not all(starts):
         return "Not recorded: one of the folders has no starts.jsonl."
-    rows = _package_differences(first, second)
-    return (
-        f"No: {'; '.join(_version_texts(rows[:5]))}{f'; and {len(rows) - 5} more' if len(rows) > 5 else ''}."
-        if rows
-        else "Yes: the commit and all packages are the same."
-    )
+    has_commits = all(start.get("commit") for start in starts)
+    rows = [row for row in _package_differences(first, second) if has_commits or row[0] != "commit"]
+    if rows:
+        more = f"; and {len(rows) - 5} more" if len(rows) > 5 else ""
+        return f"No: {'; '.join(_version_texts(rows[:5]))}{more}."
+    if not has_commits:
+        return "Unknown: at least one of the runs has no recorded commit. The recorded packages are the same."
+    if any(start.get("changed_files") != 0 for start in starts):
+        return "Unknown: the commit and the recorded packages are the same, but there were changes without a commit."
+    return "Yes: the commit and the recorded packages are the same."
 
 
 def _version_texts(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -209,8 +228,10 @@ class SweepPoint:
     command: str  # trains the point again
 
 
-def sweep_data(title: str, metric: str, maximize: bool, points: Sequence[SweepPoint]) -> dict[str, Any]:
-    """Return the data of the page of a sweep."""
+def sweep_data(
+    title: str, metric: str, maximize: bool, points: Sequence[SweepPoint], metric_steps: int
+) -> dict[str, Any]:
+    """Return the data of the page of a sweep. `metric_steps`: number of last steps over which a result is averaged."""
     keys = list(dict.fromkeys(key for point in points for key in point.overrides))
     labels = [
         f"point {n} ({' '.join(f'{key}={value}' for key, value in point.overrides.items())})"
@@ -219,14 +240,15 @@ def sweep_data(title: str, metric: str, maximize: bool, points: Sequence[SweepPo
     started = [(point.run, label) for point, label in zip(points, labels, strict=True) if point.run]
     matters = effects(points, keys)
     done = [n for n, point in enumerate(points) if point.value is not None and point.state == "done"]
+    better = "larger" if maximize else "smaller"
     best = (max if maximize else min)(done, key=lambda n: points[n].value or 0.0, default=None)
     return {
         "kind": "sweep",
         "title": f"Sweep {title}",
-        "subtitle": f"{len(points)} points, {metric}, {'larger' if maximize else 'smaller'} is better",
+        "subtitle": f"{len(points)} points; result: {_result_text(metric, metric_steps)}; {better} is better",
         "written": time.time(),
         "labels": [label for _, label in started],
-        "answers": [asdict(answer) for answer in _sweep_answers(points, labels, metric, best, matters)],
+        "answers": [asdict(answer) for answer in _sweep_answers(points, labels, metric, best, matters, metric_steps)],
         "charts": overlaid_charts([run for run, _ in started], [label for _, label in started]),
         "keys": keys,
         "metric": metric,
@@ -237,12 +259,25 @@ def sweep_data(title: str, metric: str, maximize: bool, points: Sequence[SweepPo
                 state=p.state,
                 steps=p.steps,
                 value=p.value,
-                reason=p.reason,
+                reason=p.reason or _trouble_text(p),
             )
             for p in points
         ],
         "effects": matters,
     }
+
+
+def _result_text(metric: str, metric_steps: int) -> str:
+    """Say how the result of a point comes from the metric."""
+    if metric.startswith("eval/"):
+        return f"{metric} of the last evaluation"
+    return f"mean of {metric} over the last {metric_steps} steps"
+
+
+def _trouble_text(point: SweepPoint) -> str:
+    """Return the problem of a point that the most steps have; "" if it has none."""
+    found = found_problems(point.run) if point.run else []
+    return "; ".join(f"problem “{name}” {where}" for name, where, _ in found[:1])
 
 
 def effects(points: Sequence[SweepPoint], keys: Sequence[str]) -> list[tuple[str, float]]:
@@ -275,37 +310,48 @@ def _sweep_answers(
     metric: str,
     best: int | None,
     matters: Sequence[tuple[str, float]],
+    metric_steps: int,
 ) -> list[Answer]:
-    failed = [
-        f"{label}: {point.reason}" for point, label in zip(points, labels, strict=True) if point.state == "failed"
-    ]
-    measured = _measured(points)
     found = "No finished point has a result yet."
     again = "Wait for the points, or run the sweep's command again: it runs the points that are missing."
     if best is not None:
-        found = f"P{labels[best][1:]}, with {metric} {number(points[best].value, 4)}."
+        result = _result_text(metric, metric_steps)
+        found = f"P{labels[best][1:]}: the {result} is {number(points[best].value, 4)}."
         again = points[best].command
-    spread = ", ".join(f"{key} explains {share:.0%}" for key, share in matters)
-    every = f" of the variance of the results of {len(measured)} points." if matters else ""
-    single = (
-        " With as many values as points, a key explains everything by construction."
-        if any(len({point.overrides.get(key, "") for point in measured}) == len(measured) for key, _ in matters)
-        else ""
-    )
+    margin = _margin_text(points, best, metric, metric_steps)
     return [
         Answer("Which point is the best?", found, "good" if best is not None else "", "points"),
         Answer("Why is it the best?", _reasons_text(points, labels, best), "", "learning"),
-        Answer(
-            "Which key changes the result most?",
-            f"{spread}{every}{single}" if matters else _no_effect_text(measured),
-            "",
-            "parallel",
-        ),
-        Answer("How much better is the best point?", _margin_text(points, best), "", "learning"),
-        Answer("Did a point fail?", "; ".join(failed) or "No point failed.", "bad" if failed else "good", "points"),
+        Answer("Which key changes the result most?", _effects_text(points, matters), "", "parallel"),
+        Answer("How much better is the best point?", margin, "", "learning"),
+        Answer("Did a point fail or have a problem?", *_points_failed(points, labels), "points"),
         Answer("How much of the sweep is done?", _states_text(points), "", "points"),
         Answer("How do I train the best point again?", again, "", "points"),
     ]
+
+
+def _points_failed(points: Sequence[SweepPoint], labels: Sequence[str]) -> tuple[str, str]:
+    named = list(zip(points, labels, strict=True))
+    failed = [f"{label} failed: {point.reason}" for point, label in named if point.state == "failed"]
+    troubled = [
+        f"{label} has the {text}"
+        for point, label in named
+        if point.state != "failed" and (text := _trouble_text(point))
+    ]
+    text = "; ".join([*failed, *troubled])
+    if text:
+        return f"{'' if failed else 'No point failed, but '}{text}.", "bad"
+    return "No point failed, and the health check found no problem.", "good"
+
+
+def _effects_text(points: Sequence[SweepPoint], matters: Sequence[tuple[str, float]]) -> str:
+    measured = _measured(points)
+    if not matters:
+        return _no_effect_text(measured)
+    spread = ", ".join(f"{key} explains {percent(share)}" for key, share in matters)
+    is_single = any(len({point.overrides.get(key, "") for point in measured}) == len(measured) for key, _ in matters)
+    single = " With as many values as points, a key explains everything by construction." if is_single else ""
+    return f"{spread} of the variance of the results of {len(measured)} points.{single}"
 
 
 def _no_effect_text(measured: Sequence[SweepPoint]) -> str:
@@ -317,39 +363,53 @@ def _no_effect_text(measured: Sequence[SweepPoint]) -> str:
 def _reasons_text(points: Sequence[SweepPoint], labels: Sequence[str], best: int | None) -> str:
     """Say how the mean reward of each point changed, the best point first, and name the first problem of each point."""
     order = sorted(range(len(points)), key=lambda n: n != best)
-    parts = []
+    parts, counts = [], set()
     for n in order:
         run = points[n].run
         values = list(run.series("reward/mean").values()) if run else []
         if run and len(values) > 1:
-            before, after, _, _ = first_and_last_mean(values)
+            before, after, _, count = first_and_last_mean(values)
+            counts.add(count)
             change = f"went from {number(before)} to {number(after)}"
             if number(before) == number(after):
                 change = f"stayed at {number(after)}"
-            trouble = "".join(f", with the problem “{name}” {where}" for name, where, _ in found_problems(run)[:1])
+            trouble = f", with the {text}" if (text := _trouble_text(points[n])) else ""
             parts.append(f"The mean reward of {labels[n]} {change}{trouble}.")
-    if best is None or not parts:
-        return "Not recorded: no finished point has a result and two steps with rewards."
-    return " ".join(parts)
+    if not parts:
+        return "Not recorded: no point has two steps with rewards."
+    low, high = min(counts), max(counts)
+    steps = "the first and of the last step" if high == 1 else f"the first and of the last {high} steps"
+    if low != high:
+        steps = f"the first and of the last {low} to {high} steps"
+    return f"{' '.join(parts)} The values are means of {steps}."
 
 
-def _margin_text(points: Sequence[SweepPoint], best: int | None) -> str:
-    others = [p.value for n, p in enumerate(points) if n != best and p.value is not None and p.state == "done"]
+def _margin_text(points: Sequence[SweepPoint], best: int | None, metric: str, metric_steps: int) -> str:
+    others = [p for n, p in enumerate(points) if n != best and p.value is not None and p.state == "done"]
     if best is None or not others:
         return "Not recorded: a comparison needs two finished points with results."
-    value, run = points[best].value or 0.0, points[best].run
-    nearest = min(others, key=lambda each: abs(each - value))
-    error = (
-        first_and_last_mean(list(run.series("reward/mean").values()))[2]
-        if run and len(run.series("reward/mean")) > 1
-        else math.nan
+    value = points[best].value or 0.0
+    nearest = min(others, key=lambda each: abs((each.value or 0.0) - value))
+    lead = abs(value - (nearest.value or 0.0))
+    error = _standard_error([points[best], nearest], metric, metric_steps)
+    verdict = "The standard error is unknown, so the lead can be noise."
+    if math.isfinite(error):
+        factor = STANDARD_ERRORS_OF_A_CLEAR_CHANGE
+        verdict = (
+            f"The lead is {'clear: it is more' if lead > factor * error else 'within the noise: it is not more'} than twice "
+            f"the standard error of the difference, {number(error, 2)}."
+        )
+    return (
+        f"By {number(lead, 2)}: the nearest other result of a finished point is {number(nearest.value, 4)}. {verdict}"
     )
-    noise = (
-        f"; the standard error of the best point's mean reward is about {number(error / math.sqrt(2), 2)}"
-        if math.isfinite(error)
-        else ""
-    )
-    return f"By {number(abs(value - nearest), 2)}: the nearest other result of a finished point is {number(nearest, 4)}{noise}."
+
+
+def _standard_error(points: Sequence[SweepPoint], metric: str, metric_steps: int) -> float:
+    """Return the standard error of the difference of two results, from the steps that they average; NaN if it is unknown."""
+    values = [list(point.run.series(metric).values())[-metric_steps:] if point.run else [] for point in points]
+    if metric.startswith("eval/") or any(len(each) < 2 for each in values):
+        return math.nan
+    return math.sqrt(sum(np.var(each, ddof=1) / len(each) for each in values))
 
 
 def _states_text(points: Sequence[SweepPoint]) -> str:

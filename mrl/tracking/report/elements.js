@@ -25,6 +25,9 @@ const percent = (share) => (share > 0 && share < 0.01 ? "<1%" : `${Math.round(10
 const key = (n, label) => el("span", { class: "key" }, el("i", { style: `background:${colour(n)}`, "aria-hidden": "true" }), label);
 const stepRange = ([first, last]) => (first === last ? `step ${first}` : `steps ${first} to ${last}`);
 
+// A text as nodes. Long words may be broken after the characters _ . / and =.
+const breakable = (text) => String(text).split(/(\s+)/).flatMap((word) => (word.length < 20 ? [word] : word.split(/(?<=[_./=])/).flatMap((part, n) => (n ? [el("wbr"), part] : [part]))));
+
 // Round numbers from `low` to `high`: the largest step that gives at least three of them.
 function ticks(low, high) {
   const power = 10 ** Math.floor(Math.log10(high - low || 1));
@@ -44,10 +47,11 @@ function sized(height, draw) {
 }
 
 function table(name, heads, rows, best) {
-  const body = el("tbody"), buttons = heads.map((head, i) => el("button", { type: "button", onclick: () => sort(i) }, head));
-  const cells = buttons.map((button) => el("th", { scope: "col" }, button));
+  const body = el("tbody"), buttons = heads.map((head, i) => el("button", { type: "button", onclick: () => sort(i) }, ...breakable(head)));
+  const numeric = heads.map((_, i) => rows.some((row) => typeof row[i] === "number"));
+  const cells = buttons.map((button, i) => el("th", { scope: "col", class: numeric[i] ? "n" : null }, button));
   const text = (v) => (typeof v === "number" ? num(v) : v === null || v === undefined || v === "" ? "–" : String(v));
-  const fill = (order) => body.replaceChildren(...order.map((row) => el("tr", { class: row === rows[best] ? "best" : null }, ...row.map((v, i) => el("td", { class: typeof v === "number" ? "n" : null, "data-head": heads[i] }, text(v))))));
+  const fill = (order) => body.replaceChildren(...order.map((row) => el("tr", { class: row === rows[best] ? "best" : null }, ...row.map((v, i) => el("td", { class: numeric[i] ? "n" : null, "data-head": heads[i] }, ...breakable(text(v)))))));
   const compare = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a ?? "").localeCompare(String(b ?? ""), "en", { numeric: true }));
   function sort(i) {
     const up = cells[i].getAttribute("aria-sort") !== "ascending";

@@ -1,6 +1,7 @@
 """Where a run comes from: its changed config keys, starts, hosts and packages, and the commands with which to go on."""
 
 import json
+import re
 import shlex
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ from mrl.config.validate import key_fields, structured_schema
 from mrl.tracking.report.recorded_run import RecordedRun
 
 MAIN_PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "mrl")
+PLACE = re.compile(r"\((\S+):(\d+), in (\w+)\)")  # place of an error in a function of the user
 MISSING = object()
 
 
@@ -89,24 +91,35 @@ def command(run: RecordedRun) -> str:
     return shlex.join(["mrl", "train", *(word.lstrip("+") for word in run.overrides)]) if run.overrides else ""
 
 
+def go_on_text(run: RecordedRun) -> str:
+    """Return the command that continues the run, or the error that must be corrected first."""
+    if run.outcome != "failed" and not run.error:
+        return next_commands(run)[0]["command"]
+    if place := PLACE.search(run.error):
+        file, line, function = place.groups()
+        return f"Correct the function {function} in {file}, line {line}. Then start the run again."
+    return "Correct the error that the top of this page shows. Then start the run again."
+
+
 def next_commands(run: RecordedRun) -> list[dict[str, str]]:
     """Return {title, command} of the commands with which to go on. The first one suits the outcome of the run."""
-    folder = str(run.folder)
+    folder, steps = str(run.folder), run.setting("trainer.max_steps", 0)
     own = [word.lstrip("+") for word in run.overrides]
-    own = [word for word in own if word.partition("=")[0] not in ("run.dir", "trainer.max_steps")]
-    steps = run.setting("trainer.max_steps", 0)
+    replaced = {"run.dir", "trainer.max_steps"} | ({"scoring.rehearse"} if run.error else set())
+    replaced |= {"trainer.stop_reward"} if run.reached_goal else set()
+    own = [word for word in own if word.partition("=")[0] not in replaced]
+    title = "Start the run again, after the error is corrected" if run.error else "Continue the run"
     more = (
-        [f"trainer.max_steps={2 * steps}"]
-        if run.outcome == "finished" and steps
-        else [f"trainer.max_steps={steps}"]
-        if steps
-        else []
+        [f"trainer.max_steps={steps if run.reached_goal or run.outcome != 'finished' else 2 * steps}"] if steps else []
     )
+    more += ["trainer.stop_reward=null"] if run.reached_goal else []
     commands = {
-        "Continue the run": ["train", *own, f"run.dir={folder}", *more],
-        "Read the worst samples": ["samples", folder, "--worst"],
-        "Refresh this page while the run goes on": ["report", folder, "--watch"],
+        title: ["train", *own, f"run.dir={folder}", *more],
     }
+    if run.samples:
+        commands["Read the worst samples"] = ["samples", folder, "--worst"]
+    if run.is_running:
+        commands["Refresh this page while the run goes on"] = ["report", folder, "--watch"]
     if run.timeline:
         commands["Merge the timeline"] = ["timeline", folder]
     if (run.folder / "hf").is_dir():

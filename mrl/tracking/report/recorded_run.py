@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -71,6 +72,18 @@ class RecordedRun:
         if self.is_running or self.outcome in ("finished", "preempted", "not recorded"):
             return ""
         return self.logged_error or str((self.events[-1].get("error") if self.events else "") or "")
+
+    @property
+    def reached_goal(self) -> bool:
+        """Return whether the run ended before trainer.max_steps because its reward reached trainer.stop_reward."""
+        is_early = max(self.metrics, default=0) < self.setting("trainer.max_steps", 0)
+        return self.outcome == "finished" and is_early and self.setting("trainer.stop_reward") is not None
+
+    @property
+    def has_one_rank(self) -> bool:
+        """Return whether the config says that the run has one trainer rank."""
+        sizes = [self.setting(f"parallel.{name}", 1) for name in ("tp", "pp", "cp", "ep", "dp", "world_size")]
+        return "parallel" in self.config and all(size == 1 for size in sizes) and "spent/critic_s" not in self.last
 
     @property
     def start(self) -> dict[str, Any]:
@@ -170,7 +183,15 @@ def _numbers(line: dict[str, Any]) -> Metrics:
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
-        yield from (content for line in path.read_bytes().splitlines() if (content := _parsed(line)) is not None)
+        for line in path.read_bytes().splitlines():
+            if (content := _parsed(line)) is not None:
+                yield content | {"error": plain_text(str(content["error"]))} if content.get("error") else content
+
+
+def plain_text(text: str) -> str:
+    """Return an error without the colours of a terminal and without lines that only mark a place in a traceback."""
+    lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).splitlines()
+    return "\n".join(line for line in lines if not line.strip() or line.strip(" ^~"))
 
 
 def _read_config(folder: Path, damaged: list[str]) -> dict[str, Any]:
@@ -222,4 +243,5 @@ def _last_error(path: Path) -> str:
         return ""
     first = lines[starts[-1]].partition(ERROR_MARK)[2].lstrip(" -")
     more = takewhile(lambda line: line.startswith(" "), lines[starts[-1] + 1 :])
-    return ". ".join(text.strip().rstrip(".") for text in [first, *more])[:2000]
+    texts = (text.strip().rstrip(".") for text in plain_text("\n".join([first, *more])).splitlines())
+    return ". ".join(texts)[:2000]

@@ -3,8 +3,15 @@
 import time
 from typing import Any
 
-from mrl.tracking.report.answers import answers, health, idle_text, mean_spent, time_text
-from mrl.tracking.report.charts import distributions, learning_charts, metric_rows, time_chart
+from mrl.tracking.report.answers import answers, health
+from mrl.tracking.report.charts import (
+    distributions,
+    learning_charts,
+    mean_spent,
+    metric_rows,
+    time_chart,
+    time_sentences,
+)
 from mrl.tracking.report.page import samples_budget
 from mrl.tracking.report.provenance import provenance
 from mrl.tracking.report.recorded_run import RecordedRun
@@ -25,10 +32,10 @@ def run_data(run: RecordedRun, reload_s: int = 0) -> dict[str, Any]:
         "charts": learning_charts(run),
         "resumes": run.resumed_steps,
         "time": time_chart(run),
-        "sentences": [text for text in (time_text(run), idle_text(run)) if text] + run.timeline,
+        "sentences": time_sentences(run),
         "spent": mean_spent(run),
         "ranks": [_rank_values(rank) for rank in run.ranks],
-        "has_timeline": bool(run.timeline),
+        "timeline": run.timeline,
         "distributions": distributions(run),
         "metrics": metric_rows(run),
         "provenance": provenance(run),

@@ -11,6 +11,7 @@ COLUMNS = (
     "step",
     "prompt",  # index in `prompts`
     "response",
+    "ground_truth",  # expected answer
     "reward",
     "group",
     "num_tokens",
@@ -28,6 +29,7 @@ COLUMNS = (
 )
 """Columns of the table."""
 TOKEN_FIELDS = ("logprobs", "trainer_logprobs", "advantages", "versions", "trained")
+TOKEN_WORDS = {"logprobs": "log-probability", "trainer_logprobs": "mismatch", "advantages": "advantage"}
 TEXT_SHARE = 0.6  # part of the limit for texts; tokens get the rest
 
 
@@ -121,7 +123,7 @@ def _left_out_text(
     run: RecordedRun, total: int, chosen: Sequence[tuple[list[Any], Sample]], tokens: dict[str, Any]
 ) -> str:
     if not total:
-        return "No samples were recorded (tracking.samples_per_step)."
+        return f"No samples were recorded: {no_samples_text(run)}."
     if len(chosen) < total:
         shown = (
             f"{len(chosen):,} of the {total:,} samples that the run kept are on this page; the others are left out to keep it "
@@ -132,7 +134,25 @@ def _left_out_text(
     recorded = sum(1 for _, sample in chosen if sample.get("tokens"))
     if not recorded:
         return f"{shown} The values of tokens were not recorded."
+    absent = [
+        word
+        for name, word in TOKEN_WORDS.items()
+        if not any(map(_is_known, (one.get(name) for one in tokens.values())))
+    ]
+    missing = f" Not recorded for tokens: {', '.join(absent)}." if absent else ""
     if len(tokens) == len(chosen):
-        return f"{shown} Each has the values of its tokens."
+        return f"{shown} Each has its tokens with their values.{missing}"
     newest = ", those of the newest steps" if len(tokens) < recorded else ""
-    return f"{shown} {len(tokens):,} of them have the values of their tokens{newest}."
+    return f"{shown} {len(tokens):,} of them have their tokens with their values{newest}.{missing}"
+
+
+def _is_known(values: Any) -> bool:
+    """Return whether a token has a value. `values` is a list, or one value for all tokens."""
+    return any(value is not None for value in values) if isinstance(values, list) else values is not None
+
+
+def no_samples_text(run: RecordedRun) -> str:
+    """Say why a run has no samples."""
+    if run.setting("tracking.samples_per_step") == 0:
+        return "tracking.samples_per_step is 0"
+    return "the folder has no samples.jsonl" if run.metrics else "no step finished"

@@ -1,6 +1,6 @@
 "use strict";
 // The browser of samples: filters, a list that only draws its visible rows, and one sample in full.
-const ROW = 48;
+const ROW = 68;
 const PICKS = { all: "all samples", best: "best of each step", worst: "worst of each step", equal: "groups with equal rewards", mixed: "groups with different rewards", truncated: "truncated", failed: "not scored" };
 const block = (value) => el("div", { class: "text", tabindex: 0, role: "group", "aria-label": "text" }, String(value ?? ""));
 const fold = (title, open, ...content) => el("details", { open: open ? "" : null }, el("summary", {}, title), ...content);
@@ -11,7 +11,7 @@ function reader(table) {
   return (i, name) => (name === "prompt text" ? table.prompts[table.rows[i][at.prompt]] : table.rows[i][at[name]]);
 }
 
-// Returns a function that tells whether a sample fits the filters in `state`.
+// Returns a function that tells whether a sample matches the filters in `state`.
 function sampleFilter(table, get, state) {
   const texts = table.rows.map(() => null), text = (i) => (texts[i] ??= `${get(i, "prompt text")}\n${get(i, "response") ?? ""}`.toLowerCase());
   const picks = { best: (i) => get(i, "rank") === 0, worst: (i) => get(i, "rank") === get(i, "last"), equal: (i) => get(i, "uniform") === true, mixed: (i) => get(i, "uniform") === false, truncated: (i) => get(i, "truncated"), failed: (i) => get(i, "failure") };
@@ -41,11 +41,12 @@ function samplesBrowser(table, state, remember) {
   const get = reader(table), fits = sampleFilter(table, get, state), space = el("div", { role: "presentation" }), count = el("p", { class: "soft", "aria-live": "polite" }), detail = el("div", { class: "detail" });
   const list = el("div", { class: "list", role: "listbox", tabindex: 0, "aria-label": "Samples" }, space);
   const drawn = new Map(); // position in `found` -> row of the list
+  const arrows = table.rows.some((_, i) => (get(i, "turns") ?? []).length > 1) ? " An arrow → in the list separates two turns." : "";
   let found = [], chosen = 0, waiting = false;
   function filter() {
     found = table.rows.map((_, i) => i).filter(fits); chosen = 0; list.scrollTop = 0;
     space.style.height = `${found.length * ROW}px`;
-    count.textContent = `${found.length.toLocaleString("en")} of ${table.rows.length.toLocaleString("en")} samples fit. ${table.left_out}`;
+    count.textContent = `${found.length.toLocaleString("en")} of ${table.rows.length.toLocaleString("en")} samples match. ${table.left_out}${arrows}`;
     choose(0);
   }
   function draw() { // keeps the rows that stay visible
@@ -61,7 +62,7 @@ function samplesBrowser(table, state, remember) {
     if (top < list.scrollTop) list.scrollTop = top;
     if (top + ROW > list.scrollTop + list.clientHeight) list.scrollTop = top + ROW - list.clientHeight;
     drawn.clear(); space.replaceChildren(); draw();
-    detail.replaceChildren(...(found.length ? sampleDetail(table, get, found[chosen], state.colour ?? "none") : [el("p", {}, "No sample fits the filters.")]));
+    detail.replaceChildren(...(found.length ? sampleDetail(table, get, found[chosen], state.colour ?? "none") : [el("p", {}, "No sample matches the filters.")]));
   }
   list.addEventListener("scroll", () => { if (!waiting) { waiting = true; requestAnimationFrame(() => { waiting = false; draw(); }); } }, { passive: true });
   list.addEventListener("keydown", (event) => {
@@ -78,18 +79,23 @@ function shortText(get, i, length) {
   return text.slice(0, length) || "(empty response)";
 }
 
+const sampledTokens = (get, i) => `${get(i, "num_tokens") ?? "?"} sampled tokens`;
+
+// A row of the list: facts, the beginning of the prompt, and the beginning of the response.
 function listRow(get, i, n, { chosen, size, choose }) {
-  const notes = [` step ${get(i, "step")}`, `${get(i, "num_tokens") ?? "?"} tokens`, get(i, "truncated") ? "truncated" : "", get(i, "failure") ? "not scored" : ""].filter(Boolean).join(" · ");
+  const notes = [` step ${get(i, "step")}`, sampledTokens(get, i), get(i, "truncated") ? "truncated" : "", get(i, "failure") ? "not scored" : ""].filter(Boolean).join(" · ");
   return el("div", { role: "option", id: `sample-${n}`, "aria-selected": String(chosen), "aria-posinset": n + 1, "aria-setsize": size, style: `top:${n * ROW}px`, onclick: choose },
-    el("b", {}, `reward ${num(get(i, "reward"))}`), notes, el("br"), shortText(get, i, 120));
+    el("b", {}, `reward ${num(get(i, "reward"))}`), notes, el("br"), el("span", { class: "soft" }, String(get(i, "prompt text") ?? "").trim().slice(0, 120)), el("br"), shortText(get, i, 120));
 }
 
 function sampleDetail(table, get, i, mode) {
   const turns = get(i, "turns") ?? [], parts = Object.entries(get(i, "parts") ?? {}).map(([name, v]) => `${name} ${num(v)}`);
-  const facts = [`row ${get(i, "row") ?? "?"}`, `${get(i, "num_tokens") ?? "?"} tokens`, `weight version ${get(i, "weight_version") ?? "?"}`, get(i, "source") ?? "", get(i, "truncated") ? "truncated" : "", ...parts].filter(Boolean);
+  const facts = [`row ${get(i, "row") ?? "?"}`, sampledTokens(get, i), `weight version ${get(i, "weight_version") ?? "?"}`, get(i, "source") ?? "", get(i, "truncated") ? (turns.length > 1 ? "truncated (the limit also counts tool results)" : "truncated") : "", ...parts].filter(Boolean);
   const nodes = [el("h3", {}, `Step ${get(i, "step")}, reward ${num(get(i, "reward"))}`), el("p", { class: "soft" }, facts.join(" · "))];
   if (get(i, "failure")) nodes.push(el("p", {}, `Not scored: ${get(i, "failure")}`));
-  nodes.push(el("h4", {}, "Prompt"), block(get(i, "prompt text")), el("h4", {}, "Response"), table.tokens[i] ? tokenView(table.tokens[i], mode) : block(get(i, "response")));
+  nodes.push(el("h4", {}, "Prompt"), block(get(i, "prompt text")));
+  if (get(i, "ground_truth")) nodes.push(el("h4", {}, "Expected answer"), block(get(i, "ground_truth")));
+  nodes.push(el("h4", {}, "Response"), table.tokens[i] ? tokenView(table.tokens[i], mode) : block(turns.length > 1 ? turns.map((turn) => turn[1]).join("\n\n") : get(i, "response")));
   if (turns.length > 1) nodes.push(el("h4", {}, "Turns"), ...turns.map(([role, text], n) => fold(`${n + 1}. ${role}`, role === "assistant", block(text))));
   return nodes.concat(groupOf(table, get, i));
 }

@@ -30,7 +30,9 @@ function tokenView(entry, mode) {
   const low = Math.min(...known), high = Math.max(...known), hint = `Point at a token, or press the arrow keys, to see its values.${values.trained.includes(0) ? " Dotted underline: not trained, such as the results of tools." : ""}`;
   const legend = mode === "none" ? hint : known.length ? `Colour: ${COLOURS[mode]} from ${num(low)} to ${num(high)} ${SCALES[mode]}. ${hint}`.replace(" ;", ";") : `${COLOURS[mode]}: not recorded for this sample. ${hint}`;
   const spans = entry.tokens.map((text, n) => el("span", { class: values.trained[n] === 0 ? "token untrained" : "token", style: known.length ? shade(mode, shown[n], low, high) : null, "data-n": n }, text));
-  const readout = el("p", { class: "readout", "aria-live": "polite" }, legend), box = el("div", { class: "text", tabindex: 0, role: "group", "aria-label": "Tokens of the response; the arrow keys show the values of one token" }, ...spans);
+  const isTurn = (n) => n && values.trained[n] !== null && values.trained[n] !== values.trained[n - 1]; // a turn begins at the token
+  const pieces = spans.flatMap((span, n) => (isTurn(n) ? [el("span", { class: "turn" }, values.trained[n] ? "next turn of the model" : "result of a tool"), span] : [span]));
+  const readout = el("p", { class: "readout", "aria-live": "polite" }, legend), box = el("div", { class: "text", tabindex: 0, role: "group", "aria-label": "Tokens of the response; the arrow keys show the values of one token" }, ...pieces);
   let at = -1;
   const show = (n) => {
     spans[at]?.classList.remove("chosen"); at = Math.max(0, Math.min(spans.length - 1, n));
