@@ -1,8 +1,8 @@
 """This process's device, communication backend and NVIDIA libraries, and patches that let Megatron-Core run on a CPU.
 
-`patch_megatron_for_cpu()` must run before the first import from Megatron. It patches nothing if CUDA is available. Megatron-Core
-0.19 uses `torch.cuda` for streams, RNG state and new tensors (`device="cuda"`), and no argument can change this. On a CPU, the
-patches redirect these calls to their `torch.cpu` counterparts.
+`patch_megatron_for_cpu()` must run before the first import from Megatron. If CUDA is available, it only hides libraries that
+cannot be imported. Megatron-Core 0.19 uses `torch.cuda` for streams, RNG state and new tensors (`device="cuda"`), and no argument
+can change this. On a CPU, the patches redirect these calls to their `torch.cpu` counterparts.
 """
 
 import functools
@@ -69,7 +69,7 @@ def release_cached_memory() -> int | None:
 
 
 def set_threads() -> None:
-    """Give torch's CPU kernels OMP_NUM_THREADS threads, by default one, because ranks share the cores."""
+    """Set the number of threads of torch's CPU kernels to OMP_NUM_THREADS, by default 1, because ranks share the cores."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
@@ -87,9 +87,9 @@ class Capabilities:
 
     def __str__(self) -> str:
         kernels = "Transformer Engine" if self.transformer_engine else "torch"
-        fused = "Transformer Engine's" if self.transformer_engine else "Apex's" if self.apex else "torch's"
+        adam = "Transformer Engine's fused" if self.transformer_engine else "Apex's fused" if self.apex else "torch's"
         return (
-            f"{'CUDA' if self.cuda else 'CPU'}: {kernels} layers, {fused} fused Adam, "
+            f"{'CUDA' if self.cuda else 'CPU'}: {kernels} layers, {adam} Adam, "
             f"gradient accumulation {'fused' if self.fused_wgrad or self.transformer_engine else 'not fused'}"
         )
 
@@ -98,7 +98,7 @@ class Capabilities:
 def capabilities() -> Capabilities:
     """Detect the usable NVIDIA libraries once and log them in one line.
 
-    A library that is installed but cannot be imported is logged, too. For Megatron, it then seems not to be installed.
+    A library that is installed but cannot be imported is logged, too. Megatron then treats it as not installed.
     """
     cuda = has_cuda()
     detected = Capabilities(
@@ -114,8 +114,8 @@ def capabilities() -> Capabilities:
 def _is_usable(module: str, library: str, otherwise: str) -> bool:
     """Whether `module`, which loads the compiled code of a library, can be imported.
 
-    If it is installed and its import fails, log the reason, and hide it from later imports. Otherwise Megatron's own import would
-    end the process. `otherwise`: what is used without the library.
+    If it is installed and its import fails, log the reason, and hide it from later imports. If it were not hidden, Megatron's own
+    import would end the process. `otherwise`: what is used without the library.
     """
     package = module.partition(".")[0]
     if find_spec(package) is None:

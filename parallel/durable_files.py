@@ -22,9 +22,10 @@ def fsync_path(path: Path) -> None:
 
 
 def apply_umask(path: Path) -> None:
-    """Give a file, or a folder and all files in it, the mode that a new file or folder gets: 666 or 777 without the umask.
+    """Give a file, or a folder and everything in it, the mode that new files and folders get.
 
-    tempfile.mkdtemp and safetensors create folders and files that only their owner can read.
+    The mode is 0o666 for a file and 0o777 for a folder, without the bits of the umask. tempfile.mkdtemp and safetensors create
+    folders and files that only their owner can read.
     """
     umask = _umask()
     for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
@@ -87,6 +88,6 @@ def atomic_folder(folder: str | Path) -> Iterator[Path | None]:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename a file or folder and wait until the new name is on the disk. The caller has synced the content before."""
+    """Rename a file or folder and wait until the new name is on the disk. The caller must sync the content before."""
     source.rename(target)
     fsync_path(target.parent)

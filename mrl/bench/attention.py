@@ -41,7 +41,7 @@ ATTENTIONS = {  # full and small have the heads of Qwen3-4B
     "toy": AttentionSizes(4, 2, 16, 256, 32, 4, 64),
 }
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PackedSequences], Tensor]
-"""Function of (query, key, value, pack). The rows of keys and values are gathered already. Returns [L, heads, channels]."""
+"""Function of (query, key, value, pack). The rows are in the order of the pack's calls. Returns [L, heads, channels]."""
 
 
 def measure_attention(job: SectionJob) -> None:
@@ -134,7 +134,7 @@ def attention_kernels(
 def _optional_kernels(
     job: SectionJob, name: str, sizes: AttentionSizes, packed: PackedSequences, shared: bool
 ) -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    """Yield the kernels of packages that mrl does not need."""
+    """Yield the kernels of two optional packages, flash-attn and Transformer Engine."""
     scale = sizes.channels**-0.5
     if find_spec("flash_attn") is None:
         job.leave_out(f"{name}: flash-attn", "flash-attn is not installed; pip install flash-attn")
@@ -152,7 +152,10 @@ def _optional_kernels(
 
 
 def _gathering(kernel: AttentionKernel, packed: PackedSequences) -> Callable[..., Tensor]:
-    """Return a function of query, key and value in the order of the tokens, whose kernel needs the order of the calls."""
+    """Return a function of query, key and value, whose rows are in the order of the tokens.
+
+    The function gathers the rows for the calls of the pack, runs `kernel`, and returns the output in the order of the tokens.
+    """
 
     def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if packed.query_index is not None:
@@ -172,7 +175,7 @@ def _batched(scale: float) -> AttentionKernel:
 
 
 def _torch_varlen(scale: float) -> AttentionKernel:
-    """Return torch's kernel as it is before another implementation is activated."""
+    """Return torch's variable-length kernel: FlashAttention-2, as long as FlashAttention-3 is not activated."""
     varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn  # imports Triton
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:

@@ -40,7 +40,7 @@ RolloutMode = StrEnum("RolloutMode", ["sync", "one_step_off", "async"])  # type:
 
 
 class GroupOrder(StrEnum):
-    """Order in which sampled groups are trained."""
+    """Order in which sampled groups are trained: the order of drawing their prompts, or of completion."""
 
     dispatched = "dispatched"
     completed = "completed"
@@ -177,8 +177,8 @@ class RolloutConfig:
     )
     group_order: GroupOrder | None = key(
         None,
-        "Order in which groups are trained: the order in which they were dispatched to the engines, or completed. "
-        "Default: completed if rollout.mode=async or over_sample_rate > 0, otherwise dispatched.",
+        "Order in which groups are trained. dispatched: the order in which their prompts were drawn. completed: groups that "
+        "finish first are trained first. Default: completed if rollout.mode=async or over_sample_rate > 0, otherwise dispatched.",
     )
     over_sample_rate: float = key(
         0.0,
@@ -229,7 +229,7 @@ class RolloutConfig:
 
     @property
     def in_order(self) -> bool:
-        """Whether steps train groups in the order they were dispatched."""
+        """Whether steps train groups in the order in which their prompts were drawn."""
         if self.group_order is not None:
             return self.group_order == "dispatched"
         return self.mode != "async" and not self.over_sample_rate

@@ -127,10 +127,12 @@ def _full_disk(chain: Sequence[BaseException], run_dir: Path) -> list[str]:
     path = Path(os.fsdecode(named) if named else quoted[1] if quoted else run_dir).resolve()
     mount = _mount_point(path)
     free = shutil.disk_usage(mount).free
+    is_quota = isinstance(found, OSError) and found.errno == errno.EDQUOT
+    cause = "The disk quota is used up" if is_quota else "The disk is full"
     return [
-        f"  The disk is full: {path} cannot be written. The file system {mount} has {free:,} bytes free.",
-        "  Free space there, lower checkpoint.keep_last, or use another disk (run.dir=FOLDER). With the same run.dir, the same "
-        "command continues the run from its last checkpoint.",
+        f"  {cause}: {path} cannot be written. The file system {mount} has {free:,} bytes free.",
+        "  Free space there, lower checkpoint.keep_last, or start the run on another disk (run.dir=FOLDER). If run.dir stays "
+        "the same, the same command continues the run from its last checkpoint.",
     ]
 
 

@@ -4,7 +4,7 @@
 imports only modules of the standard library that load fast (not json, signal or typing).
 
 The order of the steps matters: resource limits, Landlock, capabilities, seccomp, and last the compilation of the program.
-If a step fails, the process ends before it writes `RESTRICTED`, and the sandbox reports that the program was not run.
+If a restriction fails, the process ends before it writes `RESTRICTED`, and the sandbox reports that the program was not run.
 """
 
 import builtins

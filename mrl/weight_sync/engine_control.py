@@ -19,7 +19,9 @@ from mrl.config.process_schema import PauseMode
 from mrl.config.secrets import ENGINE_KEY, authorization
 
 RETRY_S = 0.02  # seconds between two attempts of a request that a busy engine refuses
-CONNECT_RETRIES = 3  # attempts to open a connection; a request is sent only after one succeeds, so never twice
+CONNECT_RETRIES = (
+    3  # further attempts to open a connection; they repeat only the connecting, so no request is sent twice
+)
 
 WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 """Value of the server argument `custom_weight_loader`, with which engines must be started for live weight sync."""
@@ -33,7 +35,7 @@ Releasing the KV cache or the weights loses their contents. SGLang keeps the con
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the machine's TLS certificates.
+    """Return a TLS context with the root certificates of SSL_CERT_FILE or SSL_CERT_DIR, by default those of the package certifi.
 
     The result is cached, because reading the certificates takes 40 ms and a run can have hundreds of clients.
     """
@@ -73,7 +75,7 @@ class EngineControl:
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Release GPU memory until `resume_memory`.
 
-        The engine must be paused in another mode than `in_place`. The engine may have queued requests.
+        The engine must be paused, and not in the mode `in_place`. It may have queued requests.
 
         SGLang frees the memory only if the engine was started with enable_memory_saver. On a CPU nothing is freed.
         """
@@ -87,7 +89,7 @@ class EngineControl:
         self._call("/resume_memory_occupation", tags=list(tags))
 
     def begin_weight_update(self) -> None:
-        """Open a weight update session. Without such a session, the engine refuses weights."""
+        """Open a weight update session, which `update_weights_from_tensor` needs."""
         self._call("/begin_weight_update")
 
     def end_weight_update(self) -> None:
@@ -101,7 +103,7 @@ class EngineControl:
         """
         with suppress(
             EngineError
-        ):  # raised if no session is open; after any other error, `begin_weight_update` fails, too
+        ):  # raised if no session is open; if there is another reason, the next `begin_weight_update` fails
             self.end_weight_update()
 
     def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float) -> None:

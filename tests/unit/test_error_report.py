@@ -47,6 +47,10 @@ ERRORS = {
         ),
         ["The disk is full: /dev/shm/x cannot be written", "bytes free"],
     ),
+    "a used-up quota": (
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/dev/shm/x"),
+        ["The disk quota is used up: /dev/shm/x cannot be written", "bytes free"],
+    ),
     "a taken port": (
         RuntimeError("The server socket has failed to listen. port: 29500, code: -98, name: EADDRINUSE"),
         ["Port 29500 is taken by another process", "ss -ltnp"],
