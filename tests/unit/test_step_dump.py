@@ -153,7 +153,7 @@ def test_a_lost_process_ends_the_command_with_status_2(capsys, monkeypatch, tmp_
     def lose(*_):
         raise RankLostError("trace() on 2 trainer ranks: a process died. rank 1 (tp 1) died", tmp_path)
 
-    for owner, name in ((command, "_replay_config"), (command, "build_objective"), (command.planning, "plan_replay")):
+    for owner, name in ((command, "_replay_config"), (command, "build_objective"), (command.plan_tools, "plan_replay")):
         monkeypatch.setattr(owner, name, lambda *_: None)  # these need the config of a real run
     monkeypatch.setattr(command.build, "replay", lose)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)

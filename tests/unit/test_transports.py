@@ -220,5 +220,5 @@ def test_a_sender_excludes_an_engine_rank_that_does_not_acknowledge_a_bucket():
         wait_or_mark_failed=lambda ack, failure: failure != failure_key("push", 4), delete=lambda keys: None
     )
     sender = BucketSender(channel, SimpleNamespace(exclude=excluded.append), [])
-    sender._wait_acks("push", SimpleNamespace(receivers=[1, 4, 5], key="bucket"), SendStats())
+    sender._wait_acks("push", SimpleNamespace(receivers=[1, 4, 5], key="bucket", index=0), SendStats())
     assert excluded == [4] and sender._failed == {4}
