@@ -298,6 +298,7 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, message
 def test_the_live_display_ends_with_q_and_ctrl_c(run_dir, key):
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts its background jobs with SIGINT ignored
         os.execve(
             sys.executable, [sys.executable, "-m", "mrl.cli", "top", str(run_dir)], os.environ | {"TERM": "xterm"}
         )
@@ -305,11 +306,14 @@ def test_the_live_display_ends_with_q_and_ctrl_c(run_dir, key):
     while b"step 0 of 40" not in shown and time.monotonic() < deadline and select.select([terminal], [], [], 60)[0]:
         shown += os.read(terminal, 65536)
     os.write(terminal, key)
-    while select.select([terminal], [], [], 60)[0]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and select.select([terminal], [], [], 60)[0]:
         try:
             shown += os.read(terminal, 65536)
         except OSError:  # the process has closed the terminal
             break
+    else:
+        os.kill(pid, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert b"\x1b[?1049l" in shown and b"Traceback" not in shown, "the display leaves the alternate screen"
 
