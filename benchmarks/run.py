@@ -153,8 +153,7 @@ def what_got_worse(last: Mapping[str, Any], name: str, now: Outcome) -> dict[str
         return {}
     same = before["machine"] == machine()
     found = [one for one in now.measurements if same or one.kind in ("ratio", "count")]
-    reference_cpu_s = before.get("reference_cpu_s")
-    slowdown = now.reference_cpu_s / reference_cpu_s if reference_cpu_s else 1.0
+    slowdown = now.reference_cpu_s / before["reference_cpu_s"] if before["reference_cpu_s"] else 1.0
     return worse([Measurement(**one) for one in before["measurements"]], found, slowdown)
 
 
