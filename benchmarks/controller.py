@@ -49,7 +49,8 @@ from mrl.checkpoint.run_dir import SampleLedger
 from mrl.config.process_schema import WeightSyncConfig
 from mrl.controller.colocation import MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
-from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
+from mrl.controller.loop_parts import Phases
+from mrl.controller.trainer import Trainer, TrainingSchedule
 from mrl.core.types import ColumnPart, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.data.columns import PromptExample

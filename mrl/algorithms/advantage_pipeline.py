@@ -70,6 +70,33 @@ class AdvantagePipeline:
             loss_columns, num_nonzero == 0, rejected, metrics | _advantage_metrics(advantages[in_loss])
         )
 
+    def with_parts(self, advantage: Advantage | None, loss: Loss | None) -> AdvantagePipeline:
+        """Return the pipeline with another estimator or another policy loss. None keeps the present one."""
+        return replace(self, advantage=advantage or self.advantage, loss=loss or self.loss)
+
+    def of_rows(
+        self,
+        rows: NDArray[np.bool_] | None,
+        scored: ScoredBatch,
+        columns: Mapping[str, Column],
+        kl_coef: float,
+        seed: Sequence[int],
+    ) -> AdvantageColumns:
+        """Return the columns [R] of the responses for which `rows` [B] is true, as if the step had only these responses.
+
+        All other responses are rejected, and their tokens get 0. None stands for all responses.
+        """
+        if rows is None:
+            return self(scored, columns, kl_coef, seed)
+        tokens = np.repeat(rows, scored.lengths)
+        part = self(scored.select(rows), {name: values[tokens] for name, values in columns.items()}, kl_coef, seed)
+        expanded = {name: np.zeros(len(tokens), np.float32) for name in part.columns}
+        for name, values in part.columns.items():
+            expanded[name][tokens] = values
+        zero, rejected = np.ones(len(rows), bool), np.ones(len(rows), bool)
+        zero[rows], rejected[rows] = part.zero_advantage, part.rejected
+        return AdvantageColumns(expanded, zero, rejected, part.metrics)
+
     def _token_rewards(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float
     ) -> tuple[NDArray[np.float64], dict[str, float]]:

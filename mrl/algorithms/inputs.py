@@ -30,6 +30,18 @@ class ScoredBatch:
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
 
+    def select(self, rows: NDArray[np.bool_]) -> ScoredBatch:
+        """Return the responses for which `rows` [B] is true."""
+        return ScoredBatch(
+            self.rewards[rows],
+            self.groups[rows],
+            self.lengths[rows],
+            self.truncated[rows],
+            None if self.turn_rewards is None else self.turn_rewards[np.repeat(rows, self.lengths)],
+            {name: values[rows] for name, values in self.parts.items()},
+            None if self.greedy_rewards is None else self.greedy_rewards[rows],
+        )
+
 
 @dataclass(frozen=True)
 class AdvantageInputs:

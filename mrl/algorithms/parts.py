@@ -26,8 +26,11 @@ class AlgorithmParts:
     penalties: dict[str, KLPenalty]  # the configured KL penalties; possible keys: "reward", "loss"
 
 
-def build_algorithm(config: Config) -> AlgorithmParts:
-    """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together."""
+def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) -> AlgorithmParts:
+    """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together.
+
+    `step_needs`: what the training step needs in addition, if `trainer._target_` names one.
+    """
     algorithm = config.algorithm
     objective = build_objective(config)
     reward_penalty = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
@@ -35,7 +38,7 @@ def build_algorithm(config: Config) -> AlgorithmParts:
     advantage_pipeline = AdvantagePipeline(
         advantage, objective, reward_penalty, algorithm.whiten, algorithm.mask_truncated
     )
-    needs = advantage_pipeline.needs | objective.needs
+    needs = advantage_pipeline.needs | objective.needs | step_needs
     if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are off-policy
         needs |= {"old_logprobs"}
     if algorithm.old_logprobs == "rollout":

@@ -395,8 +395,14 @@ class SftConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The training loop."""
+    """The training loop (docs/concepts/loop.md)."""
 
+    _target_: str | None = key(
+        None,
+        "Your own training step: a function that gets the Trainer, or a subclass of mrl.controller.trainer.Trainer. Default: the "
+        "step of mrl (docs/concepts/loop.md).",
+    )
+    arguments: Node = key(dict, "Arguments of the function or fields of the class that trainer._target_ names.")
     max_steps: int = key(1000, "Number of training steps.", "steps", least=0)
     stop_reward: float | None = key(None, "The run stops when the mean reward of the last 5 steps reaches this value.")
     max_tokens_per_micro_batch: int = key(

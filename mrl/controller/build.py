@@ -18,10 +18,11 @@ from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_s
 from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
+from mrl.controller.loop_parts import Phases
 from mrl.controller.plan_models import ModelPlan
 from mrl.controller.plan_train import TrainPlan, learning_settings
 from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
-from mrl.controller.trainer import Phases, Trainer, TrainingResult, TrainingSchedule
+from mrl.controller.trainer import Trainer, TrainingResult, TrainingSchedule
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.sample_file import best_and_worst_text, recent_samples
@@ -190,7 +191,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
             ledger = SampleLedger(Path(config.run.dir) / "ledger.jsonl", last_step)
             stack.callback(ledger.close)
             models = _build_models(plan, processes, saver.store)
-            built = Trainer(
+            built = plan.step.build(
                 prompts=plan.train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle),
                 rollout=processes.rollout,
                 scorers={name: compute for name, compute in models.scorers.items() if name in plan.algorithm.needs},
@@ -208,6 +209,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
                 begin_step=_step_recorder(config, processes, stack),
                 placement_metrics=processes.scheduler.metrics,
                 schedule=_schedule(config, critic=plan.critic is not None),
+                data_source=plan.train.data_source,
             )
             recovery.initial_state = built.state_dict()
             if checkpoint:

@@ -23,6 +23,7 @@ from mrl.controller.plan_models import (
     max_prompt_length,
     plan_models,
 )
+from mrl.controller.step_plan import StepPlan, plan_step
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources, train_sources
 from mrl.data.supervised_dataset import SftDataset
@@ -53,6 +54,7 @@ class TrainPlan(ModelPlan):
     agent: ToolAgent | None  # None: every response has one turn
     server_args: dict[str, Any]  # server arguments of SGLang
     warm_start: SftConfig | None  # supervised stage that runs first; None: the config has none, or its output exists
+    step: StepPlan  # what runs a training step
     resume: ResumePoint  # checkpoint from which the run continues, if there is one
     train: PromptDataset  # training prompts
     test: PromptDataset | None  # held-out prompts
@@ -83,7 +85,8 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     """
     check_installed(config.tracking.backends)
     resume = find_resume_point(config, check_hashes=check_hashes)
-    algorithm = build_algorithm(config)
+    step = plan_step(config)
+    algorithm = build_algorithm(config, step.needs)
     reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     _check_advantage_weights(algorithm, reward)
@@ -108,6 +111,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     plan = TrainPlan(
         **vars(actor),
         algorithm=algorithm,
+        step=step,
         reward=reward,
         agent=_build_agent(config, actor),
         server_args=_server_args(config, actor.context),

@@ -17,9 +17,9 @@ from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
+from mrl.controller.loop_parts import State
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
 from mrl.controller.plan_train import TrainPlan
-from mrl.controller.trainer import State
 from mrl.controller.worker_groups import ModelGroups, store_warm_start, stored_warm_start, train_supervised
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
 from mrl.core.shutdown import shutdown_deadline

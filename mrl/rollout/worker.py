@@ -14,8 +14,10 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.filters import filter_values
 from mrl.algorithms.inputs import ScoredBatch
+from mrl.algorithms.losses import Loss
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, spread
 from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble_column
@@ -95,6 +97,9 @@ class RolloutWorker:
         self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
         # Groups, rewards and rollout log-probabilities of the last collected step
         self._collected: tuple[list[Group], ScoredBatch, Column] | None = None
+        self._columns: dict[
+            str, Column
+        ] = {}  # columns [R] of the last collected step that `estimate` has got or computed
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait until every engine takes requests; return the URLs of all engines."""
@@ -206,7 +211,7 @@ class RolloutWorker:
         if self.spec.record:
             write_recording(Path(self.spec.run_dir) / "rollouts", step, block, **columns)
         scored = to_scored_batch(groups)
-        self._collected = (groups, scored, block.rollout_logprobs)
+        self._collected, self._columns = (groups, scored, block.rollout_logprobs), {}
         numbers = taken.numbers or taken.filtered_numbers
         return Rollouts(
             block=ray.put(block),
@@ -229,31 +234,44 @@ class RolloutWorker:
             },
         )
 
-    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
+    def estimate(
+        self,
+        columns: Mapping[str, list[Handle]],
+        kl_coef: float,
+        step: int,
+        rows: NDArray[np.bool_] | None = None,
+        advantage: Advantage | None = None,
+        loss: Loss | None = None,
+    ) -> AdvantageResult:
         """Compute the advantages of the last collected step, and put all columns that the losses need into Ray's object store.
 
-        Also writes samples of the step to samples.jsonl.
-
-        `columns`: name of a column -> handles of its parts; each replica computed one part. `kl_coef`: coefficient of the KL
-        penalty in the reward.
+        See RolloutManager.estimate for the arguments.
         """
         assert self._collected, "collect() must be called before estimate()"
-        groups, scored, rollout_logprobs = self._collected
+        _, scored, rollout_logprobs = self._collected
         computed = {name: assemble_column(ray.get(parts), scored.lengths) for name, parts in columns.items()}
         old = {"old_logprobs": rollout_logprobs} if self.spec.rollout_logprobs_as_old else {}
+        pipeline = self.spec.advantage_pipeline.with_parts(advantage, loss)
         with spans.span("advantages"):
-            result = self.spec.advantage_pipeline(scored, computed | old, kl_coef, [self.spec.seed, step])
-        all_columns = {**computed, **result.columns}
-        self._write_samples(step + 1, groups, all_columns)
+            result = pipeline.of_rows(rows, scored, computed | old, kl_coef, [self.spec.seed, step])
+        estimated = {
+            name: _with_rows(self._columns.get(name), values, rows, scored) for name, values in result.columns.items()
+        }
+        self._columns |= computed | estimated
         rejected = result.rejected | self._all_filtered
-        return AdvantageResult(ray.put(all_columns), result.zero_advantage, rejected, result.metrics)
+        return AdvantageResult(ray.put({**computed, **result.columns}), result.zero_advantage, rejected, result.metrics)
 
-    def _write_samples(self, step: int, groups: Sequence[Group], columns: Mapping[str, Column]) -> None:
-        """Write samples of the step. Their rewards are spread evenly between the best and the worst. `columns`: name -> [R]."""
+    def write_samples(self, step: int) -> None:
+        """Write samples of the last collected step to samples.jsonl, with the columns of all estimates since `collect`.
+
+        The rewards of the samples are spread evenly between the best and the worst.
+        """
         if self._sample_file:
+            assert self._collected, "collect() must be called before write_samples()"
+            groups = self._collected[0]
             rewards = [sample.score.value for group in groups for sample in group.samples]
             chosen = spread(rewards, self.spec.samples_per_step)
-            self._sample_file.write(step, text_samples(groups, chosen, self.train, columns))
+            self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
 
     def _passes_filter(self, group: Group) -> bool:
         """Return whether the rollout filter lets steps train this group."""
@@ -348,6 +366,13 @@ class RolloutWorker:
         self._pipeline.close()
         self.engines.close()
         self._scorer.close()
+
+
+def _with_rows(earlier: Column | None, values: Column, rows: NDArray[np.bool_] | None, scored: ScoredBatch) -> Column:
+    """Return the column `values` [R], except for the responses outside `rows` [B], which keep their `earlier` values."""
+    if rows is None or earlier is None:
+        return values
+    return np.where(np.repeat(rows, scored.lengths), values, earlier)
 
 
 def _reward_inputs(

@@ -1,15 +1,15 @@
 """The driver's part in training: selects rows and learning rates of optimizer steps, and turns reports into metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms import corrections
-from mrl.algorithms.losses import ValueLoss
+from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.algorithms.objective import Objective
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Handle, Rollouts, TrainBatch, UpdateReport
@@ -71,6 +71,16 @@ class UpdateRunner:
 
 
 @dataclass(frozen=True)
+class ActorUpdate:
+    """What the driver knows about the optimizer steps of one update of the actor."""
+
+    reports: Sequence[UpdateReport]  # one for each optimizer step
+    lr: float  # learning rate of the last optimizer step
+    token_weights: Sequence[NDArray[np.float64]]  # [B] for each optimizer step: loss weight of every token of each row
+    zero_advantage: NDArray[np.bool_]  # [selected rows] whether the advantage of every token of the row is 0
+
+
+@dataclass(frozen=True)
 class ActorTrainer:
     """Trains the actor of a worker group with one objective."""
 
@@ -88,31 +98,65 @@ class ActorTrainer:
         """Compute log-probabilities [R] under the reference policy."""
         return self.group.compute_reference_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
 
-    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
-        """Run the optimizer steps on all rows that are not left out, and return their metrics."""
-        objective = self.objective.with_kl_coef(kl_coef)
-        batch = train_batch(rollouts, advantages, self._trained_rows(advantages))
-        reports, lr = self.updates.run(self.group, batch, step, loss=objective, temperature=self.temperature)
-        zero_fraction = float(advantages.zero_advantage.mean())
-        return {**_actor_metrics(reports), "batch/zero_advantage_fraction": zero_fraction, "optim/lr": lr}
+    def update(
+        self,
+        rollouts: Rollouts,
+        advantages: AdvantageResult | None,
+        step: int,
+        kl_coef: float,
+        *,
+        rows: NDArray[np.bool_] | None = None,
+        loss: Loss | None = None,
+    ) -> ActorUpdate:
+        """Run the optimizer steps on all rows that are not left out.
 
-    def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> list[NDArray[np.float64]]:
-        """Return an array [B] for each optimizer step of `update`: for each row, the loss weight of each of its sampled tokens.
-
-        The loss weight is 0 for rows that are left out.
+        Args:
+            rollouts: responses of the step.
+            advantages: None for a loss that reads no advantages.
+            step: number of earlier steps of the run that trained the actor.
+            kl_coef: coefficient of the KL penalty in the loss.
+            rows: [B] the rows that count in the loss. Default: all rows.
+            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces its policy loss.
         """
-        batch = train_batch(rollouts, advantages, self._trained_rows(advantages))
+        objective = (
+            loss if isinstance(loss, Objective) else replace(self.objective, policy=loss or self.objective.policy)
+        )
+        advantages = _selected(advantages, rows, len(rollouts.groups))
+        batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
+        objective = objective.with_kl_coef(kl_coef)
+        reports, lr = self.updates.run(self.group, batch, step, loss=objective, temperature=self.temperature)
         updates = self.updates
-        return [step_weights(step, updates.aggregation, updates.max_response_tokens) for step in updates.split(batch)]
+        weights = [
+            step_weights(each, updates.aggregation, updates.max_response_tokens) for each in updates.split(batch)
+        ]
+        return ActorUpdate(
+            reports, lr, weights, advantages.zero_advantage if rows is None else advantages.zero_advantage[rows]
+        )
 
-    def _trained_rows(self, advantages: AdvantageResult) -> NDArray[np.bool_]:
+    def metrics(self, updates: Sequence[ActorUpdate]) -> Metrics:
+        """Return the metrics of all updates of a training step."""
+        zero = np.concatenate([update.zero_advantage for update in updates])
+        return {
+            **_actor_metrics([report for update in updates for report in update.reports]),
+            "batch/zero_advantage_fraction": float(zero.mean()),
+            "optim/lr": updates[-1].lr,
+        }
+
+    def _trained_rows(self, advantages: AdvantageResult, objective: Objective) -> NDArray[np.bool_]:
         """Return for each row whether it is trained: [B]."""
         trained = ~advantages.rejected
-        if self.skip_zero_advantage and self.objective.zero_without_advantage:
+        if self.skip_zero_advantage and objective.zero_without_advantage:
             trained &= ~advantages.zero_advantage
         if not trained.any():  # compute at least one row, so that the mismatch with the engines is measured
             trained[np.argmax(~advantages.rejected)] = True
         return trained
+
+
+def _selected(advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, size: int) -> AdvantageResult:
+    """Return the advantages of B = `size` responses, of which the responses outside `rows` [B] are rejected too."""
+    if advantages is None:
+        advantages = AdvantageResult(None, np.zeros(size, bool), np.zeros(size, bool), {})
+    return advantages if rows is None else replace(advantages, rejected=advantages.rejected | ~rows)
 
 
 @dataclass(frozen=True)
@@ -127,9 +171,12 @@ class CriticTrainer:
         """Compute the value before each sampled token: [R]."""
         return self.group.compute_values(train_batch(rollouts), self.updates.packing)
 
-    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int) -> Metrics:
-        """Run the optimizer steps on all rows that are not rejected. The targets are the returns."""
-        reports, lr = self.updates.run(self.group, train_batch(rollouts, advantages), step, loss=self.loss)
+    def update(
+        self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
+    ) -> Metrics:
+        """Run the optimizer steps on all `rows` [B] that are not rejected. The targets are the returns."""
+        batch = train_batch(rollouts, _selected(advantages, rows, len(rollouts.groups)))
+        reports, lr = self.updates.run(self.group, batch, step, loss=self.loss)
         return _critic_metrics(reports) | {"critic/lr": lr}
 
 

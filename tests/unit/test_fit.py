@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.kl import KLControl
-from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
+from mrl.controller.loop_parts import Phases
+from mrl.controller.trainer import Trainer, TrainingSchedule
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Rollouts
 from mrl.data.prompts import PromptStream
+from mrl.workers.model_trainers import ActorUpdate
 
 
 class World:
@@ -47,7 +49,7 @@ class World:
             rewards=np.ones(3),
         )
 
-    def estimate(self, columns, kl_coef, step):
+    def estimate(self, columns, kl_coef, step, **selection):
         self.reach("advantage")
         return AdvantageResult(None, np.zeros(3, bool), np.zeros(3, bool), {})
 
@@ -55,14 +57,17 @@ class World:
         self.reach("evaluate")
         return {"": 0.5}
 
-    def update(self, rollouts, estimates, step, kl_coef):
+    def update(self, rollouts, estimates, step, kl_coef, **selection):
         self.reach("update")
         self.trained = [*self.trained[: self.weights], rollouts.block]
         self.weights += 1
-        return {"optim/lr": 0.1}
+        return ActorUpdate([], 0.1, [], np.zeros(0, bool))
 
-    def token_weights(self, rollouts, estimates):
-        return []
+    def metrics(self, updates):
+        return {"optim/lr": updates[-1].lr}
+
+    def write_samples(self, step):
+        pass
 
     def state_dict(self):
         return {}

@@ -54,7 +54,7 @@ def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected
         OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), "token_mean", 100, mini_batches, epochs
     )
     policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
-    return policy.update(rollouts, result, step=2, kl_coef=0.0), group
+    return policy.metrics([policy.update(rollouts, result, step=2, kl_coef=0.0)]), group
 
 
 def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():
