@@ -15,6 +15,7 @@ from mrl.core.metrics import Metrics
 from mrl.core.run_errors import ProcessesLostError
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
+from mrl.workers.group import PendingCall
 from mrl.workers.model_trainers import ActorUpdate
 from parallel.spans import record
 
@@ -65,7 +66,7 @@ class RolloutSource(Protocol):
 class PolicyUpdater(Protocol):
     """Optimizer steps of the actor."""
 
-    def update(
+    def begin_update(
         self,
         rollouts: Rollouts,
         advantages: AdvantageResult | None,
@@ -74,8 +75,8 @@ class PolicyUpdater(Protocol):
         *,
         rows: NDArray[np.bool_] | None,
         loss: Loss | None,
-    ) -> ActorUpdate:
-        """Train on the rows [B] of the rollouts. `step` is the number of earlier steps of the run that trained the actor."""
+    ) -> PendingCall[ActorUpdate]:
+        """Begin to train on the rows [B] of the rollouts. `step`: number of earlier steps of the run that trained the actor."""
         ...
 
     def metrics(self, updates: Sequence[ActorUpdate]) -> Metrics:
@@ -86,10 +87,10 @@ class PolicyUpdater(Protocol):
 class ValueUpdater(Protocol):
     """Optimizer steps of the critic."""
 
-    def update(
+    def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None
-    ) -> Metrics:
-        """Train on the returns of the rows [B] of the rollouts."""
+    ) -> PendingCall[Metrics]:
+        """Begin to train on the returns of the rows [B] of the rollouts."""
         ...
 
 

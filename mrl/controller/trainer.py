@@ -194,12 +194,16 @@ class Trainer:
         record = self.record
         record.check_update()
         with self.phase("update"):
+            critic, actor = None, None  # both train at the same time, unless they share devices
             if self.critic and estimates:
-                record.metrics |= self.critic.update(rollouts, estimates, record.step, rows=rows)
+                critic = self.critic.begin_update(rollouts, estimates, record.step, rows=rows)
             if (actor_step := record.step - self.schedule.critic_steps) >= 0:
                 kl_coef = self.kl.coef("loss")
-                update = self.actor.update(rollouts, estimates, actor_step, kl_coef, rows=rows, loss=loss)
-                record.updates.append(update)
+                actor = self.actor.begin_update(rollouts, estimates, actor_step, kl_coef, rows=rows, loss=loss)
+            if critic:
+                record.metrics |= critic.result()
+            if actor:
+                record.updates.append(actor.result())
                 record.metrics |= self.actor.metrics(record.updates)
 
     def push(self) -> None:

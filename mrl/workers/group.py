@@ -42,6 +42,17 @@ class StepRecording:
         return self.timeline, step in self.profile_steps and rank in self.profile_ranks, self.profile_memory
 
 
+@dataclass(frozen=True)
+class PendingCall[T]:
+    """A call that the ranks of a model run while the driver goes on. Calls to different models can run at the same time."""
+
+    result: Callable[[], T]  # waits for the call and returns its result; raises the errors of WorkerGroup
+
+    def then[U](self, convert: Callable[[T], U]) -> "PendingCall[U]":
+        """Return the same call with a converted result."""
+        return PendingCall(lambda: convert(self.result()))
+
+
 class WorkerGroup:
     """The `dims.world_size` Ray actors of a model. Every call has a deadline of `timeout_s` seconds.
 
@@ -153,17 +164,29 @@ class WorkerGroup:
         workers: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method on `workers` (default: all ranks), wait, and return the results by rank.
+        """Call a method on `workers` (default: all ranks), wait, and return the results by rank."""
+        return self._send(method, args, options, workers, timeout_s).result()
+
+    def _send(
+        self,
+        method: Callable,
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+        workers: Sequence[Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> PendingCall[list[Any]]:
+        """Call a method on `workers` (default: all ranks). The results are in the order of the ranks.
 
         Every rank receives the batches of all replicas, as one list behind a handle. The batches share their arrays [B], so
-        the list is little larger than one batch.
+        the list is little larger than one batch. If models that share the devices have calls that still run, this method first
+        waits for these calls, because it offloads those models.
         """
         name = method.__name__
         if must_be_loaded_first(method):
             self.before_device_use(self.role)
         futures = [getattr(worker, name).remote(*args, **options) for worker in workers or self.workers]
         deadline_s = self.timeout_s if timeout_s is None else timeout_s
-        return self._waiter.get(futures, deadline_s, f"{name}() on {self._description}")
+        return PendingCall(lambda: self._waiter.get(futures, deadline_s, f"{name}() on {self._description}"))
 
     @property
     def _description(self) -> str:
@@ -191,7 +214,11 @@ class WorkerGroup:
         parts = self._call_ranks(method, (batch.block, ray.put(partition.rank_batches)), options)
         return [part for part in parts if part is not None]
 
-    def update(
+    def update(self, steps: list[TrainBatch], packing: Packing, **options: Any) -> list[UpdateReport]:
+        """Do the same as `begin_update`, and wait for the reports."""
+        return self.begin_update(steps, packing, **options).result()
+
+    def begin_update(
         self,
         steps: list[TrainBatch],
         packing: Packing,
@@ -200,7 +227,7 @@ class WorkerGroup:
         lrs: list[float],
         max_response_tokens: int | None = None,
         **options: Any,
-    ) -> list[UpdateReport]:
+    ) -> PendingCall[list[UpdateReport]]:
         """Run one optimizer step for each mini-batch in `steps`, partitioned over replicas and micro-batches.
 
         All mini-batches have rows of the same block, and the same columns. `max_response_tokens`: see `partition_step`.
@@ -209,7 +236,12 @@ class WorkerGroup:
         partitions = [partition_step(step, self.dims, packing, aggregation, max_response_tokens) for step in steps]
         by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
         options = dict(columns=steps[0].columns, lrs=lrs, **options)
-        by_rank = self._call_ranks(TrainWorker.update, (steps[0].block, ray.put(by_replica)), options)
+        call = self._send(TrainWorker.update, (steps[0].block, ray.put(by_replica)), options)
+        return call.then(lambda by_rank: self._combine_all(by_rank, partitions))
+
+    def _combine_all(
+        self, by_rank: Sequence[Sequence[UpdateReport]], partitions: Sequence[StepPartition]
+    ) -> list[UpdateReport]:
         by_step = zip(*by_rank, strict=True)
         return [self._combine(reports, part) for reports, part in zip(by_step, partitions, strict=True)]
 

@@ -1,7 +1,7 @@
 """The driver's part in training: selects rows and learning rates of optimizer steps, and turns reports into metrics."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from mrl.algorithms.objective import Objective
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Handle, Rollouts, TrainBatch, UpdateReport
 from mrl.workers.dp_partition import Packing, split_mini_batches, step_weights
-from mrl.workers.group import WorkerGroup
+from mrl.workers.group import PendingCall, WorkerGroup
 from parallel.trainer_config import OptimConfig
 
 
@@ -56,18 +56,29 @@ class UpdateRunner:
         """Return the mini-batches of all optimizer steps, in order."""
         return split_mini_batches(batch, self.mini_batches) * self.epochs
 
-    def run(
+    def begin(
         self, group: WorkerGroup, batch: TrainBatch, step: int, **options: object
-    ) -> tuple[list[UpdateReport], float]:
-        """Train on the batch of training step `step`. Returns the report of each optimizer step, and the last learning rate."""
+    ) -> PendingCall[tuple[list[UpdateReport], float]]:
+        """Begin to train on the batch of training step `step`.
+
+        The result is the report of each optimizer step, and the last learning rate.
+        """
         steps = self.split(batch)
         first = step * self.mini_batches * self.epochs
         lrs = [self.optimizer.lr_at(first + index) for index in range(len(steps))]
         normalisation = dict(aggregation=self.aggregation, max_response_tokens=self.max_response_tokens)
         update = UpdateRequest(steps=steps, lrs=lrs, **normalisation, options=options)
-        with self.observer.watch(group, update, step) if self.observer else nullcontext([]) as reports:
-            reports += group.update(steps, self.packing, **normalisation, lrs=lrs, **options)
-        return reports, lrs[-1]
+        with ExitStack() as stack:
+            reports = stack.enter_context(self.observer.watch(group, update, step)) if self.observer else []
+            call = group.begin_update(steps, self.packing, **normalisation, lrs=lrs, **options)
+            running = stack.pop_all()
+
+        def observed() -> tuple[list[UpdateReport], float]:
+            with running:
+                reports.extend(call.result())
+            return reports, lrs[-1]
+
+        return PendingCall(observed)
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class ActorTrainer:
         """Compute log-probabilities [R] under the reference policy."""
         return self.group.compute_reference_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
 
-    def update(
+    def begin_update(
         self,
         rollouts: Rollouts,
         advantages: AdvantageResult | None,
@@ -107,8 +118,8 @@ class ActorTrainer:
         *,
         rows: NDArray[np.bool_] | None = None,
         loss: Loss | None = None,
-    ) -> ActorUpdate:
-        """Run the optimizer steps on all rows that are not left out.
+    ) -> PendingCall[ActorUpdate]:
+        """Begin the optimizer steps on all rows that are not left out.
 
         Args:
             rollouts: responses of the step.
@@ -124,14 +135,13 @@ class ActorTrainer:
         advantages = _selected(advantages, rows, len(rollouts.groups))
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
         objective = objective.with_kl_coef(kl_coef)
-        reports, lr = self.updates.run(self.group, batch, step, loss=objective, temperature=self.temperature)
         updates = self.updates
+        call = updates.begin(self.group, batch, step, loss=objective, temperature=self.temperature)
         weights = [
             step_weights(each, updates.aggregation, updates.max_response_tokens) for each in updates.split(batch)
         ]
-        return ActorUpdate(
-            reports, lr, weights, advantages.zero_advantage if rows is None else advantages.zero_advantage[rows]
-        )
+        zero = advantages.zero_advantage if rows is None else advantages.zero_advantage[rows]
+        return call.then(lambda result: ActorUpdate(*result, weights, zero))
 
     def metrics(self, updates: Sequence[ActorUpdate]) -> Metrics:
         """Return the metrics of all updates of a training step."""
@@ -171,13 +181,13 @@ class CriticTrainer:
         """Compute the value before each sampled token: [R]."""
         return self.group.compute_values(train_batch(rollouts), self.updates.packing)
 
-    def update(
+    def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
-    ) -> Metrics:
-        """Run the optimizer steps on all `rows` [B] that are not rejected. The targets are the returns."""
+    ) -> PendingCall[Metrics]:
+        """Begin the optimizer steps on all `rows` [B] that are not rejected. The targets are the returns."""
         batch = train_batch(rollouts, _selected(advantages, rows, len(rollouts.groups)))
-        reports, lr = self.updates.run(self.group, batch, step, loss=self.loss)
-        return _critic_metrics(reports) | {"critic/lr": lr}
+        call = self.updates.begin(self.group, batch, step, loss=self.loss)
+        return call.then(lambda result: _critic_metrics(result[0]) | {"critic/lr": result[1]})
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mrl.controller.trainer import Trainer, TrainingSchedule
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Rollouts
 from mrl.data.prompts import PromptStream
+from mrl.workers.group import PendingCall
 from mrl.workers.model_trainers import ActorUpdate
 
 
@@ -57,11 +58,11 @@ class World:
         self.reach("evaluate")
         return {"": 0.5}
 
-    def update(self, rollouts, estimates, step, kl_coef, **selection):
+    def begin_update(self, rollouts, estimates, step, kl_coef, **selection):
         self.reach("update")
         self.trained = [*self.trained[: self.weights], rollouts.block]
         self.weights += 1
-        return ActorUpdate([], 0.1, [], np.zeros(0, bool))
+        return PendingCall(lambda: ActorUpdate([], 0.1, [], np.zeros(0, bool)))
 
     def metrics(self, updates):
         return {"optim/lr": updates[-1].lr}
