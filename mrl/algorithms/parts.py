@@ -10,9 +10,13 @@ from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.objective import Objective
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
+from mrl.config.validate import roles_of
 
-SCORED_COLUMNS = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprobs"})
-"""Columns (one number per sampled token) that models compute. Each part of an algorithm declares the columns that it needs."""
+SCORED_COLUMNS = frozenset({"old_logprobs", "ref_logprobs", "values"})
+"""Columns (one number per sampled token) that actor and critic compute. An entry of the key `roles` computes a further column.
+
+Each part of an algorithm declares the columns that it needs.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class AlgorithmParts:
     objective: Objective
     advantage_pipeline: AdvantagePipeline
     rollout_filter: Filter | None  # decides which groups are trained; None: all groups are trained
-    needs: frozenset[str]  # what a step must compute for the parts: names in SCORED_COLUMNS, and "greedy_rewards"
+    needs: frozenset[str]  # what a step must compute for the parts: names of columns, and "greedy_rewards"
     penalties: dict[str, KLPenalty]  # the configured KL penalties; possible keys: "reward", "loss"
 
 
@@ -52,10 +56,16 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
             "algorithm.loss needs values of a critic, but algorithm.advantage computes no returns that the critic could learn; "
             "choose an advantage estimator that computes returns, such as GAE."
         )
-    if unknown := needs - SCORED_COLUMNS - {"greedy_rewards"}:
+    columns = SCORED_COLUMNS | {role.column for role in roles_of(config).values()}
+    if unknown := needs - columns - {"greedy_rewards"}:
+        if names := sorted(name.removesuffix("_logprobs") for name in unknown if name.endswith("_logprobs")):
+            raise ValueError(
+                f"roles.{names[0]}.path must name a Hugging Face folder: the algorithm reads {names[0]}_logprobs, the "
+                "log-probabilities of this model."
+            )
         raise ValueError(
             f"algorithm: the advantage estimator or the loss needs {', '.join(sorted(unknown))}, which no model computes; models "
-            f"compute {', '.join(sorted(SCORED_COLUMNS))}."
+            f"compute {', '.join(sorted(columns))}."
         )
     rollout_filter = instantiate_callable(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
     penalties = {"reward": reward_penalty, "loss": objective.kl}

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ SAMPLING_KEYS = (
     "algorithm",
     "optim",
     "critic",
-    "teacher",
+    "roles",
     "sft",
     "megatron",
     "run.seed",
@@ -36,7 +37,7 @@ A resumed run uses the rollout log only if the values of all these keys are unch
 """
 NEUTRAL_KEYS = (
     "critic.parallel",
-    "teacher.parallel",
+    "roles.*.parallel",
     "rollout.num_engines",
     "rollout.engine_tp",
     "rollout.engine_urls",
@@ -150,7 +151,7 @@ def check_pickles(resume: ResumePoint, models: set[str]) -> None:
 
 def _decides_samples(key: str) -> bool:
     def under(parents: tuple[str, ...]) -> bool:
-        return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
+        return any(fnmatchcase(key, parent) or fnmatchcase(key, f"{parent}.*") for parent in parents)
 
     return under(SAMPLING_KEYS) and not under(NEUTRAL_KEYS)
 

@@ -366,13 +366,15 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
-class TeacherConfig:
-    """The teacher of distillation (algorithm=distill)."""
+class RoleConfig:
+    """A frozen model beside the actor: an entry of the key `roles`. It computes log-probabilities of the sampled tokens."""
 
     path: str | None = key(
-        None, "Hugging Face folder of the teacher. The teacher and the actor must have the same tokenizer."
+        None,
+        "Hugging Face folder. The model must have the tokenizer of the actor. Default: the initial weights of the actor.",
     )
-    parallel: Node = key(dict, "Sizes of the teacher's layout that differ from the section parallel, such as {tp: 2}.")
+    column: str = key("", "Column of log-probabilities that the role computes. Default: NAME_logprobs.")
+    parallel: Node = key(dict, "Sizes of the role's layout that differ from the section parallel, such as {tp: 2}.")
 
 
 @dataclass(frozen=True)
@@ -457,7 +459,11 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = key(OptimConfig, "Optimizer of the actor.")
     critic: CriticConfig = field(default_factory=CriticConfig)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    roles: Node = key(
+        dict,
+        "Frozen models beside the actor: {NAME: {path, column, parallel}}, such as roles.teacher.path=FOLDER. The role reference "
+        "computes ref_logprobs; without it, the actor's processes do (docs/concepts/algorithms.md).",
+    )
     sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -18,6 +18,7 @@ from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_s
 from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
+from mrl.config.validate import roles_of
 from mrl.controller.loop_parts import Phases
 from mrl.controller.plan_models import ModelPlan
 from mrl.controller.plan_train import TrainPlan, learning_settings
@@ -44,7 +45,7 @@ from mrl.tracking.learning_health import LearningHealth, read_first_steps
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.workers.group import StepRecording, WorkerGroup
-from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
+from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, RoleScorer, UpdateRunner
 from mrl.workers.trace_comparison import ParityDifference
 from parallel import spans
 from parallel.dims import ParallelDims
@@ -358,9 +359,10 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
     if plan.critic:
         critic = _build_critic(plan.critic, groups["critic"], updates)
         scorers["values"] = critic.compute_values
-    if plan.teacher:
-        teacher = TeacherScorer(groups["teacher"], plan.teacher.packing, config.rollout.temperature)
-        scorers["teacher_logprobs"] = teacher.compute_logprobs
+    for name, role in roles_of(config).items():
+        if name in plan.others:
+            scorer = RoleScorer(groups[name], plan.others[name].packing, config.rollout.temperature)
+            scorers[role.column] = scorer.compute_logprobs
     if algorithm.old_logprobs == "rollout":
         del scorers["old_logprobs"]
     return _Models(actor, critic, scorers)
@@ -386,7 +388,7 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
             run_dir / "checkpoints", config.keep_last, config.keep_best, config.copy_to, set(plan.resume.damaged)
         ),
         models=processes.models.trained_groups,
-        constant_parts={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.algorithm.needs else {},
+        constant_parts={REFERENCE: processes.save_reference} if plan.actor_holds_reference else {},
         schedule=CheckpointSchedule(
             config.every,
             config.export_every,

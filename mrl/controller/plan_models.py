@@ -1,4 +1,4 @@
-"""ModelPlan: one model of a run (actor, critic or teacher) with its parallel layout, checked before any process starts.
+"""ModelPlan: one model of a run with its parallel layout, checked before any process starts.
 
 The functions read the config, and the headers of the files in the model's folder. They start no process and need no GPU. Every
 function raises ValueError for a mistake in the config. The message names the config key.
@@ -22,7 +22,8 @@ from models.megatron_overrides import (
 )
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.process_schema import Transport
-from mrl.config.schema import Config
+from mrl.config.schema import Config, RoleConfig
+from mrl.config.validate import roles_of
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
@@ -62,14 +63,16 @@ def plan_models(
 ) -> dict[str, ModelPlan]:
     """Return the plans of the models of an RL run, by role.
 
-    `needs` are the columns that the algorithm needs. These columns decide whether the run has a critic or a teacher. `actor_path`
-    replaces model.path. If `weights` is False, only config.json is read from each model's folder.
+    `needs` are the columns that the algorithm needs. These columns decide whether the run has a critic, and which entries of the
+    key `roles` it has. `actor_path` replaces model.path. If `weights` is False, only config.json is read from each model's
+    folder.
     """
     models = dict(actor=plan_model(config, actor_path or config.model.path, weights=weights))
     if "values" in needs:
         models["critic"] = _plan_critic(config, models["actor"], weights)
-    if "teacher_logprobs" in needs:
-        models["teacher"] = _plan_teacher(config, models["actor"], weights)
+    for name, role in roles_of(config).items():
+        if role.column in needs:
+            models[name] = _plan_role(config, name, role, models["actor"], weights)
     return models
 
 
@@ -78,8 +81,8 @@ def plan_model(
 ) -> ModelPlan:
     """Plan the model in the folder `path`.
 
-    `section` is "" for the actor, and "critic" or "teacher" for a second model. A second model has the actor's layout, except for
-    the keys that its config section sets. If `weights` is False, only config.json is read.
+    `section` is "" for the actor, and "critic" or "roles.NAME" for a second model. A second model has the actor's layout, except
+    for the keys that its config section sets. If `weights` is False, only config.json is read.
     """
     dims = parallel_layout(config, section)
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
@@ -100,9 +103,15 @@ def parallel_layout(config: Config, section: str = "") -> ParallelDims:
     """
     layout = vars(config.parallel)
     if section:
-        overrides = vars(config)[section].parallel
+        name = section.removeprefix("roles.")
+        overrides = (config.critic if section == "critic" else roles_of(config)[name]).parallel
         layout = layout | {name: value for name, value in overrides.items() if value is not None}
     return ParallelDims.from_world_size(**layout)
+
+
+def section_of(role: str) -> str:
+    """Return the config section of a model: "" for the actor."""
+    return {"actor": "", "critic": "critic"}.get(role, f"roles.{role}")
 
 
 def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None:
@@ -144,11 +153,15 @@ def _plan_critic(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
     return plan
 
 
-def _plan_teacher(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
-    if not config.teacher.path:
-        raise ValueError("teacher.path must name a Hugging Face folder: algorithm.advantage distils from a teacher.")
-    plan = plan_model(config, config.teacher.path, "teacher", None, weights)
-    _check_reads_actor_sequences(config, plan, actor, f"teacher.path={config.teacher.path}")
+def _plan_role(config: Config, name: str, role: RoleConfig, actor: ModelPlan, weights: bool) -> ModelPlan:
+    key = f"roles.{name}.path"
+    if not role.path and config.sft.train and not config.sft.output:
+        raise ValueError(
+            f"{key} is not set, so {name} starts from the warm start, as the actor does: set sft.output to store the warm "
+            f"start, or set {key}."
+        )
+    plan = plan_model(config, role.path or actor.model_path, f"roles.{name}", None, weights)
+    _check_reads_actor_sequences(config, plan, actor, f"{key}={role.path}")
     return plan
 
 

@@ -5,6 +5,7 @@ Every mistake that a user can make is found here. Each function raises ValueErro
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config, SftConfig
+from mrl.config.validate import REFERENCE, roles_of
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -41,10 +43,6 @@ from mrl.tracking.learning_health import LearningSettings, find_static_problems
 logger = logging.getLogger(__name__)
 
 
-COLUMN_OF_CHECKPOINT_PART = {"critic": "values", "reference": "ref_logprobs"}
-"""Part of a checkpoint -> the column [R] that it computes. A checkpoint has this part if the algorithm needs the column."""
-
-
 @dataclass(frozen=True)
 class TrainPlan(ModelPlan):
     """Plan of an RL run: the fields of the actor's ModelPlan, and all other parts of the run, built or checked."""
@@ -58,14 +56,22 @@ class TrainPlan(ModelPlan):
     resume: ResumePoint  # checkpoint from which the run continues, if there is one
     train: PromptDataset  # training prompts
     test: PromptDataset | None  # held-out prompts
-    critic: ModelPlan | None
-    teacher: ModelPlan | None
+    others: Mapping[str, ModelPlan]  # the models beside the actor, by role
 
     @property
     def models(self) -> dict[str, ModelPlan]:
-        """Plans of the run's models, by role: the actor, and the critic and the teacher if the run has them."""
-        models = dict(actor=self, critic=self.critic, teacher=self.teacher)
-        return {role: model for role, model in models.items() if model}
+        """Plans of the run's models, by role, the actor first."""
+        return dict(actor=self, **self.others)
+
+    @property
+    def critic(self) -> ModelPlan | None:
+        """Plan of the critic, if the run has one."""
+        return self.others.get("critic")
+
+    @property
+    def actor_holds_reference(self) -> bool:
+        """Whether the actor's processes hold the weights of the reference, too."""
+        return actor_holds_reference(self.algorithm.needs, self.others)
 
     @property
     def pools(self) -> Pools:
@@ -74,7 +80,7 @@ class TrainPlan(ModelPlan):
 
     @property
     def colocated_roles(self) -> frozenset[frozenset[str]]:
-        """Sets of roles (actor, critic, teacher, engines) that share devices, one set per pool."""
+        """Sets of roles that share devices, one set per pool."""
         return self.pools.colocated_roles
 
 
@@ -87,6 +93,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     resume = find_resume_point(config, check_hashes=check_hashes)
     step = plan_step(config)
     algorithm = build_algorithm(config, step.needs)
+    _warn_of_unused_roles(config, algorithm)
     reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     _check_advantage_weights(algorithm, reward)
@@ -104,9 +111,11 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         check_supervised_data(config, actor)
     if not config.rollout.replay:
         engine_layout(config, actor)
-    parts = {part for part, column in COLUMN_OF_CHECKPOINT_PART.items() if column in algorithm.needs}
-    check_checkpoint_fits(resume, actor.arch, {"actor"} | parts)
-    check_pickles(resume, {"actor"} | parts)
+    others = {role: model for role, model in models.items() if role != "actor"}
+    parts = {"actor", *({"critic"} & others.keys())}
+    parts |= {"reference"} if actor_holds_reference(algorithm.needs, others) else set()
+    check_checkpoint_fits(resume, actor.arch, parts)
+    check_pickles(resume, parts)
     _check_prompt_position(config, resume, train)
     plan = TrainPlan(
         **vars(actor),
@@ -119,14 +128,31 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         train=train,
         test=test,
         resume=resume,
-        critic=models.get("critic"),
-        teacher=models.get("teacher"),
+        others=others,
     )
     check_profile(config, max(model.dims.world_size for model in plan.models.values()))
     check_time_sharing(config, plan.colocated_roles)
     check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
+
+
+def actor_holds_reference(needs: frozenset[str], others: Mapping[str, ModelPlan]) -> bool:
+    """Return whether the actor's processes hold the weights of the reference. `others`: the models beside the actor, by role."""
+    return "ref_logprobs" in needs and REFERENCE not in others
+
+
+def algorithm_of(config: Config) -> AlgorithmParts:
+    """Build the algorithm of a config, with the needs of its training step."""
+    return build_algorithm(config, plan_step(config).needs)
+
+
+def _warn_of_unused_roles(config: Config, algorithm: AlgorithmParts) -> None:
+    for name, role in roles_of(config).items():
+        if role.column not in algorithm.needs:
+            show_warning(
+                f"roles.{name}: is not started, because no part of the algorithm reads the column {role.column}."
+            )
 
 
 def check_profile(config: Config, num_ranks: int) -> None:

@@ -15,6 +15,7 @@ from mrl.checkpoint.starts import record_run
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
+from mrl.config.validate import roles_of
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.loop_parts import State
@@ -98,13 +99,13 @@ class RunProcesses:
             self.engines.connect()
         if self._needs_warm_start and not checkpoint:
             self._warm_start(actor)
-        if "ref_logprobs" in plan.algorithm.needs:
+        if plan.actor_holds_reference:
             if checkpoint:
                 actor.call(TrainWorker.load_reference, str(checkpoint.path / REFERENCE))
             else:
                 actor.call(TrainWorker.copy_weights_to_reference)
         if self.models.roles_beside_actor:
-            self.models.start_critic_and_teacher(self._critic_path())
+            self.models.start_others(self._paths_of_others())
             self.startup.ready(" and ".join(self.models.roles_beside_actor) + " ready")
         if checkpoint:
             for role, group in self.models.trained_groups.items():
@@ -121,10 +122,16 @@ class RunProcesses:
         actor.call(TrainWorker.reset_optimizer, **vars(plan.optimizer))
         self.startup.ready(f"supervised warm start done (loss {loss:.3f})")
 
-    def _critic_path(self) -> str | None:
-        """Return the folder of the warm start if the critic starts there. None: the critic starts from the folder in its plan."""
-        warm_start = self.plan.warm_start
-        return warm_start.output if warm_start and not self.plan.config.critic.path else None
+    def _paths_of_others(self) -> dict[str, str]:
+        """Return role -> folder of the warm start, for the models beside the actor that start there.
+
+        All others start from the folder in their plans.
+        """
+        config, warm_start = self.plan.config, self.plan.warm_start
+        paths = {"critic": config.critic.path} | {name: role.path for name, role in roles_of(config).items()}
+        if not (warm_start and warm_start.output):
+            return {}
+        return {role: warm_start.output for role in self.plan.others if not paths[role]}
 
     def restart_trainers(self) -> None:
         """Kill the trainer ranks of all models, and start building the actor in new trainer ranks."""

@@ -1,4 +1,4 @@
-"""ModelGroups: starts the worker groups of a run's models (actor, critic, teacher) from their plans.
+"""ModelGroups: starts the worker groups of a run's models from their plans.
 
 The actor's worker group also runs supervised training, for `mrl sft` and for the warm start before reinforcement learning.
 """
@@ -78,7 +78,7 @@ class ModelGroups:
 
     @property
     def roles_beside_actor(self) -> list[str]:
-        """Roles other than the actor: the critic and the teacher, if the run has them."""
+        """Roles other than the actor."""
         return [role for role in self.groups if role != ACTOR]
 
     @property
@@ -104,11 +104,14 @@ class ModelGroups:
             if role == ACTOR:
                 self._startup.ready(f"trainer ready ({plan.dims.world_size} processes)")
 
-    def start_critic_and_teacher(self, critic_path: str | None) -> None:
-        """Build the critic and the teacher, and wait for them. Models that share devices are built one after another."""
+    def start_others(self, paths: Mapping[str, str]) -> None:
+        """Build the models beside the actor, and wait for them. Models that share devices are built one after another.
+
+        `paths`: role -> folder that replaces the folder in the model's plan.
+        """
         for role in self.roles_beside_actor:
             self._scheduler.make_room(role)
-            self.start(role, critic_path if role == "critic" else None)
+            self.start(role, paths.get(role))
             if self._scheduler.peers(role):
                 self.wait_started(role)
         for role in self.roles_beside_actor:

@@ -191,15 +191,15 @@ class CriticTrainer:
 
 
 @dataclass(frozen=True)
-class TeacherScorer:
-    """Computes log-probabilities under a teacher model, which is not trained."""
+class RoleScorer:
+    """Computes log-probabilities under a model that is not trained, such as a teacher."""
 
     group: WorkerGroup
     packing: Packing
     temperature: float
 
     def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] of the sampled tokens under the teacher."""
+        """Compute log-probabilities [R] of the sampled tokens under this model."""
         return self.group.compute_logprobs(train_batch(rollouts), self.packing, self.temperature)
 
 

@@ -7,7 +7,7 @@ from mrl.config import hydra_entry
 
 
 def algorithm(*overrides: str):
-    base = ["experiment=quickstart", "run.dir=unused", "teacher.path=unused"]
+    base = ["experiment=quickstart", "run.dir=unused", "++roles.teacher.path=unused"]
     return build_algorithm(hydra_entry.compose_config([*base, *overrides]))
 
 
