@@ -56,7 +56,7 @@ def by_source(trainer: Trainer, algorithms: Mapping[str, SourceAlgorithm]) -> No
     """
     rollouts = trainer.generate()
     sources = trainer.data_sources(rollouts)
-    if unknown := set(sources) - set(algorithms):
+    if unknown := set(sources.tolist()) - set(algorithms):
         raise ValueError(f"trainer.arguments.algorithms: no algorithm for the data source {sorted(unknown)[0]!r}.")
     columns = trainer.score(rollouts)
     for source, parts in algorithms.items():

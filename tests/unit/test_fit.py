@@ -21,7 +21,7 @@ class World:
     """All parts of a fake run; a failure occurs once, at a given point of a given step."""
 
     def __init__(self, failures: dict[tuple[str, int], Exception]) -> None:
-        self.failures, self.weights, self.sampled, self.trained = failures, 0, [], []
+        self.failures, self.weights, self.sampled, self.trained, self.updates = failures, 0, [], [], 0
         self.saved: dict[int, dict] = {}
         self.recoveries: list[int | None] = []
         self.logged: list[int] = []
@@ -60,8 +60,9 @@ class World:
 
     def begin_update(self, rollouts, estimates, step, kl_coef, **selection):
         self.reach("update")
-        self.trained = [*self.trained[: self.weights], rollouts.block]
-        self.weights += 1
+        self.updates += 1
+        self.trained = [*self.trained[:step], rollouts.block]
+        self.weights = step + 1
         return PendingCall(lambda: ActorUpdate([], 0.1, [], np.zeros(0, bool)))
 
     def metrics(self, updates):
@@ -112,7 +113,7 @@ class World:
         pass
 
 
-def trainer(world: World, **schedule) -> Trainer:
+def trainer(world: World, step_function=None, **schedule) -> Trainer:
     unused = SimpleNamespace(rewind=lambda step: None, record=lambda *_: None)
     return Trainer(
         prompts=PromptStream(10, 3, seed=0, shuffle=True),
@@ -129,6 +130,7 @@ def trainer(world: World, **schedule) -> Trainer:
         recover=world.recover,
         preemption_requested=lambda: world.preemption_requested is True,
         schedule=TrainingSchedule(**({"max_steps": 11, "eval_every": 3} | schedule)),
+        step_function=step_function,
     )
 
 
