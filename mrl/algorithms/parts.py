@@ -56,7 +56,7 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
             "algorithm.loss needs values of a critic, but algorithm.advantage computes no returns that the critic could learn; "
             "choose an advantage estimator that computes returns, such as GAE."
         )
-    columns = SCORED_COLUMNS | {role.column for role in roles_of(config).values()}
+    columns = SCORED_COLUMNS | {role.column for role in roles_of(config).values() if not role.is_served}
     if unknown := needs - columns - {"greedy_rewards"}:
         if names := sorted(name.removesuffix("_logprobs") for name in unknown if name.endswith("_logprobs")):
             raise ValueError(

@@ -367,14 +367,27 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """A frozen model beside the actor: an entry of the key `roles`. It computes log-probabilities of the sampled tokens."""
+    """A frozen model beside the actor: an entry of the key `roles`.
+
+    With `num_engines` 0, Megatron computes log-probabilities of the sampled tokens under the model. Otherwise SGLang serves the
+    model to rewards.
+    """
 
     path: str | None = key(
         None,
-        "Hugging Face folder. The model must have the tokenizer of the actor. Default: the initial weights of the actor.",
+        "Hugging Face folder. Default: the initial weights of the actor. A model that computes a column must have the tokenizer "
+        "of the actor.",
     )
-    column: str = key("", "Column of log-probabilities that the role computes. Default: NAME_logprobs.")
-    parallel: Node = key(dict, "Sizes of the role's layout that differ from the section parallel, such as {tp: 2}.")
+    column: str = key("", "Column of log-probabilities that the model computes. Default: NAME_logprobs.")
+    parallel: Node = key(dict, "Sizes of the model's layout that differ from the section parallel, such as {tp: 2}.")
+    num_engines: int = key(0, "Number of SGLang servers that serve the model to rewards.", "servers", least=0)
+    engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
+    sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")
+
+    @property
+    def is_served(self) -> bool:
+        """Whether SGLang serves the model."""
+        return self.num_engines > 0
 
 
 @dataclass(frozen=True)
@@ -461,8 +474,9 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,
-        "Frozen models beside the actor: {NAME: {path, column, parallel}}, such as roles.teacher.path=FOLDER. The role reference "
-        "computes ref_logprobs; without it, the actor's processes do (docs/concepts/algorithms.md).",
+        "Frozen models beside the actor. {NAME: {path, column, parallel}}: Megatron computes log-probabilities, as for "
+        "roles.teacher.path=FOLDER. {NAME: {path, num_engines, engine_tp, sglang}}: SGLang serves the model to rewards "
+        "(docs/concepts/placement.md).",
     )
     sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -299,6 +299,17 @@ def _role(name: str, node: Any) -> RoleConfig:
     except OmegaConfBaseException as error:
         raise ValueError(f"{key}.{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(role, RoleConfig), "the schema is RoleConfig"
+    _check_bounds(role, f"{key}.")
+    if role.is_served:
+        if extra := [field_name for field_name in ("column", "parallel") if node.get(field_name)]:
+            raise ValueError(
+                f"{key}.{extra[0]}: SGLang serves this model (num_engines={role.num_engines}); remove {extra[0]}."
+            )
+        if not role.path:
+            raise ValueError(f"{key}.path must be set: it names the folder of the model that SGLang serves.")
+        return role
+    if extra := [field_name for field_name in ("engine_tp", "sglang") if node.get(field_name)]:
+        raise ValueError(f"{key}.{extra[0]}: applies only to a model that SGLang serves; set {key}.num_engines too.")
     return replace(role, column=role.column or ("ref_logprobs" if name == REFERENCE else f"{name}_logprobs"))
 
 

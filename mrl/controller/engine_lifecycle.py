@@ -217,8 +217,8 @@ class EngineLifecycle:
     # Memory. The scheduler calls these methods.
 
     def load(self) -> None:
-        """Load the engines, with their weights, before they sample. Does nothing if the engines are loaded."""
-        self.scheduler.load(ENGINES)
+        """Load the engines, with their weights, and the models that rewards call. Does nothing if all are loaded."""
+        self.scheduler.load_for_rollout()
 
     def offload(self) -> int:
         """Pause the engines, put their running requests back into their queues, and release the memory of all MemoryTags.

@@ -71,7 +71,7 @@ def plan_models(
     if "values" in needs:
         models["critic"] = _plan_critic(config, models["actor"], weights)
     for name, role in roles_of(config).items():
-        if role.column in needs:
+        if not role.is_served and role.column in needs:
             models[name] = _plan_role(config, name, role, models["actor"], weights)
     return models
 
@@ -189,7 +189,8 @@ def max_prompt_length(config: Config, context: int) -> int:
 
 def build_pools(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
     """Build the resource pools of an RL run. `dims` is the layout of each model, by role."""
-    return make_pools(config.placement.pools, slot_demands(config.rollout, dims))
+    served = {name: role for name, role in roles_of(config).items() if role.is_served}
+    return make_pools(config.placement.pools, slot_demands(config.rollout, dims, served))
 
 
 def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:

@@ -16,6 +16,7 @@ from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pick
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config, SftConfig
 from mrl.config.validate import REFERENCE, roles_of
+from mrl.controller.colocation import ENGINES
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -32,7 +33,7 @@ from mrl.data.supervised_dataset import SftDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
 from mrl.rewards.reward_types import Reward, Weighted
-from mrl.rewards.scorer import check_reward
+from mrl.rewards.scorer import check_reward, single_rewards
 from mrl.rollout import rollout_log
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
@@ -132,6 +133,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     )
     check_profile(config, max(model.dims.world_size for model in plan.models.values()))
     check_time_sharing(config, plan.colocated_roles)
+    check_served_roles(config, reward, plan.colocated_roles)
     check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
@@ -149,7 +151,7 @@ def algorithm_of(config: Config) -> AlgorithmParts:
 
 def _warn_of_unused_roles(config: Config, algorithm: AlgorithmParts) -> None:
     for name, role in roles_of(config).items():
-        if role.column not in algorithm.needs:
+        if not role.is_served and role.column not in algorithm.needs:
             show_warning(
                 f"roles.{name}: is not started, because no part of the algorithm reads the column {role.column}."
             )
@@ -221,6 +223,30 @@ def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]
         raise ValueError(
             f"sglang.{saver}=false: {why}, and offloading needs the memory saver on a GPU; leave {saver} out."
         )
+
+
+def check_served_roles(config: Config, reward: Reward, colocated_roles: frozenset[frozenset[str]]) -> None:
+    """Raise ValueError if rewards call roles that are not served, or if a served role cannot share its devices.
+
+    A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this time.
+    """
+    served = {name: role for name, role in roles_of(config).items() if role.is_served}
+    called = {name for each in single_rewards(reward) if (name := getattr(each, "role", ""))}
+    if missing := sorted(called - served.keys()):
+        raise ValueError(
+            f"reward: calls roles.{missing[0]}, which SGLang does not serve; set roles.{missing[0]}.path and "
+            f"roles.{missing[0]}.num_engines."
+        )
+    for name, role in served.items():
+        check_server_args(role.sglang, f"roles.{name}.sglang")
+        if name not in called:
+            show_warning(f"roles.{name}: no reward calls this model; name it in the argument `role` of a reward.")
+        shared = {other for roles in colocated_roles if name in roles for other in roles} - {name, ENGINES, *served}
+        if shared and (config.rollout.staleness or config.rollout.over_sample_rate):
+            raise ValueError(
+                f"placement.pools: {name} shares devices with {', '.join(sorted(shared))}, but responses are scored while the "
+                "trainers work; use rollout.mode=sync without rollout.over_sample_rate, or give it a pool of its own."
+            )
 
 
 def _check_prompt_position(config: Config, resume: ResumePoint, train: PromptDataset) -> None:

@@ -21,6 +21,7 @@ from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.loop_parts import State
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
 from mrl.controller.plan_train import TrainPlan
+from mrl.controller.served_roles import ServedModel, on_slots, served_groups, served_roles
 from mrl.controller.worker_groups import ModelGroups, store_warm_start, stored_warm_start, train_supervised
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
 from mrl.core.shutdown import shutdown_deadline
@@ -54,8 +55,10 @@ class RunProcesses:
         if self._engines_are_colocated:  # an engine sizes its KV cache by the memory that is free when it starts
             self.models.wait_started(ACTOR)
             self.scheduler.make_room(ENGINES)
-        worker = self._start_rollout_worker(placements.get("engines"))
+        worker = self._start_rollout_worker(placements)
         stack.callback(worker.close)
+        for name in served_roles(config):
+            self.scheduler.register_served(name, ServedModel(worker, name))
         self.engines = EngineLifecycle(
             host=worker,
             actor=self.models.actor,
@@ -72,8 +75,10 @@ class RunProcesses:
     def _engines_are_colocated(self) -> bool:
         return bool(self.scheduler.peers(ENGINES))
 
-    def _start_rollout_worker(self, placement: RolePlacement | None) -> RolloutWorkerHandle:
+    def _start_rollout_worker(self, placements: Mapping[str, RolePlacement]) -> RolloutWorkerHandle:
         spec, options = rollout_spec(self.plan, str(self.run_dir)), dict[str, Any](num_cpus=0)
+        spec = replace(spec, served=tuple(on_slots(group, placements[group.name]) for group in spec.served))
+        placement = placements.get(ENGINES)
         if placement and placement.pin_engines_to_nodes:
             spec = replace(spec, slots=placement.engine_slots)
         elif placement:  # the engines are child processes of the rollout worker, and use its slot
@@ -188,6 +193,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         request_timeout_s=rollout.request_timeout_s,
         record=rollout.record,
         replay=str(Path(rollout.replay).resolve()) if rollout.replay else None,
+        served=served_groups(config, run_dir, plan.colocated_roles),
         server_args=(memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}) | plan.server_args,
     )
 

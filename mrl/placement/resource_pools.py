@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from mrl.config.process_schema import ClusterConfig
-from mrl.config.schema import RolloutConfig
+from mrl.config.schema import RoleConfig, RolloutConfig
 from parallel.dims import ParallelDims
 
 POOLS_KEY = "placement.pools"
@@ -21,6 +21,7 @@ ROLES = {
     "critic": "trains the value function",
     "reference": "computes the log-probabilities of the reference policy",
     "teacher": "computes the log-probabilities that distillation needs",
+    "reward_model": "scores responses",
     "engines": "sample responses",
 }
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -91,15 +92,19 @@ class Pools:
         return " | ".join(map(str, self.pools))
 
 
-def slot_demands(rollout: RolloutConfig, dims: Mapping[str, ParallelDims]) -> dict[str, SlotDemand]:
-    """Return the number of slots that each role needs. `dims`: role -> layout of its model.
+def slot_demands(
+    rollout: RolloutConfig, dims: Mapping[str, ParallelDims], served: Mapping[str, RoleConfig] | None = None
+) -> dict[str, SlotDemand]:
+    """Return the number of slots that each role needs. `dims`: role -> layout of its model. `served`: models that SGLang serves.
 
     Engines need no slots if the run replays recorded rollouts or uses external servers (rollout.engine_urls).
     """
     demands = {role: SlotDemand(layout.world_size, layout.tp) for role, layout in dims.items()}
     if not (rollout.replay or rollout.engine_urls):
         demands["engines"] = SlotDemand(rollout.num_engines * rollout.engine_tp, rollout.engine_tp)
-    return demands
+    return demands | {
+        name: SlotDemand(role.num_engines * role.engine_tp, role.engine_tp) for name, role in (served or {}).items()
+    }
 
 
 def make_pools(section: Mapping[str, Any], demands: Mapping[str, SlotDemand]) -> Pools:

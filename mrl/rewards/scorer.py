@@ -52,7 +52,7 @@ class Scorer:
         """
         self.reward = reward
         self.sample_timeout_s, self.timeout_s = sample_timeout_s, timeout_s
-        self._worker_rewards = [each for each in _single_rewards(reward) if not _declares(each, "in_process")]
+        self._worker_rewards = [each for each in single_rewards(reward) if not _declares(each, "in_process")]
         cores = len(os.sched_getaffinity(0))
         self._pool = (
             WorkerPool(self._worker_rewards, workers or min(8, cores), memory_gb) if self._worker_rewards else None
@@ -114,7 +114,7 @@ def check_reward(reward: Reward) -> None:
     Raises:
         ValueError: the reward does not accept a list of responses, or it cannot be pickled for the worker processes.
     """
-    for each in _single_rewards(reward):
+    for each in single_rewards(reward):
         try:
             inspect.signature(each).bind([])
         except TypeError as error:
@@ -176,11 +176,11 @@ def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]
         yield lambda index: index
 
 
-def _single_rewards(reward: Reward) -> Iterator[Reward]:
+def single_rewards(reward: Reward) -> Iterator[Reward]:
     """Yield the rewards in a weighted sum and in its nested sums. If the reward is no weighted sum, yield only the reward."""
     if isinstance(reward, Weighted):
         for part in reward.parts.values():
-            yield from _single_rewards(part)
+            yield from single_rewards(part)
     else:
         yield reward
 

@@ -83,7 +83,7 @@ class EnginePool:
         self.spec = spec
         self.paused = False  # whether the driver has paused the engines; an idle engine then counts as healthy
         self.engines: list[PooledEngine] = []  # changed in the event loop only
-        self._servers = EngineServers(spec)
+        self._servers = EngineServers(spec.engine_group)
         self._loop = EventLoopThread("engines")
         self.submit = self._loop.submit  # runs a coroutine, for example `generate`, in the pool's event loop
         self._http: aiohttp.ClientSession | None = None

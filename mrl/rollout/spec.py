@@ -1,7 +1,7 @@
 """RolloutSpec: all settings of a rollout worker."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,24 @@ from mrl.data.tokenizer import ChatTemplate
 from mrl.rewards.reward_types import Reward
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.step_metrics import RolloutFilter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerGroup:
+    """SGLang servers that serve one model: all engines of a run, or a model of the key `roles` that rewards call."""
+
+    name: str  # server i is called <name>_<i> in the folder of logs and in hang reports
+    run_dir: str
+    arguments: Mapping[str, Any]  # fields of SGLang's ServerArgs, without model_path and tp_size
+    model_path: str  # Hugging Face folder
+    count: int  # number of servers
+    tp_size: int  # tensor-parallel size of each server
+    seed: int  # server i gets the seed `seed` + i
+    max_replacements: int  # how often a server that ends before it is ready is replaced
+    external_urls: tuple[str, ...] = ()  # servers that are running already; if there are any, no server is started
+    timeline: bool = False  # whether the servers record spans (parallel.spans)
+    # `slots(i)` returns the device slots of server i. None: servers are child processes of the rollout worker.
+    slots: Callable[[int], Sequence[DeviceSlot]] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +75,25 @@ class RolloutSpec:
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
     # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
+    served: tuple[ServerGroup, ...] = ()  # models of the key `roles` that SGLang serves to the reward
+
+    @property
+    def engine_group(self) -> ServerGroup:
+        """The servers of the engines."""
+        routing = {"enable_return_routed_experts": True} if self.routed_experts else {}
+        return ServerGroup(
+            name="engine",
+            run_dir=self.run_dir,
+            arguments=self.server_args | routing,
+            model_path=self.model_path,
+            count=self.num_engines,
+            tp_size=self.engine_tp,
+            seed=self.seed,
+            max_replacements=self.fault_tolerance.max_response_attempts,
+            external_urls=self.engine_urls,
+            timeline=self.timeline,
+            slots=self.slots,
+        )
 
     @property
     def extra_groups(self) -> int:

@@ -30,6 +30,7 @@ from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
 from mrl.rollout.sample_texts import text_samples
+from mrl.rollout.served_models import ServedModels
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
 from mrl.rollout.step_metrics import LengthBias, SampledStep, score_failures
@@ -67,6 +68,7 @@ class RolloutWorker:
         if spec.timeline:
             spans.start(Path(spec.run_dir) / spans.FOLDER, "rollout", 0, "rollout worker")
         self.engines = EnginePool(spec)
+        self.served = ServedModels(spec.served, spec.fault_tolerance.max_restarts)
         self.train, self.test = spec.train, spec.test
         self.train.decode([])  # loads the tokenizer while the engines start
         self._scorer = Scorer(spec.reward, **spec.scoring.limits)
@@ -102,8 +104,10 @@ class RolloutWorker:
         ] = {}  # columns [R] of the last collected step that `estimate` has got or computed
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until every engine takes requests; return the URLs of all engines."""
-        return self.engines.wait_ready(timeout_s)
+        """Wait until every engine and every served model takes requests; return the URLs of all engines."""
+        urls = self.engines.wait_ready(timeout_s)
+        self.served.wait_ready(timeout_s)
+        return urls
 
     def replace_engines(self, urls: list[str], timeout_s: float) -> list[str]:
         """Replace these engines by new engines, and wait until every engine takes requests. Returns the URLs of all engines."""
@@ -112,6 +116,14 @@ class RolloutWorker:
     def take_failed_engines(self) -> dict[str, str]:
         """Return URL -> reason of failure, for the engines that failed since the last call. The driver replaces these engines."""
         return self.engines.take_failed()
+
+    def offload_served(self, name: str) -> None:
+        """Release the device memory of a served model."""
+        self.served.offload(name)
+
+    def load_served(self, name: str) -> None:
+        """Load a served model to its devices again."""
+        self.served.load(name)
 
     def begin_step(self, step: int) -> None:
         """Let later spans of the timeline belong to training step `step`. The first step is 1."""
@@ -131,6 +143,7 @@ class RolloutWorker:
         the next call, for example in place of rejected groups. If a call fails, the driver may repeat the call with the same
         prompts.
         """
+        self.served.check()
         if self.spec.replay:
             groups = self._replay(step)
             kept = [group for group in groups if self._passes_filter(group)]
@@ -366,6 +379,7 @@ class RolloutWorker:
         self._pipeline.close()
         self.engines.close()
         self._scorer.close()
+        self.served.close()
 
 
 def _with_rows(earlier: Column | None, values: Column, rows: NDArray[np.bool_] | None, scored: ScoredBatch) -> Column:

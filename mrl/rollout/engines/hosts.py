@@ -30,7 +30,7 @@ from mrl.hang_report.process_registry import (
     unregister_processes,
 )
 from mrl.rollout.engines.server import EngineServer, ExternalEngine
-from mrl.rollout.spec import RolloutSpec
+from mrl.rollout.spec import ServerGroup
 from parallel import spans
 
 log = logging.getLogger(__name__)
@@ -43,35 +43,35 @@ type AnyEngineServer = EngineServer | RayEngine | ExternalEngine
 
 
 class EngineServers:
-    """All engine servers of one rollout worker. A new server takes the index of the failed server that it replaces."""
+    """The servers of one group. A new server takes the index of the failed server that it replaces."""
 
-    def __init__(self, spec: RolloutSpec) -> None:
+    def __init__(self, group: ServerGroup) -> None:
         """Start the servers. Returns before they are ready; `wait_ready` waits for them."""
-        self.spec = spec
-        self._arguments = dict(spec.server_args, model_path=spec.model_path, tp_size=spec.engine_tp)
-        if spec.routed_experts:
-            self._arguments["enable_return_routed_experts"] = True
-        self._registry = registry_folder(spec.run_dir)
-        unregister_processes(self._registry, "engine_*")  # entries that an earlier process left in this run directory
+        self.group = group
+        self._arguments = dict(group.arguments, model_path=group.model_path, tp_size=group.tp_size)
+        self._registry = registry_folder(group.run_dir)
+        unregister_processes(
+            self._registry, f"{group.name}_*"
+        )  # entries that an earlier process left in this run directory
         self._serial_numbers = itertools.count()  # one for each started server; a replacement gets a new number
         self._replacing = threading.Lock()  # held while a server is replaced
         self._were_ready = False  # whether all servers were ready at least once
-        self.servers: list[AnyEngineServer] = [ExternalEngine(url) for url in spec.engine_urls]
-        self.servers = self.servers or [self._start(index) for index in range(spec.num_engines)]
+        self.servers: list[AnyEngineServer] = [ExternalEngine(url) for url in group.external_urls]
+        self.servers = self.servers or [self._start(index) for index in range(group.count)]
 
     def _start(self, index: int) -> EngineServer | RayEngine:
-        """Start a server for engine `index`. Returns before the server is ready."""
-        serial_number = next(self._serial_numbers)
-        name = f"engine_{serial_number}"
-        arguments = dict(self._arguments, random_seed=self.spec.seed + serial_number)
-        log_path = Path(self.spec.run_dir) / "logs" / f"{name}.log"
+        """Start a server for the index `index`. Returns before the server is ready."""
+        serial_number, group = next(self._serial_numbers), self.group
+        name = f"{group.name}_{serial_number}"
+        arguments = dict(self._arguments, random_seed=group.seed + serial_number)
+        log_path = Path(group.run_dir) / "logs" / f"{name}.log"
         env = {REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
-        if self.spec.timeline:
-            folder = Path(self.spec.run_dir) / spans.FOLDER
-            env |= spans.child_environment(folder, "engine", serial_number * self.spec.engine_tp)
+        if group.timeline:
+            folder = Path(group.run_dir) / spans.FOLDER
+            env |= spans.child_environment(folder, group.name, serial_number * group.tp_size)
         server: EngineServer | RayEngine
-        if self.spec.slots is not None:
-            server = RayEngine(partial(self.spec.slots, index), arguments, log_path, env)
+        if group.slots is not None:
+            server = RayEngine(partial(group.slots, index), arguments, log_path, env)
         else:
             server = EngineServer(dict(arguments, host=listen_address()), log_path, env=env)
         server.start()
@@ -85,16 +85,16 @@ class EngineServers:
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every server takes requests.
 
-        A server that ends before it is ready is replaced, up to `fault_tolerance.max_response_attempts` times. At the first
-        start, a server is replaced only once, and only if it was killed. A server that exits by itself would fail again, for
-        example because of a wrong argument.
+        A server that ends before it is ready is replaced, up to `max_replacements` times. At the first start, a server is
+        replaced only once, and only if it was killed. A server that exits by itself would fail again, for example because of a
+        wrong argument.
 
         Raises RuntimeError if a server ended and is not replaced, and TimeoutError if a server is not ready after `timeout_s`
         seconds.
         """
         deadline = time.monotonic() + timeout_s
         for index in range(len(self.servers)):
-            replacements = self.spec.fault_tolerance.max_response_attempts if self._were_ready else 1
+            replacements = self.group.max_replacements if self._were_ready else 1
             for replacements_left in range(replacements, -1, -1):
                 server = self.servers[index]
                 try:
