@@ -66,8 +66,8 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
         )
     if "values" in needs and "values" not in needs_of(advantage):
         raise ValueError(
-            "algorithm.loss or algorithm.correction needs values of a critic, but algorithm.advantage computes no returns that the "
-            "critic could learn; choose an advantage estimator that computes returns, such as GAE."
+            "algorithm.loss or algorithm.correction needs values of a critic, but algorithm.advantage computes no returns that "
+            "the critic could learn; choose an advantage estimator that computes returns, such as GAE."
         )
     columns = COLUMNS | {role.column for role in roles_of(config).values() if not role.is_served}
     if unknown := needs - columns - {"greedy_rewards"}:
