@@ -12,11 +12,9 @@ from run_comparison import check_equal_runs
 from mrl.core.sample_file import read_samples
 
 STEPS = "mrl.controller.own_steps"
-ALGORITHMS = """{
-even: {_target_: mrl.controller.own_steps.SourceAlgorithm,
-  advantage: {_target_: mrl.algorithms.advantages.GRPO}, loss: {_target_: mrl.algorithms.losses.PPOClip}},
-odd: {_target_: mrl.controller.own_steps.SourceAlgorithm,
-  advantage: {_target_: mrl.algorithms.advantages.RLOO}, loss: {_target_: mrl.algorithms.losses.CISPO}}}"""
+SOURCE = "{_target_: mrl.controller.own_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.%s}, "
+SOURCE += "loss: {_target_: mrl.algorithms.losses.%s}}"
+ALGORITHMS = f"{{even: {SOURCE % ('GRPO', 'PPOClip')}, odd: {SOURCE % ('RLOO', 'CISPO')}}}"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +42,7 @@ def own_steps(two_sources) -> dict[str, list[str]]:
         "by_source": [
             f"trainer._target_={STEPS}.by_source",
             f"trainer.arguments.algorithms={ALGORITHMS}",
+            "algorithm.skip_zero_advantage=false",
             *two_sources,
         ],
     }
