@@ -116,12 +116,16 @@ class HttpService:
             retry=retry_if_exception_type((httpx.TransportError, RetryableError, TimeoutError)),
             reraise=True,
         )
+        attempts = itertools.count(number)
+
+        async def attempt() -> Any:
+            return await self._try(client, self._url(path, next(attempts)), body)
+
         try:
-            attempts = itertools.count(number)
-            return await retrying(lambda: self._try(client, self._url(path, next(attempts)), body))
+            return await retrying(attempt)
         except (TimeoutError, httpx.TimeoutException):
-            url = self._url(path, number)
-            raise RemoteError(f"{url} gave no answer within {self.timeout_s} s in {self.attempts} attempts") from None
+            url, tried = self._url(path, number), next(attempts) - number
+            raise RemoteError(f"{url} gave no answer within {self.timeout_s} s in {tried} attempts") from None
 
     async def _try(self, client: Any, url: str, body: Json) -> Any:
         async with asyncio.timeout(self.timeout_s):  # the timeout of httpx limits each read, not the whole request
