@@ -23,6 +23,7 @@ def four_models(quickstart, tmp_path_factory) -> list[str]:
         "algorithm.kl_in_reward.coef=0.01",
         "roles.reference.parallel.tp=1",
         "reward=served_reward_model",
+        "reward.concurrency=1",  # the rounding of a score depends on the other requests in its batch
         f"roles.reward_model.path={folder}",
         "rollout.deterministic=true",
         f"trainer.max_steps={STEPS}",
