@@ -89,7 +89,7 @@ def values_of_keys() -> dict[str, list[str]]:
 
 
 def argument_words() -> list[str]:
-    """Return the beginnings of arguments that set a config key (`optim.lr=`) or choose a file of a config group (`algorithm=`)."""
+    """Return the beginnings of all arguments that set a config key (`optim.lr=`) or select a config group (`algorithm=`)."""
     return [f"{name}=" for name in dict.fromkeys([*(name for name, _ in key_fields()), *groups()])]
 
 

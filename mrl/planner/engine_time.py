@@ -122,8 +122,8 @@ class RolloutTime:
         must be sampled within (K + 1) * step_s - train_s seconds. Work that grows with the number of responses takes the fraction
         responses_s / step_s of the time. Only the rest is left for the fixed part of the decoding steps. So the longest response
         takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
-        `longest_response_step_s` is the step_s for which these two expressions are equal (the larger root of a quadratic equation):
-        in shorter steps, the longest response would not be finished in time.
+        `longest_response_step_s` is the step_s for which these two expressions are equal (the larger root of a quadratic
+        equation): in shorter steps, the longest response would not be finished in time.
         """
         if not self.staleness:
             return train_s + self.fixed_decoding_s + self.responses_s

@@ -137,8 +137,8 @@ class RunCandidate:
 class SearchResult:
     """The best candidates, the number of evaluated trainer layouts, and the reasons for which choices were excluded."""
 
-    # Fastest first. All have different `placement_and_layout`. If there are too few such candidates, the list also has candidates
-    # that differ only in `kind`
+    # Fastest first. All have different `placement_and_layout`. If there are too few such candidates, the list also has
+    # candidates that differ only in `kind`
     best: list[RunCandidate]
     best_of_each: list[RunCandidate]  # the fastest candidate of each combination of placement and mode
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
@@ -187,8 +187,8 @@ class LayoutSearch:
     ) -> tuple[dict[int, list[TrainerCandidate]], dict[int, list[TrainerCandidate]]]:
         """Return two mappings from a number of GPUs to the `count` fastest trainer candidates on this number of GPUs.
 
-        The candidates of a number of GPUs have different `layout_without_vpp`. The first mapping is for trainers on GPUs of their own. The
-        second mapping is for trainers that share GPUs with engines.
+        The candidates of a number of GPUs have different `layout_without_vpp`. The first mapping is for trainers on GPUs of
+        their own. The second mapping is for trainers that share GPUs with engines.
         """
         timed = list(self._timed_layouts())
         if not timed:

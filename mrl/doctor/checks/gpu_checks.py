@@ -82,8 +82,8 @@ def _check_cards(host: HostFacts) -> Iterator[DoctorFinding]:
 
 
 def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    # In a heterogeneous job, Slurm allocates different numbers of GPUs on different hosts. So the numbers of GPUs are compared only
-    # between hosts with equal allocations.
+    # In a heterogeneous job, Slurm allocates different numbers of GPUs on different hosts. So the numbers of GPUs are compared
+    # only between hosts with equal allocations.
     for allocated in {host.gpus.allocated for host in cluster.hosts}:
         comparable = [host for host in cluster.hosts if host.gpus.allocated == allocated and not host.gpus.error]
         yield from _compare_gpu_counts(comparable)
@@ -138,9 +138,9 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_topology(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find hosts where only some pairs of GPUs have NVLink, links that differ between hosts, and NVSwitch fabrics that are not ready.
+    """Find hosts where only some GPUs are linked by NVLink, links that differ between hosts, and NVSwitch fabrics that fail.
 
-    Hosts where no pair has NVLink are not reported, unless other hosts have it.
+    Hosts where no pair of GPUs has NVLink are not reported, unless other hosts have it.
     """
     for host in cluster.hosts:
         yield from _check_links(host)
