@@ -138,7 +138,7 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_topology(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find hosts where only some GPUs are linked by NVLink, links that differ between hosts, and NVSwitch fabrics that fail.
+    """Find hosts where only some pairs of GPUs have NVLink, links that differ between hosts, and unready NVSwitch fabrics.
 
     Hosts where no pair of GPUs has NVLink are not reported, unless other hosts have it.
     """
