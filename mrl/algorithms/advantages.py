@@ -2,7 +2,8 @@
 
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
-advantage 0 if its group has only one response, or if all rewards of the group are equal.
+advantage 0 if its group has only one response, or if all rewards of the group are equal; GDPO, if each part of the reward is
+equal in the group.
 """
 
 from collections.abc import Mapping

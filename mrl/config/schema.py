@@ -183,7 +183,7 @@ class RolloutConfig:
     over_sample_rate: float = key(
         0.0,
         "Over-sampling: the engines sample over_sample_rate x prompts_per_step more groups than a step needs. "
-        "When the step has enough groups, the slowest groups are dropped.",
+        "When a step has its groups, those that are too old for the next step are dropped.",
         least=0,
     )
     filter: Node | None = key(

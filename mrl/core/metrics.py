@@ -6,7 +6,7 @@ most names. Names of these four forms are also declared:
 - `time/<phase>_s`, where <phase> is a phase of the training loop
 - `reward/<part>_mean`, where <part> is a named part of a reward
 - `eval/reward_sampled_<set>` and `eval/reward_greedy_<set>`, where <set> is a set of data.test_sets
-- `own/<name>`, where <name> is a metric of a user's plug-in
+- `own/<name>`, where <name> is a metric of a user's loss or correction
 """
 
 import difflib
@@ -464,6 +464,14 @@ def find(name: str) -> Metric:
     raise ValueError(
         f"metric {name!r} is not declared; did you mean {near!r}? Declare a new metric in mrl/core/metrics.py."
     )
+
+
+def plug_in_name(name: str) -> str:
+    """Return the name under which a metric of a loss or correction is logged: `surprise` -> `own/surprise`.
+
+    Names with a slash, as those of mrl's own losses, stay as they are. No declared name is without a slash.
+    """
+    return name if "/" in name else f"own/{name}"
 
 
 def section(name: str) -> str:

@@ -11,6 +11,7 @@ from models.architecture import ModelSpec
 from mrl.algorithms import corrections
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.core.metrics import plug_in_name
 from mrl.core.types import RankBatch, TokenBlock, UpdateReport
 from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
@@ -131,7 +132,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         "tokens": torch.tensor(len(logprobs)),
         **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),
         "weight": loss_weights.sum(),
-        **{name: (value * loss_weights).sum() for name, value in loss_statistics.items()},
+        **{plug_in_name(name): (value * loss_weights).sum() for name, value in loss_statistics.items()},
     }
     return total, MicroBatchStatistics(sums, {"mismatch_abs": largest_mismatch})
 
