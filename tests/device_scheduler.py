@@ -168,7 +168,7 @@ class DeviceProcess:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             if (need := devices_needed(item)) > len(self.devices):
-                item.add_marker(pytest.mark.skip(f"needs {need} devices, and there are {len(self.devices)}"))
+                item.add_marker(pytest.mark.skip(f"devices needed: {need}, available: {len(self.devices)}"))
 
 
 class DeviceWorker(DeviceProcess):
@@ -241,7 +241,7 @@ class DeviceController(DeviceProcess):
             terminalreporter.line(f"device {device}: busy {fraction:4.0%} of the time")
         wall, bound = summary["wall_s"], summary["lower_bound_s"]
         terminalreporter.line(
-            f"{len(self.uses)} tests took {wall:.1f} s; no order of them takes less than {bound:.1f} s"
+            f"{len(self.uses)} tests took {wall:.1f} s; any order of them needs at least {bound:.1f} s"
         )
         if path := config.getoption("devices_report"):
             tests = [asdict(use) for use in self.uses]
@@ -278,9 +278,8 @@ def scheduled_devices(config: pytest.Config) -> list[str]:
     if count is None:
         return visible
     if count < 1 or 0 < len(visible) < count:
-        raise pytest.UsageError(
-            f"--devices {count}: expected at least 1, and at most {len(visible) or 'any'} visible GPUs"
-        )
+        most = f" and at most {len(visible)}, the number of visible GPUs" if visible else ""
+        raise pytest.UsageError(f"--devices {count}: expected at least 1{most}")
     return visible[:count] or [str(number) for number in range(count)]
 
 
@@ -302,7 +301,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     workers = config.getoption("numprocesses", 0)  # None: the command has no -n
     if workers not in (None, 0, len(devices)):
-        raise pytest.UsageError(f"-n {workers}: {len(devices)} devices have a worker each; leave -n out, or use -n0")
+        raise pytest.UsageError(
+            f"-n {workers}: expected one worker for each of {len(devices)} devices; leave -n out, or use -n0"
+        )
     folder = TemporaryDirectory()
     config.add_cleanup(folder.cleanup)
     config.pluginmanager.register(DeviceController(devices, Path(folder.name)))
@@ -319,7 +320,7 @@ def devices(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """
     found, need = visible_gpus(), devices_needed(request.node)
     if len(found) < need:
-        pytest.skip(f"needs {need} devices, and there are {len(found)}")
+        pytest.skip(f"devices needed: {need}, available: {len(found)}")
     yield found[:need]
     torch = sys.modules.get("torch")
     assert torch is None or not torch.cuda.is_initialized(), (

@@ -3,7 +3,8 @@
 A program is a function of a test file. It asks `parallel.device` for the device. Statements that need CUDA, such as those about
 GPU memory, are under `if has_cuda():`. So a change that breaks a program fails on a machine without a GPU.
 
-A test needs one GPU for each rank of its layout `dims`, or one GPU if it has no `dims`. tests/device_scheduler.py gives it these GPUs.
+A test needs one device for each rank of its layout `dims`, or one if it has no `dims`. The plug-in tests/device_scheduler.py gives
+it these devices.
 """
 
 import multiprocessing
@@ -22,8 +23,8 @@ sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # for models_fo
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Declare one device for each rank."""
-    if dims := item.callspec.params.get("dims"):
-        item.add_marker(pytest.mark.devices(dims.world_size))
+    if "dims" in item.fixturenames:
+        item.add_marker(pytest.mark.devices(item.callspec.params["dims"].world_size))
 
 
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.extended), pytest.param("cuda", marks=pytest.mark.gpu)])

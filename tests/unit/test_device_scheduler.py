@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from device_scheduler import DeviceSchedule, DeviceUse, summary_of
+from device_scheduler import NEEDS_FILE, DeviceSchedule, DeviceScheduling, DeviceUse, summary_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,6 +90,56 @@ def test_the_summary_has_the_busy_fractions_and_the_least_possible_time():
     assert summary_of(["0", "1"], [*uses, DeviceUse("c", ["0"], 12.0, 20.0)])["lower_bound_s"] == 10.0
 
 
+# -- The scheduler of pytest-xdist ------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """In place of a worker of pytest-xdist: records the tests that it gets."""
+
+    shutting_down = False
+
+    def __init__(self, file: Path, needs: list[int]):
+        file.write_text(json.dumps(needs))
+        self.gateway, self.workerinput = SimpleNamespace(id=file.name), {NEEDS_FILE: str(file)}
+        self.received = []
+
+    def sendcommand(self, name: str, indices: list[int], devices: list[str]) -> None:
+        self.received.append((name, indices, devices))
+
+
+@pytest.fixture
+def scheduling(tmp_path):
+    """(scheduler with two devices, its two workers, finished tests); tests a, b and c need one device each."""
+    config = SimpleNamespace(getvalue=lambda name: ["popen"] * 2, getoption=lambda name: None)
+    scheduler = DeviceScheduling(config, SimpleNamespace(loadsched=print), ["x", "y"], uses := [])
+    workers = [Worker(tmp_path / name, [1, 1, 1]) for name in ("first", "second")]
+    for worker in workers:
+        scheduler.add_node(worker)
+        scheduler.add_node_collection(worker, ["a", "b", "c"])
+    scheduler.schedule()
+    return scheduler, workers, uses
+
+
+def test_a_worker_that_shuts_down_gets_no_test(scheduling):
+    scheduler, (first, second), uses = scheduling
+    second.shutting_down = True
+    scheduler.mark_test_complete(second, 1)
+    assert second.received == [("runtests", [1], ["y"])] and not scheduler.tests_finished
+    scheduler.mark_test_complete(first, 0)
+    assert first.received == [("runtests", [0], ["x"]), ("runtests", [2], ["x"])]
+    assert scheduler.remove_node(second) is None and scheduler.remove_node(first) == "c"
+    assert [(use.test, use.devices) for use in uses] == [("b", ["y"]), ("a", ["x"]), ("c", ["x"])]
+    assert scheduler.tests_finished
+
+
+def test_a_worker_that_replaces_another_must_collect_the_same_tests(scheduling, tmp_path):
+    scheduler, (first, _), _ = scheduling
+    assert scheduler.remove_node(first) == "a"
+    scheduler.add_node(replacement := Worker(tmp_path / "third", [1, 1, 2]))
+    with pytest.raises(RuntimeError, match="collected other tests than the workers before it"):
+        scheduler.add_node_collection(replacement, ["a", "b", "c"])
+
+
 # -- Runs of pytest -------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +192,7 @@ def start_pytest(tmp_path):
         run.process.communicate()
 
 
-NEEDS = (1, 4, 2, 1, 1, 2, 4, 1, 2, 1, 1, 2)
+NEEDS = (1, 4, 3, 1, 1, 2, 4, 1, 2, 1, 1, 3)
 TESTS_THAT_WAIT = f"""
 import subprocess
 
@@ -228,7 +279,7 @@ def test_a_worker_that_crashes_frees_its_devices_and_its_test_fails(start_pytest
     run = start_pytest(TESTS_THAT_CRASH, "--devices", "2", "-rs")
     output = run.wait(failed=1, passed=3, skipped=1)
     assert re.search(r"worker 'gw\d' crashed while running 'test_made.py::test_crashes'", output)
-    assert "needs 3 devices, and there are 2" in output
+    assert "devices needed: 3, available: 2" in output
     assert run.devices_of()["test_needs_all_devices"] == ["0", "1"]
 
 
@@ -257,6 +308,20 @@ def test_small(): ...
 )
 def test_tests_are_selected_and_stopped_as_with_other_schedulers(start_pytest, arguments, counts):
     start_pytest(TESTS_WITH_FAILURES, "--devices", "2", *arguments).wait(**counts)
+
+
+TESTS_THAT_STOP = """
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("number", range(5))
+def test_stops(request, number):
+    request.session.shouldstop = "enough tests"
+"""
+
+
+def test_a_worker_that_is_told_to_stop_runs_no_further_test(start_pytest):
+    output, _ = start_pytest(TESTS_THAT_STOP, "--devices", "2").process.communicate(timeout=DEADLINE_S)
+    assert "Interrupted: enough tests" in output
+    assert 1 <= output.count(" PASSED ") <= 2  # the other worker may have got a test before the session stops
 
 
 DIFFERENT_IDS = "@pytest.mark.parametrize('x', [os.environ['PYTEST_XDIST_WORKER']])\ndef test_a(x): ..."
@@ -303,15 +368,15 @@ def test_without_the_option_and_the_marker_pytest_runs_as_ever(start_pytest, arg
     run = start_pytest(TESTS_OF_VARIABLES, *arguments, "-rs", CUDA_VISIBLE_DEVICES="4")
     output = run.wait(**counts)
     assert not run.report_file.exists() and "worker" not in output
-    assert ("needs 2 devices, and there are 1" in output) == ("skipped" in counts)
+    assert ("devices needed: 2, available: 1" in output) == ("skipped" in counts)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--devices", "3"], "--devices 3: expected at least 1, and at most 2 visible GPUs"),
-        (["--devices", "0"], "--devices 0: expected at least 1, and at most 2 visible GPUs"),
-        (["--devices", "2", "-n3"], "-n 3: 2 devices have a worker each; leave -n out, or use -n0"),
+        (["--devices", "3"], "--devices 3: expected at least 1 and at most 2, the number of visible GPUs"),
+        (["--devices", "0"], "--devices 0: expected at least 1 and at most 2, the number of visible GPUs"),
+        (["--devices", "2", "-n3"], "-n 3: expected one worker for each of 2 devices; leave -n out, or use -n0"),
     ],
     ids=["too many", "none", "workers"],
 )
