@@ -3,8 +3,8 @@
 A program is a function of a test file. It asks `parallel.device` for the device. Statements that need CUDA, such as those about
 GPU memory, are under `if has_cuda():`. So a change that breaks a program fails on a machine without a GPU.
 
-A test needs one device for each rank of its layout `dims`, or one if it has no `dims`. The plug-in tests/device_scheduler.py gives
-it these devices.
+A test needs one device for each rank of its layout `dims`, or one if it has no `dims`. tests/device_scheduler.py gives it these
+devices.
 """
 
 import multiprocessing
