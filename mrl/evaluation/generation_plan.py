@@ -103,11 +103,11 @@ class GenerationPlan:
 
     @property
     def server_args(self) -> dict[str, Any]:
-        """Arguments of SGLang for every engine, except model_path and random_seed."""
+        """Arguments of SGLang for every engine, except model_path, tp_size and random_seed."""
         config = self.config
-        defaults = default_server_args(config.model.dtype, self.model.context)
-        defaults |= {DETERMINISTIC: config.generate.deterministic}
-        return defaults | config.sglang | dict(tp_size=config.rollout.engine_tp)
+        device = config.sglang.get("device")
+        defaults = default_server_args(config.model.dtype, self.model.context, device=device)
+        return defaults | {DETERMINISTIC: config.generate.deterministic} | config.sglang
 
     def prompts(self) -> list[EvaluationPrompt]:
         """Read and check all prompts. Raises ValueError with the file, the row and the reason if a prompt is unusable."""
