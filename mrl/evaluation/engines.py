@@ -203,7 +203,8 @@ class EngineWatcher:
         while not self._ended.wait(CHECK_INTERVAL_S):
             if failed := self.pool.take_failed():
                 self._replace(failed)
-                self.pool.submit(self._notify()).result()
+                if not self._ended.is_set():  # otherwise the pool is closed
+                    self.pool.submit(self._notify()).result()
 
     def _replace(self, failed: Mapping[str, str]) -> None:
         """Replace engines, or leave them out. `failed`: URL -> reason."""
