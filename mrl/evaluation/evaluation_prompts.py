@@ -121,6 +121,16 @@ def prompt_key(row: Row) -> tuple[int, int]:
     return row["file_number"], row["row"]
 
 
+def prompt_digest(row: Row) -> str:
+    """Return a digest of the prompt to which this row is a response: of its messages and its ground truth.
+
+    System messages are not included, so that evaluations with different system messages can be compared.
+    """
+    messages = [message for message in row["prompt"] if message["role"] not in ("system", "developer")]
+    content = [[(message["role"], message["content"]) for message in messages], row["ground_truth"]]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
 def to_reward_responses(rows: Sequence[Row]) -> list[Response]:
     """Return response rows in the form that a reward takes. Responses to one prompt form a group."""
     groups: dict[tuple[int, int], int] = {}
@@ -136,7 +146,7 @@ def _to_reward_response(row: Row, group: int) -> Response:
         extra_info=json.loads(row["extra_info"]),
         prompt=row["prompt"],
         group=group,
-        num_tokens=row["num_tokens"],
+        num_tokens=row["num_tokens"] or 0,  # None: another tool sampled the response, and its tokens are unknown
         truncated=row["finish_reason"] == "length",
     )
 
