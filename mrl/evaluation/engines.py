@@ -166,7 +166,7 @@ class EngineWatcher:
         self.num_restarts = 0  # engines that were replaced
         self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
         self._left_out: dict[str, str] = {}  # URL -> why the engine was left out
-        self._lost: str | None = None  # why there is no engine any more; None: there are engines, or new ones are starting
+        self.lost: str | None = None  # why there is no engine any more; None: there are engines, or new ones are starting
         self._running = 0  # calls whose requests an engine computes; changed in the pool's event loop only
         self._changed = asyncio.Condition()  # notified when a call ends and when engines change
         self._ended = threading.Event()
@@ -186,9 +186,9 @@ class EngineWatcher:
         """
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._lost or self._running < limit * self.pool.num_in_service)
-                if self._lost:
-                    raise EngineError(self._lost)
+                await self._changed.wait_for(lambda: self.lost or self._running < limit * self.pool.num_in_service)
+                if self.lost:
+                    raise EngineError(self.lost)
                 self._running += 1
             try:
                 return await request()
@@ -223,7 +223,7 @@ class EngineWatcher:
         if not self.pool.num_in_service:
             limit = "" if is_external else f"; {self.num_restarts} were replaced (fault_tolerance.max_restarts={self._max_restarts})"
             reasons = "; ".join(f"{url} {reason}" for url, reason in self._left_out.items())
-            self._lost = f"no engine is left{limit}: {reasons}"
+            self.lost = f"no engine is left{limit}: {reasons}"
 
     async def _notify(self) -> None:
         async with self._changed:

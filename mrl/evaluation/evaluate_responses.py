@@ -19,6 +19,7 @@ from mrl.evaluation.evaluation_prompts import (
 )
 from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k, group_by_prompt, summarise
 from mrl.evaluation.foreign_responses import read_foreign_responses
+from mrl.evaluation.harness import HarnessResult
 from mrl.evaluation.response_store import MANIFEST, JsonObject, Row, parts_column, read_responses, response_schema
 from mrl.rewards.reward_types import Reward
 from mrl.rewards.scorer import check_reward
@@ -131,6 +132,20 @@ def write_evaluation(evaluation: Evaluation, folder: Path, config: Config) -> No
     _write_scores(folder / SCORES, evaluation.rows, evaluation.answers)
 
 
+def write_harness_results(results: Sequence[HarnessResult], source: Path, folder: Path, config: Config) -> None:
+    """Write evaluation.json and evaluation.png to `folder`. `source`: file in which the harness has written the results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report = dict(
+        confidence=config.evaluate.confidence,
+        summaries=[],
+        harness=dict(command=config.evaluate.harness, file=str(source), results=[asdict(result) for result in results]),
+        generation={"model.path": str(Path(config.model.path).resolve())},
+    )
+    (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    title, confidence = Path(config.model.path).name, config.evaluate.confidence
+    draw_harness_results(folder / PICTURE, results, title=title, confidence=confidence)
+
+
 def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]) -> None:
     """Write the position, score and answer of each response. pass@k, maj@k and mean scores can be recomputed from this file."""
     import pyarrow as pa
@@ -162,12 +177,7 @@ def draw_pass_at_k(
 
     `earlier`: summaries of an evaluation with which this one is compared. Their pass@k is dotted, in the colour of the same source.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _new_figure(title)
     for index, summary in enumerate(summaries):
         colour = COLOURS[index % len(COLOURS)]
         for estimates, style, name in ((summary.pass_at, "o-", "pass@k"), (summary.maj_at, "s--", "maj@k")):
@@ -186,9 +196,38 @@ def draw_pass_at_k(
         ylabel=f"fraction of prompts, with {confidence:.0%} intervals",
         ylim=(-0.02, 1.02),
     )
+    axes.legend(frameon=False, loc="best", fontsize=9)
+    _save(figure, path)
+
+
+def draw_harness_results(path: Path, results: Sequence[HarnessResult], *, title: str, confidence: float) -> None:
+    """Write a PNG with one point for each metric of a harness, and its confidence interval."""
+    figure, axes = _new_figure(title, height=1.5 + 0.35 * len(results))
+    names = [f"{result.task}: {result.metric}" for result in results]
+    for index, value in enumerate(result.value for result in results):
+        low, high = (value.value if bound is None else bound for bound in (value.low, value.high))
+        axes.plot([low, high], [index, index], "-", color=COLOURS[0], linewidth=2)
+        axes.plot(value.value, index, "o", color=COLOURS[0], markersize=6)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"value, with {confidence:.0%} intervals")
+    _save(figure, path)
+
+
+def _new_figure(title: str, height: float = 4.5) -> tuple[Any, Any]:
+    """Return a matplotlib figure and its axes. `height` is in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="best", fontsize=9)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
     with atomic_file(path) as partial:
         figure.savefig(partial, format="png")

@@ -257,11 +257,16 @@ def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[
             scores=[rows[i]["score"] for i in group],
             answers=[answers[i] for i in group],
             failed=sum(rows[i]["failure"] is not None for i in group),
-            cut=_sum_or_none([reason and reason == "length" for reason in (rows[i]["finish_reason"] for i in group)]),
+            cut=_sum_or_none([_is_cut(rows[i]) for i in group]),
             tokens=_sum_or_none([rows[i]["num_tokens"] for i in group]),
         )
         for group in indices.values()
     ]
+
+
+def _is_cut(row: Row) -> bool | None:
+    reason = row["finish_reason"]
+    return None if reason is None else reason == "length"
 
 
 def _sum_or_none(values: Sequence[int | None]) -> int | None:
