@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import contextmanager
+from typing import ClassVar
 
 from aiohttp import web
 
@@ -20,6 +21,9 @@ class HttpEngine:
     `statuses`: HTTP statuses of the first answers; later answers have status 200. `computing`: whether the heartbeat advances.
     """
 
+    ready_status = 200
+    server_info: ClassVar[dict] = {"enable_deterministic_inference": True}
+
     def __init__(self, *, delay_s: float = 0.01, statuses: tuple[int, ...] = (), computing: bool = True) -> None:
         self.delay_s, self.statuses, self.computing = delay_s, list(statuses), computing
         self.inputs: list[list[int]] = []
@@ -35,7 +39,8 @@ class HttpEngine:
             app = web.Application()
             app.router.add_post("/generate", self.generate)
             app.router.add_get("/v1/loads", self.loads)
-            app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response()))
+            app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response(status=self.ready_status)))
+            app.router.add_get("/server_info", lambda request: asyncio.sleep(0, web.json_response(self.server_info)))
             self._runner = web.AppRunner(app, handler_cancellation=True)  # stops when the client disconnects
             await self._runner.setup()
             await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -64,7 +69,11 @@ class HttpEngine:
             if status == BROKEN and request.transport:
                 request.transport.abort()
             return web.json_response({"error": {"message": "out of tokens"}}, status=status)
-        return web.json_response([self.answer(ids) for ids in body["input_ids"]])
+        return web.json_response(self.answers(body))
+
+    def answers(self, body: dict) -> list[dict]:
+        """Return the answers to one request."""
+        return [self.answer(ids) for ids in body["input_ids"]]
 
     def completion(self, ids: list[int]) -> list[int]:
         return [ids[0] + 1]
