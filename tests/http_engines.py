@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from aiohttp import web
 
@@ -38,6 +38,7 @@ class HttpEngine:
         async def start() -> None:
             app = web.Application()
             app.router.add_post("/generate", self.generate)
+            app.router.add_post("/v1/completions", self.generate)
             app.router.add_get("/v1/loads", self.loads)
             app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response(status=self.ready_status)))
             app.router.add_get("/server_info", lambda request: asyncio.sleep(0, web.json_response(self.server_info)))
@@ -57,8 +58,8 @@ class HttpEngine:
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.posts += 1
-        self.inputs += body["input_ids"]
-        self.seeds += [params.get("sampling_seed") for params in body["sampling_params"]]
+        self.inputs += body.get("input_ids", [])
+        self.seeds += [params.get("sampling_seed") for params in body.get("sampling_params", [])]
         self.busy += 1
         self.busiest = max(self.busiest, self.busy)
         try:
@@ -71,8 +72,8 @@ class HttpEngine:
             return web.json_response({"error": {"message": "out of tokens"}}, status=status)
         return web.json_response(self.answers(body))
 
-    def answers(self, body: dict) -> list[dict]:
-        """Return the answers to one request."""
+    def answers(self, body: dict) -> Any:
+        """Return the JSON of the answer to one request."""
         return [self.answer(ids) for ids in body["input_ids"]]
 
     def completion(self, ids: list[int]) -> list[int]:

@@ -43,7 +43,7 @@ def engine_group(config: Config, server_args: Mapping[str, Any], folder: Path) -
         tp_size=config.rollout.engine_tp,
         seed=config.run.seed,
         max_replacements=config.fault_tolerance.max_response_attempts,
-        external_urls=tuple(config.rollout.engine_urls),
+        external_urls=tuple(dict.fromkeys(url.rstrip("/") for url in config.rollout.engine_urls)),
     )
 
 
@@ -142,7 +142,7 @@ def answering_urls(urls: Sequence[str], timeout_s: float, needs_seeds: bool) -> 
             logger.warning("rollout.engine_urls: %s is left out: %s", url, reason)
         for url in ready if needs_seeds else ():
             check_seed_support(controls[url], "generate.deterministic")
-    return tuple(url for url in dict.fromkeys(urls) if url in ready)
+    return tuple(url for url in urls if url in ready)
 
 
 def _why_not_ready(control: EngineControl) -> str:
