@@ -69,6 +69,9 @@ def job(config: Config, overrides: Sequence[str] = ()) -> None:
         if config.evaluate.compare:
             read_scores(Path(config.evaluate.compare))  # so that a wrong folder is an error before the generation
         if generate.is_submitted(config) and not config.evaluate.input:
+            if not harness:
+                choose_k(config.evaluate.k, config.generate.samples)
+                checked_reward(config)
             return generate.submit(config, overrides, "evaluate")
         if harness:
             return _evaluate_with_harness(harness)
@@ -146,8 +149,8 @@ def print_comparison(comparison: Comparison, confidence: float) -> None:
     """Print a table of the differences from an earlier evaluation, and below it the number of prompts without a counterpart."""
     from rich.table import Table
 
-    title = f"difference from {comparison.folder}\npaired means over prompts, {confidence:.0%} intervals"
-    table = Table("data source", title=title, title_justify="left")
+    sys.stdout.write(f"difference from {comparison.folder}:\n")
+    table = Table("data source", title=f"paired means over prompts, {confidence:.0%} intervals", title_justify="left")
     for name in ("prompts", "mean@n", "k", "pass@k", "maj@k"):
         table.add_column(name, justify="right")
     for difference in comparison.differences:
@@ -162,7 +165,7 @@ def print_comparison(comparison: Comparison, confidence: float) -> None:
     if comparison.only_now or comparison.only_before:
         console.print(
             f"prompts that are left out: {comparison.only_now} only in this evaluation, "
-            f"{comparison.only_before} only in {comparison.folder}"
+            f"{comparison.only_before} only in the earlier one"
         )
 
 
