@@ -113,7 +113,7 @@ def _checked_words(line: str) -> list[str]:
     if not shutil.which(words[0]):
         raise ValueError(
             f"evaluate.harness: {words[0]} is not installed here. mrl does not install it. Install it in an environment of its own "
-            f"({INSTALL}), and set evaluate.harness='~/lm_eval/bin/lm_eval --tasks ...'."
+            f"({INSTALL}), and write \"evaluate.harness='~/lm_eval/bin/lm_eval --tasks ...'\"."
         )
     options = [word.partition("=")[0] for word in words[at + 1 :]]
     if own := [option for option in options if option in OPTIONS_SET_BY_MRL]:

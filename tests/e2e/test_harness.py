@@ -37,7 +37,7 @@ dataset_kwargs:
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{prompt}}}}"
-doc_to_choice: ["{{{{answer}}}}", "77"]
+doc_to_choice: "{{{{[answer, '77']}}}}"
 doc_to_target: 0
 target_delimiter: ""
 metric_list:
