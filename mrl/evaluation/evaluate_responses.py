@@ -12,6 +12,7 @@ from mrl.config.schema import Config
 from mrl.evaluation.comparison import SCORES, Comparison, compare, read_scores
 from mrl.evaluation.evaluation_prompts import (
     add_scores,
+    checked_reward,
     open_scorer,
     prompt_digest,
     to_reward_responses,
@@ -22,7 +23,6 @@ from mrl.evaluation.foreign_responses import read_foreign_responses
 from mrl.evaluation.harness import HarnessResult
 from mrl.evaluation.response_store import MANIFEST, JsonObject, Row, parts_column, read_responses, response_schema
 from mrl.rewards.reward_types import Reward
-from mrl.rewards.scorer import check_reward
 from parallel.durable_files import atomic_file
 
 logger = logging.getLogger(__name__)
@@ -90,13 +90,6 @@ def _read_input(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, lis
             f"evaluate.columns={dict(columns)} names columns of other tools, but `mrl generate` wrote {path}; remove this key."
         )
     return read_responses(path)
-
-
-def checked_reward(config: Config) -> Reward:
-    """Return the config's reward. Raises ValueError if it is invalid."""
-    reward = instantiate_callable(config.reward, "reward")
-    check_reward(reward)
-    return reward
 
 
 def _stored_reward(reward_section: dict[str, Any], folder: Path) -> Reward | None:

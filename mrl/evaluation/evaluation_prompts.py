@@ -9,12 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mrl.config.schema import ScoringConfig
+from mrl.config.instantiate import instantiate_callable
+from mrl.config.schema import Config, ScoringConfig
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource
 from mrl.evaluation.response_store import Row
 from mrl.rewards.reward_types import Response, Reward, Score
-from mrl.rewards.scorer import Scorer
+from mrl.rewards.scorer import Scorer, check_reward, single_rewards
 from mrl.rollout.client import Completion, response_seed
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
@@ -157,6 +158,18 @@ class GivesAnswers(Protocol):
 
     def answer(self, response: Response) -> str | None:
         """Return the answer in a canonical form: equal answers have the same text. None: the response has no answer."""
+
+
+def checked_reward(config: Config) -> Reward:
+    """Return the config's reward. Raises ValueError if it is invalid, or if it calls a model that a training run serves."""
+    reward = instantiate_callable(config.reward, "reward")
+    check_reward(reward)
+    if called := [name for each in single_rewards(reward) if (name := getattr(each, "role", ""))]:
+        raise ValueError(
+            f"reward: calls roles.{called[0]}, which only `mrl train` serves; start a server of this model, and set the argument "
+            "`url` of the reward in place of `role`."
+        )
+    return reward
 
 
 def open_scorer(reward: Reward | None, config: ScoringConfig) -> AbstractContextManager[Scorer | None]:

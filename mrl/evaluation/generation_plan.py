@@ -10,16 +10,14 @@ from models.conversion.hf_reader import HFWeights, check_hf_folder
 from models.conversion.resumable_folder import ByteProgress, fingerprint
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config
 from mrl.controller.plan_models import chat_template, make_input_files, max_prompt_length
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources
-from mrl.evaluation.evaluation_prompts import EvaluationPrompt, load_prompts
+from mrl.evaluation.evaluation_prompts import EvaluationPrompt, checked_reward, load_prompts
 from mrl.evaluation.evaluation_summary import MAX_SAMPLES
 from mrl.evaluation.response_store import ResponseStore
 from mrl.rewards.reward_types import Reward
-from mrl.rewards.scorer import check_reward
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 
@@ -136,9 +134,7 @@ def plan_generation(config: Config) -> GenerationPlan:
     check_server_args(config.sglang)
     if DETERMINISTIC in config.sglang:
         raise ValueError(f"sglang.{DETERMINISTIC} is set by mrl; use generate.deterministic.")
-    reward = instantiate_callable(config.reward, "reward") if generate.score else None
-    if reward:
-        check_reward(reward)
+    reward = checked_reward(config) if generate.score else None
     make_input_files(config)
     sources = test_sources(config.data)
     if not sources:
