@@ -36,11 +36,11 @@ numbers with confidence intervals, for each data source and for all prompts toge
   mrl evaluate evaluate.input=verl/validation/60.jsonl reward=gsm8k       files of verl, lm-evaluation-harness or lighteval
   mrl evaluate evaluate.input=mine.parquet evaluate.columns='{prompt: question, response: completions}' reward=gsm8k
   mrl evaluate model.path=Qwen3-1.7B ... evaluate.compare=outputs/before  differences from an earlier evaluation
-  mrl evaluate model.path=Qwen3-1.7B "evaluate.harness='lm_eval --tasks gsm8k,ifeval'"   tasks of your lm-evaluation-harness
+  mrl evaluate model.path=Qwen3-1.7B "evaluate.harness='lm_eval --tasks gsm8k,ifeval'"   your own lm-evaluation-harness
 
 It takes the keys of `mrl generate` (see mrl generate --help) and the keys of the section evaluate:
-  input         folder that a finished `mrl generate` has written, or files of another tool. Default: responses are generated first.
-  columns       names of the columns in files of another tool: prompt, response, ground_truth, data_source, extra_info, num_tokens.
+  input         folder that a finished `mrl generate` has written, or files of another tool. Default: responses are generated.
+  columns       columns in files of another tool: prompt, response, ground_truth, data_source, extra_info, num_tokens.
   compare       folder of an earlier evaluation of the same prompts.
   harness       command line of your own lm_eval, which then runs its tasks with mrl's engines.
   output        folder for evaluation.json, evaluation.png and scores.parquet. Default: run.dir.

@@ -28,7 +28,7 @@ interrupted generation, run the same command with the same generate.output. It t
   mrl generate ... generate.samples=32 reward=gsm8k              scores with another reward
   mrl generate ... rollout.num_engines=4 rollout.engine_tp=2     four engines on two GPUs each
   mrl generate ... rollout.engine_urls=[http://a:30000,http://b:30000]   SGLang servers that already run
-  mrl generate ... cluster=slurm cluster.nodes=4 rollout.num_engines=32  a Slurm job; --dry-run only prints the job
+  mrl generate ... cluster=slurm cluster.nodes=4 rollout.num_engines=32   a Slurm job; --dry-run only prints the job
   mrl generate ... cluster.address=HOST:PORT                     engines in a Ray cluster that already runs
   mrl generate model.path=RUN/checkpoints/step_000060/actor generate.base=Qwen3-1.7B ...   a Megatron checkpoint
 

@@ -55,8 +55,8 @@ def engine_pools(config: Config) -> Pools:
     demands = slot_demands(config.rollout, {})
     if not demands:
         raise ValueError(
-            f"rollout.engine_urls={config.rollout.engine_urls}: servers that already run need no devices of a cluster; leave out "
-            "cluster.address and cluster=slurm, or rollout.engine_urls."
+            f"rollout.engine_urls={config.rollout.engine_urls}: servers that already run need no devices of a cluster; leave "
+            "out cluster.address and cluster=slurm, or rollout.engine_urls."
         )
     return make_pools({}, demands)
 
@@ -118,8 +118,8 @@ def _on_cluster(config: Config, group: ServerGroup) -> Iterator[ServerGroup]:
 def answering_urls(urls: Sequence[str], timeout_s: float, needs_seeds: bool) -> tuple[str, ...]:
     """Return the URLs of the external servers that take requests. The others are left out with a warning.
 
-    Waits up to `timeout_s` for the first server, and then LATE_URL_S for the others. Raises EngineError if no server answers, and
-    ValueError if `needs_seeds` and a server ignores seeds.
+    Waits up to `timeout_s` for the first server, and then LATE_URL_S for the others. Raises EngineError if no server answers,
+    and ValueError if `needs_seeds` and a server ignores seeds.
     """
     with ExitStack() as stack:
         controls = {url: stack.enter_context(EngineControl(url)) for url in urls}
@@ -156,8 +156,8 @@ def _why_not_ready(control: EngineControl) -> str:
 class EngineWatcher:
     """Sends requests through an engine pool, and puts a new engine in service for each engine that fails.
 
-    The weights never change, so a new engine can take requests as soon as it is ready. An engine is left out if it is an external
-    server, if `max_restarts` engines have been replaced already, or if the new engine does not become ready. The other engines
+    The weights never change, so a new engine can take requests as soon as it is ready. An engine is left out if it is an
+    external server, if `max_restarts` engines have been replaced already, or if the new engine does not become ready. The other engines
     then sample the rest. Requests that were sent to a failed engine are sent again.
     """
 
@@ -221,9 +221,9 @@ class EngineWatcher:
         for url, reason in failed.items():
             logger.warning("engine %s is left out: %s", url, reason)
         if not self.pool.num_in_service:
-            limit = "" if is_external else f"; {self.num_restarts} were replaced (fault_tolerance.max_restarts={self._max_restarts})"
+            limit = f"; {self.num_restarts} were replaced (fault_tolerance.max_restarts={self._max_restarts})"
             reasons = "; ".join(f"{url} {reason}" for url, reason in self._left_out.items())
-            self.lost = f"no engine is left{limit}: {reasons}"
+            self.lost = f"no engine is left{'' if is_external else limit}: {reasons}"
 
     async def _notify(self) -> None:
         async with self._changed:

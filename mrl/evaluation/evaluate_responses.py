@@ -52,8 +52,8 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
     """Summarise the responses in the output folder of `mrl generate`, or in files of another tool.
 
     The responses are scored first if they have no scores or if evaluate.rescore is set. Raises ValueError if `folder` contains
-    neither a finished generation nor files of responses, if evaluate.k exceeds the number of responses to a prompt, if the reward
-    is invalid, or if evaluate.compare names no evaluation of the same prompts.
+    neither a finished generation nor files of responses, if evaluate.k exceeds the number of responses to a prompt, if the
+    reward is invalid, or if evaluate.compare names no evaluation of the same prompts.
     """
     before = read_scores(Path(config.evaluate.compare)) if config.evaluate.compare else []
     settings, rows = _read_input(folder, config.evaluate.columns)
@@ -168,7 +168,7 @@ def draw_pass_at_k(
 ) -> None:
     """Write a PNG of pass@k (solid) and maj@k (dashed) over k, one colour per summary, with confidence bands.
 
-    `earlier`: summaries of an evaluation with which this one is compared. Their pass@k is dotted, in the colour of the same source.
+    `earlier`: summaries of an evaluation with which this one is compared. Their pass@k is dotted, in the same colours.
     """
     figure, axes = _new_figure(title)
     for index, summary in enumerate(summaries):

@@ -166,8 +166,8 @@ def checked_reward(config: Config) -> Reward:
     check_reward(reward)
     if called := [name for each in single_rewards(reward) if (name := getattr(each, "role", ""))]:
         raise ValueError(
-            f"reward: calls roles.{called[0]}, which only `mrl train` serves; start a server of this model, and set the argument "
-            "`url` of the reward in place of `role`."
+            f"reward: calls roles.{called[0]}, which only `mrl train` serves; start a server of this model, and set the "
+            "argument `url` of the reward in place of `role`."
         )
     return reward
 

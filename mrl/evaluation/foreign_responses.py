@@ -41,15 +41,15 @@ class Layout:
     marks: frozenset[str]  # a file has this layout if it has these columns
     columns: ResponseColumns
     prepare: Callable[[Row], Row] = dict  # returns the row with columns that `columns` names
-    # Several rows of the file have the same responses and differ in this column. Only those with the value of the first row count.
+    # Several rows of the file have the same responses and differ in this column. Only those that equal the first row count.
     repeated_by: str | None = None
 
 
 def _with_lm_eval_prompt(row: Row) -> Row:
     """Return the row with the column `prompt`: the text or the messages that lm-evaluation-harness sent for the first request.
 
-    `arguments` is {gen_args_0: {arg_0: prompt, ...}}, or [[prompt, ...]] in older versions. With a chat template, the prompt is the
-    JSON text of the messages, possibly in a list of length 1.
+    `arguments` is {gen_args_0: {arg_0: prompt, ...}}, or [[prompt, ...]] in older versions. With a chat template, the prompt is
+    the JSON text of the messages, possibly in a list of length 1.
     """
     try:
         arguments = column_value(row, "arguments")
@@ -69,7 +69,8 @@ def _with_gold(row: Row) -> Row:
     try:
         gold = [choices[each] for each in (index if isinstance(index, list) else [index])]
     except (IndexError, TypeError):
-        raise RowError("doc.gold_index", f"expected indices of the {choices!r:.80} in doc.choices, got {index!r}.") from None
+        reason = f"expected indices of the choices {choices!r:.80}, got {index!r:.80}."
+        raise RowError("doc.gold_index", reason) from None
     return row | {"gold": gold[0] if len(gold) == 1 else gold}
 
 
@@ -99,8 +100,8 @@ def read_foreign_responses(path: Path, columns: Mapping[str, Any]) -> tuple[Json
     """Return the settings and the rows of responses, as `read_responses` does. `columns`: the config key evaluate.columns.
 
     `path` is a file, or a folder with files. A row has all responses to its prompt in a list, or one response as a text. In the
-    latter case, the rows with equal prompt, ground truth and data source belong together. The number of tokens and the reason of
-    the end of a response are null if the file does not have them.
+    latter case, the rows with equal prompt, ground truth and data source belong together. The number of tokens and the reason
+    of the end of a response are null if the file does not have them.
 
     Raises ValueError with file, row and column if a row cannot be used.
     """
@@ -134,8 +135,9 @@ def _read_file(file: Path, file_number: int, columns: Mapping[str, Any]) -> list
     converted, bad = convert_rows(table, convert)
     if bad:
         raise ValueError(
-            f"evaluate.input: {describe_bad_rows(sorted(bad, key=lambda b: b.row), len(table))}\nThe columns of {file} are those of "
-            f"{layout.tool}; name others with {KEY}, such as {KEY}.prompt=COLUMN, or correct these rows."
+            f"evaluate.input: {describe_bad_rows(sorted(bad, key=lambda b: b.row), len(table))}\n"
+            f"The columns of {file} are those of {layout.tool}; name others with {KEY}, such as {KEY}.prompt=COLUMN, or correct "
+            "these rows."
         )
     first = converted[0][1].get(layout.repeated_by) if layout.repeated_by else None
     collector = _RowCollector(str(file), file_number, names)

@@ -89,7 +89,7 @@ class RequestDispatcher:
     """
 
     def __init__(self, watcher: EngineWatcher, in_flight: int) -> None:
-        """`in_flight` limits the GenerationRequests that an engine computes at the same time. A request asks for one response."""
+        """`in_flight`: largest number of GenerationRequests that an engine computes at the same time."""
         self._watcher, self._posts = watcher, min(MAX_POSTS, in_flight)
         self._per_post = in_flight // self._posts
 

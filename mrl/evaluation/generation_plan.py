@@ -25,7 +25,7 @@ CONVERTED_MODEL = "model"  # temporary subfolder of generate.output; contains th
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class SampledModel:
     """The model that engines serve: a Hugging Face folder, or a Megatron checkpoint that is converted to a temporary folder."""
 
     hf: HFConfig
@@ -67,7 +67,7 @@ class ServedModel:
         return scratch
 
 
-def find_model(config: Config) -> ServedModel:
+def find_model(config: Config) -> SampledModel:
     """Return the model at model.path. Raises ValueError if there is no model. The message suggests another path."""
     path, base = Path(config.model.path), config.generate.base
     if (path / ".metadata").is_file() and not (path / "config.json").is_file():
@@ -76,7 +76,7 @@ def find_model(config: Config) -> ServedModel:
                 f"model.path={path}: a Megatron checkpoint has neither config nor tokenizer; name the Hugging Face folder "
                 "that it was trained from: generate.base=FOLDER."
             )
-        return ServedModel(HFConfig.load(base, config.model.family), path)
+        return SampledModel(HFConfig.load(base, config.model.family), path)
     if base:
         raise ValueError(
             f"generate.base={base} is only for a Megatron checkpoint, but model.path={path} is not one; remove generate.base."
@@ -85,7 +85,7 @@ def find_model(config: Config) -> ServedModel:
     inner += sorted(path.glob("checkpoints/step_*/actor"))[-1:]
     if inner and not (path / "config.json").is_file():
         raise ValueError(f"model.path={path} is a run directory; set model.path to {' or '.join(map(str, inner))}.")
-    return ServedModel(check_hf_folder(path, config.model.family))
+    return SampledModel(check_hf_folder(path, config.model.family))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class GenerationPlan:
 
     config: Config
     store: ResponseStore
-    model: ServedModel
+    model: SampledModel
     sources: list[PromptSource]
     reward: Reward | None
     sampling: SamplingParams  # parameters of every response, except its seed
@@ -162,7 +162,7 @@ DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args",
 """Keys of the data section that determine the prompts, in addition to the files."""
 
 
-def _response_settings(config: Config, model: ServedModel, prompt_files: list[Path]) -> dict[str, Any]:
+def _response_settings(config: Config, model: SampledModel, prompt_files: list[Path]) -> dict[str, Any]:
     """Return everything that determines the output files. A generation continues only if all of it is unchanged.
 
     These are config values, versions of packages, and sizes and modification times of files. rollout.num_engines and

@@ -1,9 +1,11 @@
 """Runs the tasks of lm-evaluation-harness with mrl's engines (`evaluate.harness`).
 
-The harness is a program of the user, in an environment of its own. mrl starts engines and an endpoint with OpenAI's API, runs the
-harness as a child process, and reads the file of its results.
+The harness is a program of the user, in an environment of its own. mrl starts engines and an endpoint with OpenAI's API, runs
+the harness as a child process, and reads the file of its results.
 """
 
+import asyncio
+import hmac
 import json
 import os
 import shlex
@@ -13,22 +15,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from models.conversion.resumable_folder import ByteProgress
 from mrl.config.schema import Config
-from mrl.config.secrets import engine_key
-from mrl.evaluation.engines import engine_group, running_engines
+from mrl.config.secrets import authorization, engine_key
+from mrl.evaluation.engines import EngineWatcher, engine_group, running_engines
 from mrl.evaluation.evaluation_summary import IntervalEstimate
-from mrl.evaluation.generation_plan import CONVERTED_MODEL, ServedModel, find_model
-from mrl.evaluation.openai_endpoint import OpenAIEndpoint
+from mrl.evaluation.generation_plan import CONVERTED_MODEL, SampledModel, find_model
 from mrl.rollout.client import EngineError
+from mrl.rollout.engine_pool import deadline_error
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 PROGRAMS = ("lm_eval", "lm-eval")
 OPTIONS_SET_BY_MRL = ("--model", "-m", "--model_args", "-a", "--output_path", "-o")
 TASK_OPTIONS = ("--tasks", "-t", "--config", "-C")
 INSTALL = "python -m venv ~/lm_eval && ~/lm_eval/bin/pip install 'lm_eval[api]' transformers"
+MAX_BODY_BYTES = 256 * 1024**2  # largest request of the harness
 END_TIMEOUT_S = 10.0  # how long the harness may take to end after SIGTERM
 
 
@@ -51,7 +57,7 @@ class HarnessPlan:
     """A checked run of the harness."""
 
     config: Config
-    model: ServedModel
+    model: SampledModel
     words: list[str]  # command line of the user
     folder: Path  # folder for the files of the harness
 
@@ -65,7 +71,7 @@ class HarnessPlan:
         return arguments | config.sglang
 
     def command_line(self, url: str) -> list[str]:
-        """Return the command line of the harness with the options that mrl sets. `url`: OpenAI endpoint, http://HOST:PORT/v1."""
+        """Return the command line of the harness with the options that mrl sets. `url`: the endpoint, http://HOST:PORT/v1."""
         rollout, in_flight = self.config.rollout, self.config.generate.requests_in_flight
         arguments = {
             "model": Path(self.config.model.path).name,
@@ -87,12 +93,14 @@ def plan_harness(config: Config) -> HarnessPlan:
     words = _checked_words(config.evaluate.harness)
     for name in ("input", "compare"):
         if vars(config.evaluate)[name]:
-            raise ValueError(f"evaluate.{name} with evaluate.harness: the harness samples and scores by itself; remove one key.")
+            raise ValueError(
+                f"evaluate.{name} with evaluate.harness: the harness samples and scores by itself; remove one of the keys."
+            )
     check_server_args(config.sglang)
     model = find_model(config)
     if "," in str(model.folder.resolve()) or "," in Path(config.model.path).name:
         raise ValueError(
-            f"model.path={config.model.path}: evaluate.harness cannot pass a path with a comma to lm_eval; use another path."
+            f"model.path={config.model.path}: evaluate.harness cannot pass a path with a comma to lm_eval; rename it."
         )
     return HarnessPlan(config, model, words, Path(config.evaluate.output or config.run.dir).resolve() / "harness")
 
@@ -106,14 +114,14 @@ def _checked_words(line: str) -> list[str]:
     at = next((index for index, word in enumerate(words[:3]) if Path(word).name in PROGRAMS), None)
     if at is None:
         raise ValueError(
-            f"evaluate.harness={line!r}: expected the command line of lm_eval, such as 'lm_eval --tasks gsm8k', or its path, such as "
+            f"evaluate.harness={line!r}: expected the command line of lm_eval, such as 'lm_eval --tasks gsm8k' or "
             "'~/lm_eval/bin/lm_eval --tasks gsm8k'."
         )
     words[0] = os.path.expanduser(words[0])
     if not shutil.which(words[0]):
         raise ValueError(
-            f"evaluate.harness: {words[0]} is not installed here. mrl does not install it. Install it in an environment of its own "
-            f"({INSTALL}), and write \"evaluate.harness='~/lm_eval/bin/lm_eval --tasks ...'\"."
+            f"evaluate.harness: {words[0]} is not installed here. mrl does not install it. Install it in an environment of its "
+            f"own ({INSTALL}), and write \"evaluate.harness='~/lm_eval/bin/lm_eval --tasks ...'\"."
         )
     options = [word.partition("=")[0] for word in words[at + 1 :]]
     if own := [option for option in options if option in OPTIONS_SET_BY_MRL]:
@@ -164,7 +172,7 @@ def _run(command: Sequence[str]) -> int:
 
 
 def read_results(content: Mapping[str, Any], confidence: float) -> list[HarnessResult]:
-    """Return the metrics in a results file of lm_eval. The interval is normal, with the standard error that the harness reports."""
+    """Return the metrics in a results file of lm_eval. Intervals are normal, with the standard errors in the file."""
     from scipy.stats import norm  # the import takes a second
 
     z, samples = float(norm.ppf((1 + confidence) / 2)), content.get("n-samples", {})
@@ -179,3 +187,60 @@ def read_results(content: Mapping[str, Any], confidence: float) -> list[HarnessR
             count = samples.get(task, {}).get("effective")
             found.append(HarnessResult(task, name, count, IntervalEstimate(float(value), *bounds)))
     return found
+
+
+class OpenAIEndpoint:
+    """HTTP server with OpenAI's API that forwards each request to one of the engines. A context manager starts and ends it.
+
+    It requires the engine key as API key. The engines need a tokenizer. If an engine fails, another one gets its requests. The
+    server runs in the event loop of the pool.
+    """
+
+    def __init__(self, watcher: EngineWatcher, limit: int) -> None:
+        """`limit`: largest number of concurrent requests to one engine."""
+        self.url = ""  # http://HOST:PORT/v1, set when the server has started
+        self._watcher, self._limit = watcher, limit
+        self._runner: web.AppRunner | None = None
+
+    def __enter__(self) -> Self:
+        self._watcher.pool.submit(self._start()).result()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._runner is not None:
+            self._watcher.pool.submit(self._runner.cleanup()).result()
+
+    async def _start(self) -> None:
+        from aiohttp import web  # the import takes half a second
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/{path:.*}", self._forward)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+
+    async def _forward(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), authorization()["authorization"].encode()):
+            return web.json_response(_error("the API key is not the engine key (MRL_ENGINE_KEY)"), status=401)
+        path, body = request.path, await request.read()
+        try:
+            status, content, kind = await self._watcher.call(lambda: self._post(path, body), self._limit)
+        except EngineError as error:
+            return web.json_response(_error(str(error)), status=502)
+        return web.Response(status=status, body=content, content_type=kind)
+
+    async def _post(self, path: str, body: bytes) -> tuple[int, bytes, str]:
+        timeout_s = self._watcher.pool.spec.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._watcher.pool.forward(path, body)
+        except TimeoutError:
+            raise deadline_error(timeout_s) from None
+
+
+def _error(message: str) -> dict[str, dict[str, str]]:
+    return {"error": {"message": message}}

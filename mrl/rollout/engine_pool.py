@@ -18,10 +18,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_random_exponential,
+)
 
 from mrl.rollout.agents.tool_agent import ConcurrencyLimits, Conversation, GenerateTurn, run_conversations
 from mrl.rollout.client import (
@@ -68,7 +75,7 @@ class PooledEngine:
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
 
 
-type EngineRequest[T] = Callable[[PooledEngine], Coroutine[Any, Any, T]]
+type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutine[Any, Any, T]]
 """Function that sends one request to an engine. Its coroutine raises EngineFaultError if the engine failed."""
 
 
@@ -82,7 +89,7 @@ class StickySession:
 class EnginePool:
     """All engines of one rollout worker or of `mrl generate`. The pool starts a new engine for each engine that fails.
 
-    The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the weights.
+    The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes weights.
     """
 
     def __init__(self, spec: PoolSettings) -> None:
@@ -177,12 +184,11 @@ class EnginePool:
         if missing:
             inputs, params = [prompts[index] for index in missing], [sampling[index] for index in missing]
             work = float(len(inputs)) if expected_work is None else expected_work
-
-            def sample(engine: PooledEngine) -> Coroutine[Any, Any, list[Completion]]:
-                options = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
-                return engine.client.generate_async(self._http_session, inputs, params, **options)
-
-            completions = await self._send_with_retries(session or self.open_session(), sample, len(inputs), work)
+            options = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
+            request = partial(EngineClient.generate_async, input_ids=inputs, sampling=params, **options)
+            completions = await self._retrying(
+                self._send, session or self.open_session(), request, len(inputs), work
+            )
             sampled = [numbers[index] for index in missing]
             if cache is not None:
                 cache.put(sampled, inputs, completions)
@@ -195,34 +201,26 @@ class EnginePool:
         Must run in the pool's event loop. A failed request is repeated, and errors are raised, as in `generate`. An answer that
         refuses the request is returned.
         """
-
-        def post(engine: PooledEngine) -> Coroutine[Any, Any, tuple[int, bytes, str]]:
-            return engine.client.post_async(self._http_session, path, body)
-
-        return await self._send_with_retries(self.open_session(), post, 1, 1.0)
+        request = partial(EngineClient.post_async, path=path, body=body)
+        return await self._retrying(self._send, self.open_session(), request, 1, 1.0)
 
     @property
-    def _http_session(self) -> aiohttp.ClientSession:
-        assert self._http is not None, "wait_ready() opens the HTTP session"
-        return self._http
-
-    async def _send_with_retries[T](
-        self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float
-    ) -> T:
-        """Send one request, and repeat it up to `fault_tolerance.max_response_attempts` times. Arguments: see `_send`."""
+    def _retrying(self) -> AsyncRetrying:
+        """Calls a coroutine function again if it raises EngineFaultError, up to `fault_tolerance.max_response_attempts` times."""
         max_attempts = self.spec.fault_tolerance.max_response_attempts
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(max_attempts),
-            wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
-            retry=retry_if_exception_type(EngineFaultError),
-            reraise=True,
-        )
-        try:
-            return await retrying(self._send, session, request, count, expected_work)
-        except EngineFaultError as fault:
+
+        def give_up(state: RetryCallState) -> NoReturn:
+            fault = state.outcome.exception() if state.outcome else None
             raise EngineError(
                 f"a request failed {max_attempts} times (fault_tolerance.max_response_attempts); the last failure: {fault}"
             ) from fault
+
+        return AsyncRetrying(
+            stop=stop_after_attempt(max_attempts),
+            wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
+            retry=retry_if_exception_type(EngineFaultError),
+            retry_error_callback=give_up,
+        )
 
     async def _send[T](
         self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float
@@ -231,11 +229,12 @@ class EnginePool:
 
         `count`: number of responses for which the request asks. `expected_work`: work that the request adds to the engine.
         """
+        assert self._http is not None, "wait_ready() opens the HTTP session"
         while True:
             if session.engine.failure is not None:
                 session.engine = self._least_busy()
             engine = session.engine
-            task = asyncio.create_task(request(engine))
+            task = asyncio.create_task(request(engine.client, self._http))
             engine.requests.add(task)
             engine.pending += count
             engine.expected_work += expected_work

@@ -482,8 +482,8 @@ def test_the_engines_of_a_job_need_a_pool_of_their_own(configure):
         ({"sglang": {"mem_fraction": 1}}, "did you mean sglang.mem_fraction_static?"),
         ({"reward": {"_target_": "mrl.rewards.rule_based.ExactMatc"}}, "cannot be imported"),
         (
-            {"reward": {"_target_": "mrl.rewards.remote_models.RewardModel", "role": "scorer", "tokenizer": "t"}},
-            "reward: calls roles.scorer, which only `mrl train` serves",
+            {"reward": {"_target_": "mrl.rewards.remote_models.Judge", "role": "judge", "model": "judge"}},
+            "reward: calls roles.judge, which only `mrl train` serves",
         ),
         ({"rollout.max_response_tokens": 64}, "leaves no room for a prompt"),
     ],

@@ -16,7 +16,7 @@ from mrl.config.secrets import authorization
 from mrl.config.validate import from_hydra
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.evaluation import engines
-from mrl.evaluation.harness import plan_harness, read_results
+from mrl.evaluation.harness import OpenAIEndpoint, plan_harness, read_results
 
 PROGRAM = """#!{python}
 import json, os, sys, urllib.request
@@ -148,8 +148,6 @@ def test_requests_of_the_harness_go_to_the_other_engine_when_one_fails(configure
 
 
 def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
-    from mrl.evaluation.openai_endpoint import OpenAIEndpoint
-
     config = configure()
     with serving(CompletionsEngine(statuses=(400,))) as urls:
         config = configure(**{"rollout.engine_urls": urls})

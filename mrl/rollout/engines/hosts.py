@@ -1,7 +1,7 @@
 """The servers of an engine pool: child processes of this process, processes on Ray nodes, or external servers.
 
-On a Ray cluster with GPUs or several nodes, each engine has its own device slots (see mrl.rollout.engines.ray_engine). Otherwise,
-engines are child processes of the process that holds the pool.
+On a Ray cluster with GPUs or several nodes, each engine has its own device slots (see mrl.rollout.engines.ray_engine).
+Otherwise, engines are child processes of the process that holds the pool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """RayEngine: an engine on the device slots of a Ray cluster.
 
-Each engine has its own device slots, which are GPUs, or CPUs if the cluster has no GPUs. An engine may span several nodes. On each
-of its nodes, a Ray actor (EngineNodeActor) starts processes of the server. These processes see only the GPUs of the engine's slots.
+Each engine has its own device slots, which are GPUs, or CPUs if the cluster has no GPUs. An engine may span several nodes. On
+each of its nodes, a Ray actor (EngineNodeActor) starts processes of the server. These processes see only the GPUs of the
+engine's slots.
 """
 
 from __future__ import annotations
