@@ -337,7 +337,8 @@ def test_concurrent_requests_are_bounded_and_spread_over_engines(configure):
 def test_the_requests_of_an_external_engine_that_fails_go_to_the_others(configure, tmp_path, caplog):
     whole = plan_generation(configure(**{"generate.output": str(tmp_path / "whole")}))
     run(whole)
-    plan, broken, healthy = plan_generation(configure()), Engine(dies_after=12), Engine()
+    plan = plan_generation(configure())
+    broken, healthy = Engine(delay_s=0.05, dies_after=12), Engine(delay_s=0.05)
     totals = run(plan, broken, healthy, in_flight=4)
     assert totals["responses"] == 51 and bytes_of(plan) == bytes_of(whole)
     assert broken.died and healthy.asked >= 51 - 12
@@ -358,9 +359,10 @@ def test_engines_that_die_are_replaced_and_the_responses_stay_the_same(configure
     whole = plan_generation(configure(**{"generate.output": str(tmp_path / "whole")}))
     run(whole)
     started = local_servers(5, 12, 7)
-    plan = plan_generation(configure(**{"rollout.num_engines": 2, "generate.requests_in_flight": 4}))
+    keys = {"rollout.num_engines": 2, "generate.requests_in_flight": 4, "fault_tolerance.max_response_attempts": 9}
+    plan = plan_generation(configure(**keys))
     generate(plan, Counting(), nullcontext(QUIET))
-    assert len(started) >= 4, "two engines died, and so did a replacement"
+    assert len(started) >= 5, "two engines died, and so did a replacement"
     assert [server.engine.died for server in started[:2]] == [True, True]
     assert bytes_of(plan) == bytes_of(whole)
     assert [Path(server.log_path).name for server in started[:2]] == ["engine_0.log", "engine_1.log"]
