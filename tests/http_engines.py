@@ -23,6 +23,7 @@ class HttpEngine:
 
     ready_status = 200
     server_info: ClassVar[dict] = {"enable_deterministic_inference": True}
+    key = ""  # API key that requests must have; "": none
 
     def __init__(self, *, delay_s: float = 0.01, statuses: tuple[int, ...] = (), computing: bool = True) -> None:
         self.delay_s, self.statuses, self.computing = delay_s, list(statuses), computing
@@ -41,7 +42,7 @@ class HttpEngine:
             app.router.add_post("/v1/completions", self.generate)
             app.router.add_get("/v1/loads", self.loads)
             app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response(status=self.ready_status)))
-            app.router.add_get("/server_info", lambda request: asyncio.sleep(0, web.json_response(self.server_info)))
+            app.router.add_get("/server_info", self.describe)
             self._runner = web.AppRunner(app, handler_cancellation=True)  # stops when the client disconnects
             await self._runner.setup()
             await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -55,7 +56,17 @@ class HttpEngine:
         self.heartbeats += self.computing
         return web.json_response({"loads": [{"timestamp": float(self.heartbeats)}]})
 
+    def refuses(self, request: web.Request) -> bool:
+        return bool(self.key) and request.headers.get("authorization") != f"Bearer {self.key}"
+
+    async def describe(self, request: web.Request) -> web.Response:
+        if self.refuses(request):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return web.json_response(self.server_info)
+
     async def generate(self, request: web.Request) -> web.Response:
+        if self.refuses(request):
+            return web.json_response({"error": "Unauthorized"}, status=401)
         body = await request.json()
         self.posts += 1
         self.inputs += body.get("input_ids", [])

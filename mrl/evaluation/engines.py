@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5  # seconds between two checks whether engines have failed
 URL_POLL_INTERVAL_S = 0.2  # seconds between two checks whether external servers answer
+PROBE_TIMEOUT_S = 30.0  # deadline of one request that finds out whether an external server answers
 LATE_URL_S = 30.0  # when one external server answers, the others have this time to answer, too
 
 
@@ -122,23 +123,23 @@ def answering_urls(urls: Sequence[str], timeout_s: float, needs_seeds: bool) -> 
     and ValueError if `needs_seeds` and a server ignores seeds.
     """
     with ExitStack() as stack:
-        controls = {url: stack.enter_context(EngineControl(url)) for url in urls}
+        controls = {url: stack.enter_context(EngineControl(url, PROBE_TIMEOUT_S)) for url in urls}
         threads = stack.enter_context(ThreadPoolExecutor(len(controls), thread_name_prefix="engine urls"))
         deadline, ready = time.monotonic() + timeout_s, set[str]()
-        while len(ready) < len(controls):
-            missing = [url for url in controls if url not in ready]
-            answers = list(threads.map(lambda url: controls[url].health(), missing))
-            if not ready and any(answers):
+        while True:
+            missing = [url for url in urls if url not in ready]
+            reasons = dict(zip(missing, threads.map(_why_not_ready, [controls[url] for url in missing]), strict=True))
+            if not ready and not all(reasons.values()):
                 deadline = min(deadline, time.monotonic() + LATE_URL_S)
-            ready |= {url for url, answers_now in zip(missing, answers, strict=True) if answers_now}
-            if time.monotonic() > deadline:
+            ready |= {url for url, reason in reasons.items() if not reason}
+            if len(ready) == len(urls) or time.monotonic() > deadline:
                 break
             time.sleep(URL_POLL_INTERVAL_S)
-        reasons = {url: _why_not_ready(controls[url]) for url in controls if url not in ready}
+        left_out = {url: reason for url, reason in reasons.items() if reason}
         if not ready:
-            described = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
+            described = "; ".join(f"{url}: {reason}" for url, reason in left_out.items())
             raise EngineError(f"rollout.engine_urls: no server takes requests: {described}")
-        for url, reason in reasons.items():
+        for url, reason in left_out.items():
             logger.warning("rollout.engine_urls: %s is left out: %s", url, reason)
         for url in ready if needs_seeds else ():
             check_seed_support(controls[url], "generate.deterministic")
@@ -146,11 +147,12 @@ def answering_urls(urls: Sequence[str], timeout_s: float, needs_seeds: bool) -> 
 
 
 def _why_not_ready(control: EngineControl) -> str:
+    """Return why a server does not take requests with its key, or "" if it does."""
     try:
         control.server_info()
     except (EngineError, httpx.HTTPError, httpx.InvalidURL) as error:
         return f"{type(error).__name__}: {error}"
-    return "it answers, but it is not ready for requests"
+    return "" if control.health() else "it answers, but it is not ready for requests"
 
 
 class EngineWatcher:

@@ -98,9 +98,9 @@ def plan_harness(config: Config) -> HarnessPlan:
             )
     check_server_args(config.sglang)
     model = find_model(config)
-    if "," in str(model.folder.resolve()) or "," in Path(config.model.path).name:
+    if any(sign in f"{model.folder.resolve()}{Path(config.model.path).name}" for sign in ",="):
         raise ValueError(
-            f"model.path={config.model.path}: evaluate.harness cannot pass a path with a comma to lm_eval; rename it."
+            f"model.path={config.model.path}: evaluate.harness cannot pass a path with , or = to lm_eval; rename it."
         )
     return HarnessPlan(config, model, words, Path(config.evaluate.output or config.run.dir).resolve() / "harness")
 

@@ -176,7 +176,7 @@ class EngineClient(EngineControl):
         """
         import aiohttp  # imported here because the import takes half a second and other users of this module do not need it
 
-        headers = {"content-type": "application/json"} | authorization()
+        headers = {"content-type": "application/json"} | authorization(self.url)
         try:
             async with http.post(f"{self.url}{path}", data=body, headers=headers) as response:
                 status, content, kind = response.status, await response.read(), response.content_type
@@ -198,7 +198,7 @@ class EngineClient(EngineControl):
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with http.get(
-                f"{self.url}/v1/loads", params={"include": "core"}, headers=authorization(), timeout=limit
+                f"{self.url}/v1/loads", params={"include": "core"}, headers=authorization(self.url), timeout=limit
             ) as answer:
                 if answer.status != httpx.codes.OK:
                     return time.monotonic()

@@ -441,6 +441,17 @@ def test_urls_that_do_not_answer_are_left_out_with_a_warning(configure, external
     assert f"{starting.url} is left out: it answers, but it is not ready" in caplog.text
 
 
+def test_servers_with_different_keys_and_one_whose_key_is_unknown(configure, external, caplog, monkeypatch):
+    monkeypatch.setenv("MRL_ENGINE_KEY", "common-key")
+    common, own, strange = external(key="common-key"), external(key="own=key"), external(key="strange-key")
+    monkeypatch.setenv("MRL_ENGINE_KEYS", f"{own.url}=own=key http://elsewhere:1=x")
+    plan = plan_generation(configure(**{"rollout.engine_urls": [common.url, own.url, strange.url]}))
+    assert generate(plan, Counting(), nullcontext(QUIET))["responses"] == 51
+    assert common.asked + own.asked == 51 and min(common.asked, own.asked) > 0
+    assert f"{strange.url} is left out: EngineError" in caplog.text and "set MRL_ENGINE_KEY to this server's key" in caplog.text
+    assert "own=key" not in caplog.text
+
+
 def test_without_a_url_that_answers_nothing_starts(configure, external):
     gone = external()
     gone.stop()
