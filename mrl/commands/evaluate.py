@@ -59,6 +59,10 @@ def job(config: Config, overrides: Sequence[str] = ()) -> None:
     `overrides`: those of the command line, which the job gets too.
     """
     with hydra_entry.exit_on_user_error():
+        if config.evaluate.columns and not config.evaluate.input:
+            raise ValueError(
+                f"evaluate.columns={config.evaluate.columns}: applies only to the files in evaluate.input; set it, too."
+            )
         harness = plan_harness(config) if config.evaluate.harness else None
         if config.evaluate.compare:
             read_scores(Path(config.evaluate.compare))  # so that a wrong folder is an error before the generation
@@ -149,10 +153,12 @@ def print_comparison(comparison: Comparison, confidence: float) -> None:
         table.add_column(name, justify="right")
     for difference in comparison.differences:
         head = [difference.name, str(difference.prompts), _format_estimate(difference.mean_score, "+.3f")]
-        for k in difference.pass_at:
-            values = (difference.pass_at[k], difference.maj_at[k])
-            table.add_row(*head, str(k), *(_format_estimate(value, "+.3f") for value in values))
-            head = ["", "", ""]
+        rows = [
+            [str(k), *(_format_estimate(values[k], "+.3f") for values in (difference.pass_at, difference.maj_at))]
+            for k in difference.pass_at
+        ]
+        for index, cells in enumerate(rows or [["", "", ""]]):
+            table.add_row(*(head if index == 0 else ["", "", ""]), *cells)
         table.add_section()
     console = _console()
     console.print(table)

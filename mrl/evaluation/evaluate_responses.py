@@ -78,7 +78,8 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
         return evaluation
     comparison = compare(Path(config.evaluate.compare), before, prompts, ks, *limits)
     earlier_ks = [k for k in ks if k <= min(prompt.samples for prompt in before)]
-    return replace(evaluation, comparison=comparison, earlier=summarise(before, earlier_ks, *limits))
+    earlier = summarise(before, earlier_ks, *limits) if earlier_ks else []
+    return replace(evaluation, comparison=comparison, earlier=earlier)
 
 
 def _read_input(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, list[Row]]:

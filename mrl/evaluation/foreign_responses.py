@@ -112,6 +112,7 @@ def read_foreign_responses(path: Path, columns: Mapping[str, Any]) -> tuple[Json
             "`mrl generate` wrote, or files of responses of another tool."
         )
     rows = [row for number, file in enumerate(files) for row in _read_file(file, number, columns)]
+    rows.sort(key=lambda row: (*prompt_key(row), row["sample"]))  # a reward gets the responses to one prompt together
     counts = Counter(map(prompt_key, rows))
     fewest, most = min(counts.values()), max(counts.values())
     if fewest < most:
@@ -127,10 +128,13 @@ def _read_file(file: Path, file_number: int, columns: Mapping[str, Any]) -> list
         raise ValueError(f"{KEY}.response={names.response!r}: expected the name of a column of your file.")
     source = _source_name(file)
 
-    def convert(number: int, row: Row) -> tuple[int, Row, PromptExample, list[str], bool]:
+    def convert(number: int, row: Row) -> _RowResponses:
         row = layout.prepare(row)
-        texts = _texts(column_value(row, names.response), names.response)
-        return number, row, names(row, source), texts, isinstance(column_value(row, names.response), list)
+        found = column_value(row, names.response)
+        num_tokens = None if names.num_tokens is None else _count(column_value(row, names.num_tokens), names.num_tokens)
+        kind = row.get(layout.repeated_by) if layout.repeated_by else None
+        texts = _texts(found, names.response)
+        return _RowResponses(number, names(row, source), texts, isinstance(found, list), num_tokens, kind)
 
     converted, bad = convert_rows(table, convert)
     if bad:
@@ -139,48 +143,57 @@ def _read_file(file: Path, file_number: int, columns: Mapping[str, Any]) -> list
             f"The columns of {file} are those of {layout.tool}; name others with {KEY}, such as {KEY}.prompt=COLUMN, or correct "
             "these rows."
         )
-    first = converted[0][1].get(layout.repeated_by) if layout.repeated_by else None
-    collector = _RowCollector(str(file), file_number, names)
-    for number, row, example, texts, has_all in converted:
-        if layout.repeated_by is None or row.get(layout.repeated_by) == first:
-            collector.add(number, row, example, texts, has_all)
+    collector = _RowCollector(str(file), file_number)
+    for row in converted:
+        if row.kind == converted[0].kind:
+            collector.add(row)
     return collector.rows
+
+
+@dataclass(frozen=True)
+class _RowResponses:
+    """The responses in one row of a file."""
+
+    number: int  # number of the row
+    example: PromptExample
+    texts: list[str]
+    has_all: bool  # whether the row has all responses to its prompt
+    num_tokens: int | None  # of each response; None: unknown
+    kind: Any  # value of the column that Layout.repeated_by names
 
 
 class _RowCollector:
     """Collects the rows of responses of one file, and numbers the responses to each prompt."""
 
-    def __init__(self, file: str, file_number: int, names: ResponseColumns) -> None:
+    def __init__(self, file: str, file_number: int) -> None:
         self.rows: list[Row] = []
-        self._file, self._file_number, self._names = file, file_number, names
+        self._file, self._file_number = file, file_number
         self._prompts: dict[str, EvaluationPrompt] = {}  # prompt as JSON -> prompt; only of rows with a single response
         self._samples: Counter[int] = Counter()  # number of the prompt's row -> responses so far
 
-    def add(self, number: int, row: Row, example: PromptExample, texts: list[str], has_all: bool) -> None:
-        """Add the responses of one row. `has_all`: whether the row has all responses to its prompt."""
+    def add(self, row: _RowResponses) -> None:
+        """Add the responses of one row."""
+        example = row.example
         prompt = EvaluationPrompt(
             set="",
             file_in_set=0,
             file=self._file,
             file_number=self._file_number,
-            row=number,
+            row=row.number,
             data_source=example.data_source,
             messages=example.messages,
             tokens=[],
             ground_truth=example.ground_truth,
             extra_info=example.extra_info,
         )
-        if not has_all:
+        if not row.has_all:
             content = [example.messages, example.ground_truth, example.data_source]
             prompt = self._prompts.setdefault(json.dumps(content, default=str), prompt)
-        unknown = dict(num_tokens=self._num_tokens(row), finish_reason=None)
-        for text in texts:
+        known = dict(num_tokens=row.num_tokens, finish_reason=None)
+        for text in row.texts:
             completion = Completion(token_ids=[], logprobs=[], finish_reason="", weight_version="")
-            self.rows.append(prompt.to_row(self._samples[prompt.row], completion, text, logprobs=False) | unknown)
+            self.rows.append(prompt.to_row(self._samples[prompt.row], completion, text, logprobs=False) | known)
             self._samples[prompt.row] += 1
-
-    def _num_tokens(self, row: Row) -> int | None:
-        return None if self._names.num_tokens is None else int(column_value(row, self._names.num_tokens))
 
 
 def _layout_of(row: Row) -> Layout:
@@ -201,6 +214,13 @@ def _texts(value: Any, name: str) -> list[str]:
     if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
         raise RowError(name, f"expected a response as text, or a list of such texts, got {value!r:.80}.")
     return texts
+
+
+def _count(value: Any, name: str) -> int:
+    """Return a number of tokens. Raises RowError if `value` is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise RowError(name, f"expected a number of tokens, got {value!r:.80}.")
+    return value
 
 
 def _source_name(file: Path) -> str:
