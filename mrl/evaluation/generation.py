@@ -28,10 +28,10 @@ from mrl.rollout.client import Completion, SamplingParams
 from mrl.rollout.engine_pool import deadline_error
 
 FILES_AHEAD = 2
-"""Number of output files whose responses are requested before the current output file is complete.
+"""Number of output files that are requested in advance, in addition to those whose responses the engines sample at one time.
 
-Engines stay busy while the slowest responses of the current file are sampled. An output file contains the responses to
-generate.prompts_per_file prompts.
+Engines stay busy while the slowest responses of a file are sampled and while its responses are scored. An output file contains
+the responses to generate.prompts_per_file prompts.
 """
 
 MAX_POSTS = 64
@@ -90,6 +90,7 @@ class RequestDispatcher:
 
     def __init__(self, watcher: EngineWatcher, in_flight: int) -> None:
         """`in_flight`: largest number of GenerationRequests that an engine computes at the same time."""
+        self.capacity = in_flight * len(watcher.pool.engines)  # of all engines together
         self._watcher, self._posts = watcher, min(MAX_POSTS, in_flight)
         self._per_post = in_flight // self._posts
 
@@ -131,11 +132,12 @@ class Generation:
         num_prompts = sum(map(len, self.files))
         num_missing = sum(len(self.files[index]) for index in missing)
         self.progress.begin(num_prompts * samples, (num_prompts - num_missing) * samples)
+        ahead = FILES_AHEAD + self.dispatcher.capacity // (self.settings.prompts_per_file * samples)
         pending: deque[tuple[int, PendingResponses]] = deque()
         with open_scorer(self.plan.reward, self.plan.config.scoring) as scorer:
             for index in missing:
                 pending.append((index, self.dispatcher.submit(self._requests(index))))
-                if len(pending) > FILES_AHEAD:
+                if len(pending) > ahead:
                     self._complete(*pending.popleft(), scorer)
             while pending:
                 self._complete(*pending.popleft(), scorer)

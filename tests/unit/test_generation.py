@@ -413,6 +413,13 @@ def test_servers_of_one_machine_have_their_own_gpus(configure, local_servers):
     assert [server.server_args["random_seed"] for server in started] == [0, 1, 2]
 
 
+def test_small_files_keep_many_engines_busy(configure):
+    """Enough files are requested in advance to fill all engines: a file has 3 responses here, and the engines sample 32."""
+    engines = [Engine(delay_s=0.2) for _ in range(4)]
+    run(plan_generation(configure(**{"generate.prompts_per_file": 1})), *engines, in_flight=8)
+    assert sum(engine.most for engine in engines) >= 24
+
+
 @pytest.fixture
 def external(monkeypatch):
     """`external()` -> a running Engine. The servers that do not answer are left out after a tenth of a second."""
