@@ -139,7 +139,8 @@ def run_harness(
     `converting`: context that shows the progress of the conversion of a Megatron checkpoint. Raises EngineError if no engine is left, and HarnessError if the harness fails.
     """
     config, before = plan.config, set(plan.folder.rglob("results_*.json"))
-    folder = plan.model.prepare_engine_folder(plan.folder / CONVERTED_MODEL, converting)
+    scratch = plan.folder.with_name(f"harness_{CONVERTED_MODEL}")  # beside the folders that lm_eval names after the model
+    folder = plan.model.prepare_engine_folder(scratch, converting)
     group = engine_group(config, plan.server_args, folder)
     with (
         running_engines(config, group) as watcher,
@@ -148,7 +149,7 @@ def run_harness(
         status = _run(plan.command_line(endpoint.url))
         if watcher.lost:
             raise EngineError(watcher.lost)
-    shutil.rmtree(plan.folder / CONVERTED_MODEL, ignore_errors=True)
+    shutil.rmtree(scratch, ignore_errors=True)
     if status:
         raise HarnessError(f"{plan.words[0]} ended with status {status}; its messages are above.")
     new = sorted(set(plan.folder.rglob("results_*.json")) - before, key=lambda path: path.stat().st_mtime)
