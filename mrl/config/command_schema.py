@@ -68,11 +68,25 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """`mrl evaluate`: computes pass@k, maj@k and the mean score of responses from `mrl generate`."""
+    """`mrl evaluate`: computes pass@k, maj@k and the mean score of responses (docs/reference/commands.md)."""
 
     input: str | None = key(
         None,
-        "Folder that a finished `mrl generate` has written. Default: `mrl evaluate` generates the responses first.",
+        "Responses: a folder that a finished `mrl generate` has written, or a parquet or jsonl file of another tool, or a folder "
+        "of such files. Default: `mrl evaluate` generates the responses first.",
+    )
+    columns: dict[str, Any] = key(
+        dict,
+        "Column names in the files of another tool, such as {response: completion}. The keys are prompt, response, "
+        "ground_truth, data_source, extra_info and num_tokens. The columns of verl, lm-evaluation-harness and lighteval are known.",
+    )
+    harness: str | None = key(
+        None,
+        "Command line of your own lm-evaluation-harness, such as 'lm_eval --tasks gsm8k'. It runs its tasks with engines that "
+        "mrl starts, in place of the prompts in data.test.",
+    )
+    compare: str | None = key(
+        None, "Folder of an earlier evaluation of the same prompts, from which the differences are computed."
     )
     output: str | None = key(None, "Folder for evaluation.json, evaluation.png and scores.parquet. Default: run.dir.")
     k: list[int] = key(

@@ -233,7 +233,7 @@ def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[P
 
     A trainer rank is a rank of the actor. Raises ValueError if the weights cannot travel between these GPUs, or if an engine
     would have different numbers of GPUs on its nodes. The run applies the same rules to the actual GPUs
-    (mrl/weight_sync/session.py, mrl/rollout/engines/hosts.py).
+    (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).
     """
     senders, receivers = (
         [ProcessLocation(*place) for place in locate_ranks(devices, role)] for role in ("actor", "engines")

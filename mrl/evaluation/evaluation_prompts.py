@@ -9,12 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mrl.config.schema import ScoringConfig
+from mrl.config.instantiate import instantiate_callable
+from mrl.config.schema import Config, ScoringConfig
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource
 from mrl.evaluation.response_store import Row
 from mrl.rewards.reward_types import Response, Reward, Score
-from mrl.rewards.scorer import Scorer
+from mrl.rewards.scorer import Scorer, check_reward, single_rewards
 from mrl.rollout.client import Completion, response_seed
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
@@ -121,6 +122,16 @@ def prompt_key(row: Row) -> tuple[int, int]:
     return row["file_number"], row["row"]
 
 
+def prompt_digest(row: Row) -> str:
+    """Return a digest of the prompt to which this row is a response: of its messages and its ground truth.
+
+    System messages are not included, so that evaluations with different system messages can be compared.
+    """
+    messages = [message for message in row["prompt"] if message["role"] not in ("system", "developer")]
+    content = [[(message["role"], message["content"]) for message in messages], row["ground_truth"]]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
 def to_reward_responses(rows: Sequence[Row]) -> list[Response]:
     """Return response rows in the form that a reward takes. Responses to one prompt form a group."""
     groups: dict[tuple[int, int], int] = {}
@@ -136,7 +147,7 @@ def _to_reward_response(row: Row, group: int) -> Response:
         extra_info=json.loads(row["extra_info"]),
         prompt=row["prompt"],
         group=group,
-        num_tokens=row["num_tokens"],
+        num_tokens=row["num_tokens"] or 0,  # None: another tool sampled the response, and its tokens are unknown
         truncated=row["finish_reason"] == "length",
     )
 
@@ -147,6 +158,18 @@ class GivesAnswers(Protocol):
 
     def answer(self, response: Response) -> str | None:
         """Return the answer in a canonical form: equal answers have the same text. None: the response has no answer."""
+
+
+def checked_reward(config: Config) -> Reward:
+    """Return the config's reward. Raises ValueError if it is invalid, or if it calls a model that a training run serves."""
+    reward = instantiate_callable(config.reward, "reward")
+    check_reward(reward)
+    if called := [name for each in single_rewards(reward) if (name := getattr(each, "role", ""))]:
+        raise ValueError(
+            f"reward: calls roles.{called[0]}, which only `mrl train` serves; start a server of this model, and set the "
+            "argument `url` of the reward in place of `role`."
+        )
+    return reward
 
 
 def open_scorer(reward: Reward | None, config: ScoringConfig) -> AbstractContextManager[Scorer | None]:

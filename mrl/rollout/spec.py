@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.config.process_schema import FaultToleranceConfig
@@ -32,6 +32,52 @@ class ServerGroup:
     timeline: bool = False  # whether the servers record spans (parallel.spans)
     # `slots(i)` returns the device slots of server i. None: servers are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
+
+
+class PoolSettings(Protocol):
+    """The settings of an engine pool: those of a RolloutSpec, or of EngineSettings."""
+
+    @property
+    def engine_group(self) -> ServerGroup:
+        """The servers of the engines."""
+        ...
+
+    @property
+    def fault_tolerance(self) -> FaultToleranceConfig:
+        """Retries of requests, and the timeout of an engine that computes nothing."""
+        ...
+
+    @property
+    def request_timeout_s(self) -> float:
+        """How long a batch of requests may take."""
+        ...
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether external servers must use the seeds of requests."""
+        ...
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the engines return log-probabilities of the sampled tokens."""
+        ...
+
+    @property
+    def routed_experts(self) -> bool:
+        """Whether the engines return the experts of each token."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The settings of an engine pool without a rollout worker, for `mrl generate` and `mrl evaluate`."""
+
+    engine_group: ServerGroup
+    fault_tolerance: FaultToleranceConfig
+    request_timeout_s: float
+    deterministic: bool = False
+    logprobs: bool = True
+    routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +117,7 @@ class RolloutSpec:
     agent: ToolAgent | None = None  # samples multi-turn responses with tools; None: responses have a single turn
     deterministic: bool = False  # whether each response gets its own seed
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # retries and engine timeouts
+    logprobs: bool = True  # whether engines return log-probabilities, which training needs
     routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
     # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.

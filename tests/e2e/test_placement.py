@@ -20,7 +20,7 @@ from mrl.placement.placement_groups import PlacementError, place_pools
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.placement.resource_pools import SlotDemand, make_pools
 from mrl.rollout.client import EngineClient, SamplingParams
-from mrl.rollout.engines.hosts import RayEngine
+from mrl.rollout.engines.ray_engine import RayEngine
 from mrl.rollout.engines.server_args import default_server_args
 
 pytestmark = pytest.mark.extended
