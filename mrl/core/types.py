@@ -282,6 +282,8 @@ class TrainBatch:
     # Indices of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0
     denominator_rows: NDArray[np.int64]
     columns: Handle = None  # refers to a dict, name -> column [R] of the block
+    # whether all rows of a group are in one micro-batch, for a loss that compares the responses of a group
+    whole_groups: bool = False
 
     @classmethod
     def of(cls, block: TokenBlock, groups: NDArray[np.int64] | None) -> "TrainBatch":
