@@ -104,7 +104,7 @@ class DPO(PairLoss):
 
     If a fraction `label_smoothing` of the pairs is in the wrong order, the loss of a pair is
     -(1 - label_smoothing) log sigma(m) - label_smoothing log sigma(-m) with m = beta (h(y_w) - h(y_l)) (conservative DPO,
-    Mitchell 2023). `nll_coef` adds the negative log-likelihood of y_w per token (Pang et al. 2024, eq. 2). Raises ValueError for a
+    Mitchell 2023). `nll_coef` adds the negative log-likelihood of y_w per token (as in Pang et al. 2024). Raises ValueError for a
     `beta` of 0 or less, or a `label_smoothing` outside [0, 0.5).
     """
 
@@ -153,8 +153,20 @@ class IPO(PairLoss):
 
 
 @dataclass(frozen=True)
-class Hinge(DPO):
-    """Hinge loss max(0, 1 - beta (h(y_w) - h(y_l))) (Liu et al. 2024, RSO, after SLiC of Zhao et al. 2023)."""
+class Hinge(PairLoss):
+    """Hinge loss max(0, 1 - beta (h(y_w) - h(y_l))) (Liu et al. 2024, RSO, after SLiC of Zhao et al. 2023).
+
+    Raises ValueError for a `beta` of 0 or less.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
+    beta: float = 0.1  # 1 / beta is the difference of h from which a pair has no loss
+
+    def __post_init__(self) -> None:
+        check_positive(self, "beta")
+
+    def rewards(self, inputs: LossInputs) -> Tensor:
+        return self.beta * log_ratios(inputs)
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return (1 - (chosen - rejected)).clamp(min=0)
@@ -212,7 +224,7 @@ def log_odds(logprobs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KTO(PolicyLoss):
-    """Kahneman-Tversky optimization of single responses with a label, good or bad (Ethayarajh et al. 2024, eq. 7-8).
+    """Kahneman-Tversky optimization of single responses with a label, good or bad (Ethayarajh et al. 2024, eq. 7).
 
     The loss of a response is desirable_weight (1 - sigma(beta (h(y) - z))) if it is good, and
     undesirable_weight (1 - sigma(beta (z - h(y)))) if it is bad. z is an estimate of KL(pi || pi_ref) without gradient: the mean

@@ -94,11 +94,11 @@ class WorkerGroup:
             remote.options(**options).remote(rank, *self._actor_args) for rank, options in enumerate(self._options())
         ]
 
-    def start(self, spec: ModelSpec, seed: int, timeout_s: float, critic: bool = False) -> None:
-        """Start to build the model on every rank. `wait_ready` waits until it is built."""
+    def start(self, spec: ModelSpec, seed: int, timeout_s: float, head: str = "vocabulary") -> None:
+        """Start to build the model, which has the output head `head`, on every rank. `wait_ready` waits until it is built."""
         rank_timeout_s = max(timeout_s, self.timeout_s) + RANK_TIMEOUT_MARGIN_S
         address = self.workers[0].rendezvous_address.remote()  # a future, whose value Ray passes to setup()
-        self._ready = [w.setup.remote(spec, seed, address, rank_timeout_s, critic) for w in self.workers]
+        self._ready = [w.setup.remote(spec, seed, address, rank_timeout_s, head) for w in self.workers]
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every rank has built its part of the model.

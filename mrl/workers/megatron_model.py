@@ -1,9 +1,10 @@
 """One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
 
-MegatronActor and MegatronCritic derive from MegatronModel, and add the head and the loss.
+MegatronActor, MegatronCritic and MegatronRewardModel derive from MegatronModel, and add the head and the loss.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 
 
 class MegatronModel:
-    """Base class of actor and critic. Initialise torch.distributed and parallel.groups before you create an object."""
+    """Base class of actor, critic and reward model. Initialise torch.distributed and parallel.groups before you create an object."""
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -164,6 +165,29 @@ class MegatronModel:
                 all_reduce_gradients=all_reduce,
             )
 
+    def train(
+        self,
+        block: TokenBlock,
+        batches: Sequence[RankBatch],
+        lrs: Sequence[float],
+        head: OutputHead,
+        loss_function: LossFunction[MicroBatchStatistics],
+        grad_norm: str = "optim/grad_norm",
+    ) -> list[UpdateReport]:
+        """Run one optimizer step for each mini-batch, on this replica's rows. Gradients are summed over replicas.
+
+        `grad_norm` is the name of the gradient norm in the reports. Raises NonFiniteGradientError if a gradient is not finite.
+        """
+        reports = []
+        for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
+            micros = self.micro_batches(block, batch)
+            start = time.perf_counter()
+            statistics = self.accumulate_gradients(micros, head, loss_function, batch)
+            norm = self.optimizer_step(lr, index)
+            seconds = time.perf_counter() - start
+            reports.append(reduce_statistics(statistics, {grad_norm: norm, "seconds": seconds}))
+        return reports
+
     def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 
@@ -223,6 +247,11 @@ class MegatronModel:
 
     # Export and weight sync.
 
+    @property
+    def exported_config(self) -> HFConfig:
+        """The config of an exported Hugging Face folder."""
+        return self.hf
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the current weights as pairs (name of the Hugging Face tensor, whole tensor).
 
@@ -262,7 +291,7 @@ class MegatronModel:
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
-        write_export(tensors, self.spec.model_path, folder, notes or {}, self.spec.family)
+        write_export(tensors, self.exported_config, folder, notes or {})
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
         """Open a weight sync session with these engines. All ranks call this. Only the disk transport writes to `folder`."""
