@@ -392,17 +392,23 @@ class RoleConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Supervised fine-tuning, for `mrl sft` and for the warm start of `mrl train` (docs/tutorials/data.md)."""
+    """Supervised training, for `mrl sft` and for the warm start of `mrl train` (docs/tutorials/data.md)."""
 
+    objective: Node = key(
+        lambda: {"_target_": "mrl.algorithms.losses.CrossEntropy"},
+        "Loss. conf/objective has cross-entropy, losses over preferences (dpo and others), and those of reward models.",
+    )
     train: str | None = key(
-        None, "Parquet or jsonl file with the columns prompt and response. With null, `mrl train` has no warm start."
+        None,
+        "Parquet or jsonl file. The columns are prompt and response; prompt, chosen and rejected; or prompt, completion and label, as "
+        "the objective needs. With null, `mrl train` has no warm start.",
     )
     output: str | None = key(
         None,
         "Hugging Face folder for the trained model. If it already exists, `mrl train` uses it and skips the warm start.",
     )
     steps: int = key(200, "Number of optimizer steps.", "optimizer steps", least=1)
-    batch_size: int = key(128, "Number of rows in one optimizer step.", "rows", least=1)
+    batch_size: int = key(128, "Number of rows in one optimizer step. A pair is one row.", "rows", least=1)
     optim: OptimConfig = key(
         _sft_optim, "Optimizer of supervised fine-tuning. If sft.optim.lr_decay_steps is 0, the decay takes sft.steps."
     )

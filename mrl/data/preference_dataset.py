@@ -168,3 +168,21 @@ def _other_prompts(path: str | Path, prompts: list[Messages]) -> list[int]:
             following = row + 1
         others[row] = following
     return others
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """Form of the rows that a supervised objective trains."""
+
+    rows: str = "responses"  # responses, pairs or labels: the columns of a row
+    for_scores: bool = False  # whether a reward model reads the sequences
+    mismatched: bool = False  # whether the objective needs each prompt with the response to another prompt
+
+    def load(
+        self, path: str | Path, model_path: str | Path, max_tokens: int, chat: ChatTemplate | None = None
+    ) -> SftDataset:
+        """Read and check every row, see `SftDataset.load` and `load_preferences`."""
+        if self.rows == "responses":
+            return SftDataset.load(path, model_path, max_tokens, chat)
+        options = dict(labelled=self.rows == "labels", for_scores=self.for_scores, mismatched=self.mismatched)
+        return load_preferences(path, model_path, max_tokens, chat, **options)

@@ -27,6 +27,7 @@ from mrl.core.types import (
     UpdateReport,
     assemble_column,
 )
+from mrl.data.preference_dataset import RowForm
 from mrl.data.tokenizer import ChatTemplate
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from parallel import spans
@@ -135,12 +136,10 @@ class TrainWorker:
         self.model = models[head](spec)
 
     def load_supervised_dataset(
-        self, objective: Any, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate
+        self, form: RowForm, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate
     ) -> SupervisedRows:
-        """Tokenise the rows that a supervised objective trains into Ray's object store."""
-        from mrl.workers.supervised import load_rows  # imports the tokenizer library
-
-        data = load_rows(objective, path, tokenizer, max_tokens, chat)
+        """Tokenise a supervised data set, whose rows have this form, into Ray's object store."""
+        data = form.load(path, tokenizer, max_tokens, chat)
         block = data.block()
         lengths = (block.lengths, block.response_lengths, block.sampled_lengths)
         return SupervisedRows(ray.put(block), *lengths, data.num_rows, data.sequences_per_row)

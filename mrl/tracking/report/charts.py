@@ -35,6 +35,7 @@ CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Failed tool calls", {"rollout/tool_errors_fraction": "failed"}),
     ("Critic", {"critic/explained_variance": "explained variance"}),
     ("Supervised loss", {"loss/sft": "loss"}),
+    ("Preferences in the right order", {"preference/accuracy": "accuracy"}),
     ("Throughput", {"throughput/tokens_per_s": "response tokens"}),
     ("Time of a step", {"time/step_s": "step"}),
     ("Metrics of plug-ins", {r"own/.*": ""}),

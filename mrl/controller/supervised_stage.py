@@ -1,0 +1,141 @@
+"""Supervised training of a worker group, for `mrl sft` and for the warm start before reinforcement learning."""
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrl.config.schema import Config, SftConfig
+from mrl.controller.plan_models import ModelPlan, chat_template
+from mrl.controller.plan_supervised import WARM_START_SETTINGS, SupervisedObjective, warm_start_settings
+from mrl.core.metrics import Metrics
+from mrl.core.types import Handle, SupervisedRows, UpdateReport
+from mrl.data.prompts import PromptStream
+from mrl.tracking.console import ConsoleSink, Startup
+from mrl.tracking.tracker import JsonlSink, Tracker
+from mrl.workers.dp_partition import Packing
+from mrl.workers.group import WorkerGroup
+from mrl.workers.model_trainers import ACTOR_SUMS
+from mrl.workers.worker import TrainWorker
+from parallel.trainer_config import OptimConfig
+
+logger = logging.getLogger(__name__)
+
+
+def train_supervised(group: WorkerGroup, plan: ModelPlan, sft: SftConfig, startup: Startup | None = None) -> float:
+    """Train the model of `group` on the rows of `sft.train`. Returns the loss of the last optimizer step.
+
+    `startup`: the startup display, if it is shown. The progress of the training replaces it.
+    """
+    assert sft.train, "only called for a config with a supervised stage"
+    objective = SupervisedObjective.of(plan.config)
+    optim = replace(sft.optim, lr_decay_steps=sft.optim.lr_decay_steps or sft.steps)
+    group.call(TrainWorker.reset_optimizer, **vars(optim))
+    files = (str(Path(sft.train).resolve()), str(Path(plan.model_path).resolve()))
+    rows = group.call_rank_0(
+        TrainWorker.load_supervised_dataset, objective.form, *files, plan.context, chat_template(plan.config)
+    )
+    stage = SupervisedStage(
+        group=group,
+        rows=rows,
+        objective=objective,
+        steps=sft.steps,
+        batch_size=sft.batch_size,
+        optim=optim,
+        packing=plan.packing,
+        seed=plan.config.run.seed,
+    )
+    metrics = JsonlSink(Path(plan.config.run.dir).resolve() / "sft.jsonl")
+    with Tracker([metrics, ConsoleSink(sft.steps, title="supervised", startup=startup)]) as tracker:
+        return stage.run(tracker)
+
+
+def export_supervised(group: WorkerGroup, config: Config, output: str) -> None:
+    """Write the weights as a Hugging Face folder, together with the settings that decide these weights.
+
+    A reward model's folder also has the chat template of the config, because rewards render conversations with it.
+    """
+    notes = {WARM_START_SETTINGS: json.dumps(warm_start_settings(config))}
+    if config.data.chat_template and SupervisedObjective.of(config).head == "score":
+        notes["chat_template.jinja"] = Path(config.data.chat_template).read_text(encoding="utf-8")
+    group.call(TrainWorker.export_hf, str(Path(output).resolve()), notes)
+
+
+def store_warm_start(actor: WorkerGroup, config: Config, output: str) -> None:
+    """Export the warm start for later runs. Does nothing if another run has exported it or is exporting it."""
+    try:
+        if not Path(output).exists():
+            export_supervised(actor, config, output)
+    except (OSError, ValueError) as error:
+        if not any(Path(name).is_dir() for name in (output, f"{output}.partial")):
+            raise
+        logger.warning("the warm start was not stored, because another run stores it: %s", error)
+
+
+@dataclass(frozen=True)
+class SupervisedStage:
+    """Supervised training: optimizer steps on a data set that is in Ray's object store."""
+
+    group: WorkerGroup
+    rows: SupervisedRows
+    objective: SupervisedObjective
+    steps: int  # number of optimizer steps
+    batch_size: int  # rows of the file per optimizer step
+    optim: OptimConfig
+    packing: Packing
+    seed: int
+
+    def run(self, tracker: Tracker) -> float:
+        """Train, and return the loss of the last optimizer step."""
+        stream = PromptStream(self.rows.num_rows, self.batch_size, seed=self.seed, shuffle=True)
+        drawn = [next(stream) for _ in range(self.steps)]
+        rows = self._with_reference(drawn) if self.objective.needs_reference else self.rows
+        loss = float("nan")
+        for step, drawn_rows in enumerate(drawn):
+            lr = self.optim.lr_at(step)
+            objective, metrics = self._loss_of_step(rows, drawn_rows)
+            batch = rows.batch(rows.sequences_of(drawn_rows))
+            (report,) = self.group.update(
+                [batch], self.packing, aggregation=self.objective.aggregation, lrs=[lr], loss=objective
+            )
+            loss = report.sums["loss"]  # the weights of all tokens sum to 1
+            grad_norm = report.maxima["optim/grad_norm"]
+            metrics |= {"loss/sft": loss, "optim/grad_norm": grad_norm, "optim/lr": lr}
+            tracker.log(step + 1, metrics | _loss_metrics(report))
+        return loss
+
+    def _with_reference(self, drawn: list[NDArray[np.int64]]) -> SupervisedRows:
+        """Return the rows with the column ref_logprobs of all sequences that the stage trains, under the current weights."""
+        rows = self.rows
+        used = np.unique(np.concatenate(drawn))
+        sequences = np.concatenate([rows.sequences_of(used), rows.mismatched_of(used)])
+        per_call = self.batch_size * rows.sequences_per_row  # a call has as much work as a step, so it keeps the deadline
+        parts = [
+            part
+            for start in range(0, len(sequences), per_call)
+            for part in self._logprobs(rows, sequences[start : start + per_call])
+        ]
+        block = self.group.call_rank_0(TrainWorker.add_column, rows.block, "ref_logprobs", *parts)
+        return replace(rows, block=block)
+
+    def _logprobs(self, rows: SupervisedRows, sequences: NDArray[np.int64]) -> list[Handle]:
+        return self.group.compute_logprobs(rows.batch(sequences), self.packing, temperature=1.0)
+
+    def _loss_of_step(self, rows: SupervisedRows, drawn: NDArray[np.int64]) -> tuple[Any, Metrics]:
+        """Return the loss for the rows of a step, and its metrics. A loss such as KTO's gets its reference point."""
+        loss = self.objective.loss
+        others = rows.mismatched_of(np.unique(drawn))
+        if not len(others):
+            return loss, {}
+        log_ratio = self.group.call_rank_0(TrainWorker.mean_log_ratio, rows.block, *self._logprobs(rows, others))
+        return loss.with_reference_point(log_ratio), {"preference/reference_point": max(0.0, log_ratio)}
+
+
+def _loss_metrics(report: UpdateReport) -> Metrics:
+    """Return the metrics of the loss: averages over the tokens' loss weights."""
+    weight = report.sums.get("weight", 0.0)
+    return {name: value / weight for name, value in report.sums.items() if weight and name not in ACTOR_SUMS}
