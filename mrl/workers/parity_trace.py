@@ -16,8 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.algorithms.preference import ScoreLoss
 from mrl.core.types import RankBatch, TokenBlock
-from mrl.workers.actor_critic import MegatronActor, MegatronCritic, policy_loss, value_loss
+from mrl.workers.actor_critic import (
+    MegatronActor,
+    MegatronCritic,
+    MegatronRewardModel,
+    policy_loss,
+    score_loss,
+    value_loss,
+)
 from mrl.workers.megatron_model import MegatronModel, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.trace_comparison import (
@@ -35,7 +43,7 @@ def trace_step(
     model: MegatronActor | MegatronCritic,
     block: TokenBlock,
     batch: RankBatch,
-    loss: Loss | None,
+    loss: Loss | ScoreLoss | None,
     lr: float,
     temperature: float,
 ) -> StepTrace:
@@ -96,16 +104,23 @@ def forward_outputs(
 
 
 def _accumulate(
-    model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, loss: Loss | None, temperature: float
+    model: MegatronActor | MegatronCritic,
+    block: TokenBlock,
+    batch: RankBatch,
+    loss: Loss | ScoreLoss | None,
+    temperature: float,
 ) -> float:
     """Accumulate the complete gradients on every replica, and return this rank's part of the loss.
 
     Only ranks of the last pipeline stage that have tensor-parallel rank 0 return a part. The other ranks return 0.
     """
-    if isinstance(model, MegatronCritic):
+    if isinstance(model, MegatronRewardModel):
+        assert isinstance(loss, ScoreLoss), "a reward model needs a loss over scores"
+        head, loss_function = model.head, partial(score_loss, loss=loss)
+    elif isinstance(model, MegatronCritic):
         head, loss_function = model.head, partial(value_loss, loss=ValueLoss())
     else:
-        assert loss is not None, "an actor needs a loss"
+        assert loss is not None and not isinstance(loss, ScoreLoss), "an actor needs a policy loss"
         head = partial(model.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         loss_function = partial(policy_loss, loss=loss)
     micros = model.micro_batches(block, batch)

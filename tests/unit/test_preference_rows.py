@@ -150,8 +150,9 @@ def test_a_wrong_labelled_row_is_refused_with_the_reason(tmp_path, model, row, m
 
 def test_a_sequence_that_exceeds_the_context_is_refused(tmp_path, model):
     path = written(tmp_path, [dict(prompt="a", chosen="1", rejected="2" * 30)])
-    with pytest.raises(ValueError, match=r"rows.jsonl, row 0: prompt and response have 36 tokens, more than the 35"):
-        load_preferences(path, model, 35, labelled=False, for_scores=False)
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 0: prompt and response have 51 tokens, more than the 50"):
+        load_preferences(path, model, 50, labelled=False, for_scores=False)
+    assert load_preferences(path, model, 51, labelled=False, for_scores=False).num_rows == 1
 
 
 def test_kto_needs_rows_with_different_prompts(tmp_path, model):
