@@ -163,13 +163,13 @@ def test_the_odds_ratio_loss_of_the_orpo_trainer(seed):
     chosen, rejected = padded.sums(mean=True)
     # TRL computes in float32 here; its method is called in float64.
     compute = method("experimental/orpo/orpo_trainer.py", "ORPOTrainer", "odds_ratio_loss")
-    in_float64 = [SimpleFloat64(x) for x in (chosen, rejected)]
+    in_float64 = [keeping_float64(x) for x in (chosen, rejected)]
     losses, *_ = compute(trainer(beta=0.4), *in_float64)
     expected = -chosen.mean() - losses.mean()
     check(ORPO(beta=0.4), case, expected, padded)
 
 
-def SimpleFloat64(values: torch.Tensor) -> torch.Tensor:
+def keeping_float64(values: torch.Tensor) -> torch.Tensor:
     """Return the tensor with a method `float` that keeps float64."""
     kept = values * 1.0
     kept.float = lambda: kept  # type: ignore[method-assign]
