@@ -84,17 +84,22 @@ class WeightBridge:
         starts from a reward model takes over the score head.
         """
         for row in [*self.rows, *self.copies]:
-            param = self.params.get(row.megatron)
-            if row in self.own_head and row.hf[0] not in weights and row.megatron == OUTPUT_WEIGHT:
-                row = SCORE_HEAD
-            if param is None or (row in [*self.own_head, SCORE_HEAD] and row.hf[0] not in weights):
+            param, stored = self.params.get(row.megatron), self._stored_row(row, weights)
+            if param is None or stored is None:
                 continue
-            group = _shard_group(row)
-            shard = row.to_megatron([weights[name] for name in row.hf], self.sizes, group.rank(), group.size())
+            group = _shard_group(stored)
+            shard = stored.to_megatron([weights[name] for name in stored.hf], self.sizes, group.rank(), group.size())
             assert shard.shape == param.shape, f"{row.megatron}: {tuple(shard.shape)} into {tuple(param.shape)}"
             param.copy_(shard)
-            for name in row.hf:
+            for name in stored.hf:
                 weights.release(name)
+
+    def _stored_row(self, row: ParamMapping, weights: HFWeights) -> ParamMapping | None:
+        """Return the row that reads the parameter of `row` from a checkpoint. None: the parameter keeps its initial value."""
+        if row not in self.own_head or row.hf[0] in weights:
+            return row
+        has_score = row.megatron == OUTPUT_WEIGHT and SCORE_HEAD.hf[0] in weights
+        return SCORE_HEAD if has_score else None
 
     def stage(self, name: str) -> int:
         """Return the pipeline stage of the Megatron parameter `name`. The parameter may be on another rank."""

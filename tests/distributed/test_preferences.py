@@ -169,13 +169,14 @@ def trained_and_exported(rank: int, path, dims: ParallelDims, output) -> tuple[S
     return trace, {row: float(values[0]) for row, values in forward_outputs(model, block, batch, 1.0).items()}
 
 
-def classifier_scores(folder) -> list:
-    """Return the scores of the sequences of `pairs`, without their end marks, by transformers' sequence classifier."""
+def classifier_scores(folder) -> tuple:
+    """Return transformers' sequence classifier, and its scores of the sequences of `pairs` without their end marks."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
     block = pairs(for_scores=True)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    model.config.pad_token_id = None  # otherwise it reads the score before tokens with the id of padding
     rows = [block.tokens[start : end - 1] for start, end in zip(block.cu_seqlens[:-1], block.cu_seqlens[1:], strict=True)]
     return model, [model(torch.tensor(row.astype(np.int64))[None]).logits[0, 0] for row in rows]
 

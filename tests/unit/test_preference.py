@@ -107,7 +107,7 @@ def test_loss_and_gradient_equal_the_formula_of_the_paper(name, seed):
     case = pairs_case(seed)
     found, gradient = loss_and_gradient(loss, case, weights_of(case))
     assert found == pytest.approx(reference(case, case.logprobs), rel=1e-10)
-    np.testing.assert_allclose(gradient, slopes(lambda x: reference(case, x), case.logprobs), atol=2e-9)
+    np.testing.assert_allclose(gradient, slopes(lambda x: reference(case, x), case.logprobs), atol=5e-8)
     assert np.abs(gradient).max() > 1e-4
 
 
@@ -130,7 +130,7 @@ def test_a_pair_with_an_empty_response_has_the_weight_of_a_pair(name, lengths):
     case = pairs_case(3, lengths)
     found, gradient = loss_and_gradient(loss, case, weights_of(case))
     assert found == pytest.approx(reference(case, case.logprobs), rel=1e-10)
-    np.testing.assert_allclose(gradient, slopes(lambda x: reference(case, x), case.logprobs), atol=2e-9)
+    np.testing.assert_allclose(gradient, slopes(lambda x: reference(case, x), case.logprobs), atol=5e-8)
 
 
 @pytest.mark.parametrize("name", CASES)
