@@ -403,6 +403,10 @@ class SftConfig:
         "Parquet or jsonl file. The columns are prompt and response; prompt, chosen and rejected; or prompt, completion and label, as "
         "the objective needs. With null, `mrl train` has no warm start.",
     )
+    test: str | None = key(
+        None,
+        "Held-out rows in the form of sft.train. Their loss is measured after the last step, and every trainer.eval_every steps.",
+    )
     output: str | None = key(
         None,
         "Hugging Face folder for the trained model. If it already exists, `mrl train` uses it and skips the warm start.",

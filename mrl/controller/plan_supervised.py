@@ -57,11 +57,12 @@ class SupervisedObjective:
 
 
 def check_supervised_data(config: Config, model: ModelPlan) -> None:
-    """Raise ValueError if a row of `sft.train` cannot be read, is longer than the context, or has an unknown token."""
+    """Raise ValueError if a row of `sft.train` or `sft.test` cannot be read, is longer than the context, or has an unknown token."""
     assert config.sft.train, "only called for a config with a supervised stage"
     form = SupervisedObjective.of(config).form
-    data = form.load(config.sft.train, model.model_path, model.context, chat_template(config))
-    data.check_vocabulary(model.arch.vocab_size)
+    for path in filter(None, (config.sft.train, config.sft.test)):
+        data = form.load(path, model.model_path, model.context, chat_template(config))
+        data.check_vocabulary(model.arch.vocab_size)
 
 
 def check_warm_start(config: Config) -> None:
@@ -77,8 +78,9 @@ WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the s
 
 
 def warm_start_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide the weights of a warm start. The default objective is left out."""
+    """Return the settings that decide the weights of a warm start. The default objective and held-out rows are left out."""
     sft = asdict(config.sft)
+    del sft["test"]
     if sft["objective"] == SftConfig().objective:
         del sft["objective"]
     settings = dict(model=config.model.path, seed=None if config.data.inputs else config.run.seed, sft=sft)

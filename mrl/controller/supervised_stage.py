@@ -35,13 +35,19 @@ def train_supervised(group: WorkerGroup, plan: ModelPlan, sft: SftConfig, startu
     objective = SupervisedObjective.of(plan.config)
     optim = replace(sft.optim, lr_decay_steps=sft.optim.lr_decay_steps or sft.steps)
     group.call(TrainWorker.reset_optimizer, **vars(optim))
-    files = (str(Path(sft.train).resolve()), str(Path(plan.model_path).resolve()))
-    rows = group.call_rank_0(
-        TrainWorker.load_supervised_dataset, objective.form, *files, plan.context, chat_template(plan.config)
-    )
+    tokenizer, chat = str(Path(plan.model_path).resolve()), chat_template(plan.config)
+
+    def load(path: str) -> SupervisedRows:
+        file = str(Path(path).resolve())
+        return group.call_rank_0(
+            TrainWorker.load_supervised_dataset, objective.form, file, tokenizer, plan.context, chat
+        )
+
     stage = SupervisedStage(
         group=group,
-        rows=rows,
+        rows=load(sft.train),
+        held_out=load(sft.test) if sft.test else None,
+        eval_every=plan.config.trainer.eval_every,
         objective=objective,
         steps=sft.steps,
         batch_size=sft.batch_size,
@@ -76,12 +82,18 @@ def store_warm_start(actor: WorkerGroup, config: Config, output: str) -> None:
         logger.warning("the warm start was not stored, because another run stores it: %s", error)
 
 
+HELD_OUT_METRICS = {"loss": "loss/sft_held_out", "preference/accuracy": "preference/held_out_accuracy"}
+"""Sum in the report of an evaluation -> metric."""
+
+
 @dataclass(frozen=True)
 class SupervisedStage:
     """Supervised training: optimizer steps on a data set that is in Ray's object store."""
 
     group: WorkerGroup
     rows: SupervisedRows
+    held_out: SupervisedRows | None  # rows that are only evaluated, after the last step and every `eval_every` steps
+    eval_every: int  # 0: only after the last step
     objective: SupervisedObjective
     steps: int  # number of optimizer steps
     batch_size: int  # rows of the file per optimizer step
@@ -93,7 +105,8 @@ class SupervisedStage:
         """Train, and return the loss of the last optimizer step."""
         stream = PromptStream(self.rows.num_rows, self.batch_size, seed=self.seed, shuffle=True)
         drawn = [next(stream) for _ in range(self.steps)]
-        rows = self._with_reference(drawn) if self.objective.needs_reference else self.rows
+        rows = self._with_reference(self.rows, np.unique(np.concatenate(drawn)))
+        held_out = self.held_out and self._with_reference(self.held_out, np.arange(self.held_out.num_rows))
         loss = float("nan")
         for step, drawn_rows in enumerate(drawn):
             lr = self.optim.lr_at(step)
@@ -105,25 +118,51 @@ class SupervisedStage:
             loss = report.sums["loss"]  # the weights of all tokens sum to 1
             grad_norm = report.maxima["optim/grad_norm"]
             metrics |= {"loss/sft": loss, "optim/grad_norm": grad_norm, "optim/lr": lr}
+            is_due = step + 1 == self.steps or (self.eval_every and (step + 1) % self.eval_every == 0)
+            if held_out and is_due:
+                metrics |= self._evaluate(held_out)
             tracker.log(step + 1, metrics | _loss_metrics(report))
         return loss
 
-    def _with_reference(self, drawn: list[NDArray[np.int64]]) -> SupervisedRows:
-        """Return the rows with the column ref_logprobs of all sequences that the stage trains, under the current weights."""
-        rows = self.rows
-        used = np.unique(np.concatenate(drawn))
+    def _with_reference(self, rows: SupervisedRows, used: NDArray[np.int64]) -> SupervisedRows:
+        """Return the data set with the column ref_logprobs under the current weights, for the rows `used` of the file.
+
+        If the objective needs no reference, return the data set unchanged.
+        """
+        if not self.objective.needs_reference:
+            return rows
         sequences = np.concatenate([rows.sequences_of(used), rows.mismatched_of(used)])
-        per_call = self.batch_size * rows.sequences_per_row  # a call has as much work as a step, so it keeps the deadline
-        parts = [
-            part
-            for start in range(0, len(sequences), per_call)
-            for part in self._logprobs(rows, sequences[start : start + per_call])
-        ]
-        block = self.group.call_rank_0(TrainWorker.add_column, rows.block, "ref_logprobs", *parts)
+        block = self.group.call_rank_0(
+            TrainWorker.add_column, rows.block, "ref_logprobs", *self._logprobs(rows, sequences)
+        )
         return replace(rows, block=block)
 
+    def _in_batches(self, rows: SupervisedRows, sequences: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Divide sequences into batches of the size of an optimizer step, so that every call keeps the deadline of a call."""
+        size = self.batch_size * rows.sequences_per_row
+        return [sequences[start : start + size] for start in range(0, len(sequences), size)]
+
     def _logprobs(self, rows: SupervisedRows, sequences: NDArray[np.int64]) -> list[Handle]:
-        return self.group.compute_logprobs(rows.batch(sequences), self.packing, temperature=1.0)
+        """Compute log-probabilities under the current weights. Returns handles of ColumnParts."""
+        return [
+            part
+            for batch in self._in_batches(rows, sequences)
+            for part in self.group.compute_logprobs(rows.batch(batch), self.packing, temperature=1.0)
+        ]
+
+    def _evaluate(self, held_out: SupervisedRows) -> Metrics:
+        """Return the loss of the held-out rows, and their accuracy if the objective has one."""
+        every = np.arange(held_out.num_rows)
+        loss, _ = self._loss_of_step(held_out, every)
+        sequences = held_out.sequences_of(every)
+        sums: dict[str, float] = {}
+        for batch in self._in_batches(held_out, sequences):
+            # The loss is normalized over all held-out rows, so the sums of the batches add up to the mean.
+            part = replace(held_out.batch(batch), denominator_rows=sequences)
+            report = self.group.evaluate(part, self.packing, aggregation=self.objective.aggregation, loss=loss)
+            for name, value in report.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {ours: sums[theirs] for theirs, ours in HELD_OUT_METRICS.items() if theirs in sums}
 
     def _loss_of_step(self, rows: SupervisedRows, drawn: NDArray[np.int64]) -> tuple[Any, Metrics]:
         """Return the loss for the rows of a step, and its metrics. A loss such as KTO's gets its reference point."""

@@ -344,6 +344,12 @@ METRICS: dict[str, Metric] = {
     "advantage/std": Metric(
         "", "standard deviation of the advantages over trained tokens", good="above 0; at 0 nothing is learned"
     ),
+    "loss/sft_held_out": Metric(
+        "nats", "loss of supervised training on the rows of sft.test", good="falls; if it rises, the model overfits"
+    ),
+    "preference/held_out_accuracy": Metric(
+        "", "preference/accuracy on the rows of sft.test", good="rises with preference/accuracy", reduction="last"
+    ),
     "preference/accuracy": Metric(
         "",
         "fraction of the pairs whose chosen response has the larger reward, or of the labelled responses whose reward has the right "

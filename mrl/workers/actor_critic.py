@@ -48,6 +48,12 @@ class MegatronActor(MegatronModel):
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         return self.train(block, batches, lrs, head, partial(policy_loss, loss=loss))
 
+    def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Loss, temperature: float = 1.0) -> UpdateReport:
+        """Compute the loss of this replica's rows without gradients."""
+        return self.measure(
+            block, batch, partial(self.head, temperature=temperature), partial(policy_loss, loss=loss)
+        )
+
     def compute_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
         """Return for each micro-batch the log-probabilities [R] of its sampled tokens. Only the last pipeline stage has them."""
         return self.compute_column(block, batch, partial(self.head, temperature=temperature))
@@ -168,6 +174,10 @@ class MegatronRewardModel(MegatronCritic):
     ) -> list[UpdateReport]:
         """Run one optimizer step for each mini-batch. Raises NonFiniteGradientError if a gradient is not finite."""
         return self.train(block, batches, lrs, self.head, partial(score_loss, loss=loss))
+
+    def evaluate(self, block: TokenBlock, batch: RankBatch, loss: ScoreLoss) -> UpdateReport:
+        """Compute the loss of this replica's rows without gradients."""
+        return self.measure(block, batch, self.head, partial(score_loss, loss=loss))
 
     @property
     def exported_config(self) -> HFConfig:

@@ -214,6 +214,12 @@ class WorkerGroup:
         parts = self._call_ranks(method, (batch.block, ray.put(partition.rank_batches)), options)
         return [part for part in parts if part is not None]
 
+    def evaluate(self, batch: TrainBatch, packing: Packing, *, aggregation: str, **options: Any) -> UpdateReport:
+        """Compute the loss of a batch without gradients. `options` are further arguments of the model's `evaluate`: loss."""
+        partition = partition_step(batch, self.dims, packing, aggregation)
+        reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.rank_batches)), options)
+        return self._combine(reports, partition)
+
     def update(self, steps: list[TrainBatch], packing: Packing, **options: Any) -> list[UpdateReport]:
         """Do the same as `begin_update`, and wait for the reports."""
         return self.begin_update(steps, packing, **options).result()

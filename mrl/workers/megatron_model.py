@@ -188,6 +188,17 @@ class MegatronModel:
             reports.append(reduce_statistics(statistics, {grad_norm: norm, "seconds": seconds}))
         return reports
 
+    def measure(
+        self, block: TokenBlock, batch: RankBatch, head: OutputHead, loss_function: LossFunction[MicroBatchStatistics]
+    ) -> UpdateReport:
+        """Compute the loss of a batch without gradients. Returns its statistics, as `train` does."""
+        for chunk in self.chunks:
+            chunk.eval()
+        micros = self.micro_batches(block, batch)
+        with torch.no_grad():
+            statistics = run_forward_backward(self.chunks, micros, head, loss_function, forward_only=True)
+        return reduce_statistics(statistics, {})
+
     def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 

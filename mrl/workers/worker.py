@@ -245,6 +245,12 @@ class TrainWorker:
         with track_activity("updating the weights"), span("update"):
             return self.model.update(block.with_columns(**columns or {}), self._own_batch(rank_batches), **options)
 
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def evaluate(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> UpdateReport:
+        """Compute the loss of this replica's rows without gradients. `options`: arguments of the model's `evaluate`."""
+        with track_activity("evaluating held-out rows"), span("evaluation"):
+            return self.model.evaluate(block, self._own_batch(rank_batches), **options)
+
     # Parity checks and step dumps.
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)

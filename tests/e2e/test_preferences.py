@@ -73,14 +73,23 @@ def test_kto_learns_from_labelled_responses(train_on_pairs, inputs, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def reward_model(train_on_pairs) -> tuple[list[dict], Path]:
-    return train_on_pairs("reward_model", "sft.steps=150", "sft.optim.lr=1e-3")
+def reward_model(train_on_pairs, inputs, tmp_path_factory) -> tuple[list[dict], Path]:
+    import pyarrow.parquet as pq
+
+    pairs = pq.read_table(inputs / "pairs.parquet")
+    folder = tmp_path_factory.mktemp("split")
+    pq.write_table(pairs.slice(0, 3000), folder / "train.parquet")
+    pq.write_table(pairs.slice(3000), folder / "test.parquet")
+    files = [f"sft.train={folder / 'train.parquet'}", f"sft.test={folder / 'test.parquet'}", "trainer.eval_every=50"]
+    return train_on_pairs("reward_model", *files, "sft.steps=150", "sft.optim.lr=1e-3")
 
 
 def test_a_reward_model_learns_the_order_of_pairs(reward_model):
     steps, folder = reward_model
     begin, end = means(steps, "preference/accuracy")
     assert begin < 0.7 < end
+    held_out = [(step["step"], step["preference/held_out_accuracy"]) for step in steps if "loss/sft_held_out" in step]
+    assert [step for step, _ in held_out] == [50, 100, 150] and 0.6 < held_out[-1][1] <= 1
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"] and len(config["id2label"]) == 1
 
