@@ -333,11 +333,9 @@ METRICS: dict[str, Metric] = {
         good="near the fraction that the algorithm asks for",
     ),
     "loss/sft": Metric(
-        "nats",
-        "loss of supervised training: mean cross-entropy per response token, or mean loss of the pairs or labelled responses",
-        label="loss",
-        good="falls",
+        "nats", "loss of supervised training; cross-entropy is per response token", label="loss", good="falls"
     ),
+    "loss/sft_held_out": Metric("nats", "loss/sft on the rows of sft.test", good="falls"),
     "optim/grad_norm": Metric("", "gradient norm before clipping", good="constant, without jumps"),
     "optim/lr": Metric("", "learning rate", ".1e", good="follows the schedule of optim", reduction="last"),
     "advantage/mean": Metric("", "mean advantage per trained token", good="near 0"),
@@ -347,43 +345,14 @@ METRICS: dict[str, Metric] = {
     "loss/sft_held_out": Metric(
         "nats", "loss of supervised training on the rows of sft.test", good="falls; if it rises, the model overfits"
     ),
-    "preference/held_out_accuracy": Metric(
-        "", "preference/accuracy on the rows of sft.test", good="rises with preference/accuracy", reduction="last"
-    ),
-    "preference/accuracy": Metric(
-        "",
-        "fraction of the pairs whose chosen response has the larger reward, or of the labelled responses whose reward has the right "
-        "sign",
-        label="accuracy",
-        good="rises from about 0.5 towards 1",
-    ),
-    "preference/margin": Metric(
-        "",
-        "mean reward of the chosen minus that of the rejected responses; for labels, mean reward with the sign of the label",
-        good="rises",
-    ),
-    "preference/chosen_reward": Metric(
-        "",
-        "mean reward that the policy implies for the chosen responses, or their mean score by the reward model",
-        good="rises, or falls less than that of the rejected responses",
-    ),
-    "preference/rejected_reward": Metric(
-        "",
-        "mean reward that the policy implies for the rejected responses, or their mean score by the reward model",
-        good="falls",
-    ),
-    "preference/chosen_logprob": Metric(
-        "nats",
-        "mean log-probability of the whole chosen response",
-        ".1f",
-        good="falls less than that of the rejected responses",
-    ),
-    "preference/rejected_logprob": Metric(
-        "nats", "mean log-probability of the whole rejected response", ".1f", good="falls"
-    ),
-    "preference/reference_point": Metric(
-        "nats", "estimate of KL(policy || reference) in KTO's loss", ".2e", good="rises slowly"
-    ),
+    "preference/accuracy": Metric("", "fraction of the pairs, or labels, with the right order", good="rises towards 1"),
+    "preference/held_out_accuracy": Metric("", "preference/accuracy on the rows of sft.test", good="rises towards 1"),
+    "preference/margin": Metric("", "reward of the chosen minus that of the rejected response", good="rises"),
+    "preference/chosen_reward": Metric("", "mean reward, or score, of the chosen responses", good="rises"),
+    "preference/rejected_reward": Metric("", "mean reward, or score, of the rejected responses", good="falls"),
+    "preference/chosen_logprob": Metric("nats", "mean log-probability of a chosen response", good="falls little"),
+    "preference/rejected_logprob": Metric("nats", "mean log-probability of a rejected response", good="falls"),
+    "preference/reference_point": Metric("nats", "KL to the reference in the loss of KTO", ".2e", good="rises slowly"),
     "critic/loss": Metric("", "half the mean squared error of the values", ".2e", good="falls"),
     "critic/value_mean": Metric("", "mean of the critic's values for the sampled tokens", good="near the mean return"),
     "critic/explained_variance": Metric(
