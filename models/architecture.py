@@ -148,8 +148,10 @@ class Family:
         reading = config.start_reading(self.defaults)
         arch = self.translate(reading)
         reading.check_all_fields_read()
+        if not config.is_reward_model:
+            return arch
         config.check_one_output()
-        return replace(arch, is_reward_model=config.is_reward_model, sizes=arch.sizes | {"one": 1})
+        return replace(arch, is_reward_model=True, sizes=arch.sizes | {"one": 1})
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""

@@ -125,7 +125,8 @@ class HFConfig:
     @property
     def is_reward_model(self) -> bool:
         """Whether the folder has a sequence classifier in place of a language model."""
-        return self.architecture.endswith(_CLASSIFIER)
+        names = self.fields.get("architectures")
+        return isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_CLASSIFIER)
 
     @property
     def family_architecture(self) -> str:
@@ -142,11 +143,11 @@ class HFConfig:
         return replace(self, fields=self.fields | labels)
 
     def check_one_output(self) -> None:
-        """Raise ValueError if this is a sequence classifier with several outputs. Without a field, transformers has two."""
-        labels = self.fields.get("num_labels", len(self.fields.get("id2label") or (0, 1)))
-        if self.is_reward_model and labels != 1:
+        """Raise ValueError if this sequence classifier has several outputs. Without a field, transformers gives it two."""
+        outputs = self.fields.get("num_labels", len(self.fields.get("id2label") or (0, 1)))
+        if outputs != 1:
             raise ValueError(
-                f"{self.path}: {self.architecture} has {labels} outputs; expected a reward model, whose id2label has one entry."
+                f"{self.path}: {self.architecture} has {outputs} outputs; expected a reward model, whose id2label has one entry."
             )
 
     @property

@@ -48,7 +48,7 @@ class WeightBridge:
         family = family_of(config)
         arch = family.read(config)
         self.family, self.arch = family, arch
-        self.dims, self.sizes = dims, arch.sizes
+        self.dims, self.sizes = dims, arch.sizes | {"one": 1}
         # numbers of experts of a layer: in the whole model, and on each rank
         self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
         self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
