@@ -133,9 +133,10 @@ def _encode_conversations(
     """
     prompts: list[list[int]] = []
     responses: list[list[int]] = []
+    texts = [_render_conversation(tokenizer, row.prompt, response, args) for row in rows for response in row.responses]
+    encoded = iter(encode_texts(tokenizer, texts))
     for row in rows:
-        texts = [_render_conversation(tokenizer, row.prompt, response, args) for response in row.responses]
-        conversations = encode_texts(tokenizer, texts)
+        conversations = [next(encoded) for _ in row.responses]
         shared = len(commonprefix(conversations))
         if not shared:
             raise ValueError(f"{path}, row {row.number}: the conversations have no tokens or no common beginning.")
