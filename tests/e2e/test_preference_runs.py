@@ -60,11 +60,8 @@ def test_kto_learns_from_labelled_responses(train_on_pairs, inputs, tmp_path):
     import pyarrow.parquet as pq
 
     pairs = pq.read_table(inputs / "pairs.parquet").to_pylist()
-    rows = [
-        dict(prompt=pair["prompt"], completion=pair["chosen" if good else "rejected"], label=good)
-        for number, pair in enumerate(pairs)
-        for good in [number % 2 == 0]
-    ]
+    rows = [dict(prompt=pair["prompt"], completion=pair["chosen"], label=True) for pair in pairs[::2]]
+    rows += [dict(prompt=pair["prompt"], completion=pair["rejected"], label=False) for pair in pairs[1::2]]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "labels.parquet")
     steps, _ = train_on_pairs("kto", f"sft.train={tmp_path / 'labels.parquet'}", "sft.steps=40", "sft.optim.lr=3e-4")
     begin, end = means(steps, "preference/margin")
@@ -86,8 +83,8 @@ def reward_model(train_on_pairs, inputs, tmp_path_factory) -> tuple[list[dict], 
 
 def test_a_reward_model_learns_the_order_of_pairs(reward_model):
     steps, folder = reward_model
-    begin, end = means(steps, "preference/accuracy")
-    assert begin < 0.7 < end
+    _, end = means(steps, "preference/accuracy")
+    assert steps[0]["preference/accuracy"] < 0.7 < end
     held_out = [(step["step"], step["preference/held_out_accuracy"]) for step in steps if "loss/sft_held_out" in step]
     assert [step for step, _ in held_out] == [50, 100, 150] and 0.6 < held_out[-1][1] <= 1
     config = json.loads((folder / "config.json").read_text())
