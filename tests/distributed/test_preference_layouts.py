@@ -118,6 +118,26 @@ def test_a_single_pair_trains_on_two_replicas(run_ranks, folder):
     assert not [line for line in compare_traces(expected["dpo"], found, TOLERANCES["float32"]) if not line.within]
 
 
+def evaluated(rank: int, path, dims: ParallelDims) -> dict[str, float]:
+    """Return this rank's part of each loss, computed without gradients."""
+    from parallel import groups
+
+    found = {}
+    for name, loss in (LOSSES | SCORE_LOSSES).items():
+        block = pairs(for_scores=loss in SCORE_LOSSES.values())
+        batch = partition_step(batch_of(block), dims, PACKED, "sequence_mean").rank_batches[dims.coords(rank).dp]
+        sums = make_model(path, dims, loss).evaluate(block, batch, loss).sums
+        found[name] = sums.get("loss", 0.0) if groups.tp_group().rank() == 0 else 0.0
+    return found
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(cp=2), ParallelDims(tp=2, pp=2)], ids=str)
+def test_an_evaluation_computes_the_loss_of_a_step(run_ranks, folder, alone, dims):
+    ranks = run_ranks(dims, evaluated, folder, dims)
+    for name, expected in alone.items():
+        assert sum(rank[name] for rank in ranks) == pytest.approx(expected.loss, rel=1e-5), name
+
+
 def response_logprobs(model, block: TokenBlock) -> list:
     """Return the log-probabilities of each response's tokens by a model of transformers, one sequence at a time."""
     import torch
