@@ -21,10 +21,12 @@ from parallel.trainer_config import OptimConfig
 LENGTHS = [2, 3, 1, 4, 2, 2, 3, 1]  # response tokens of the sequences
 
 
-def data_set(num_rows: int, per_row: int) -> SupervisedRows:
-    block = TokenBlock.from_lists([[1, 2]] * len(LENGTHS), [[3] * length for length in LENGTHS])
-    lengths = (block.lengths, block.response_lengths, block.sampled_lengths)
-    return SupervisedRows(block, *lengths, num_rows, per_row)
+def data_set(num_rows: int, per_row: int, num_sequences: int = 8) -> SupervisedRows:
+    """Return a data set of `num_rows` rows. Further sequences are prompts with responses to other prompts."""
+    lengths = LENGTHS[:num_sequences]
+    block = TokenBlock.from_lists([[1, 2]] * num_sequences, [[3] * length for length in lengths])
+    columns = (block.lengths, block.response_lengths, block.sampled_lengths)
+    return SupervisedRows(block, *columns, num_rows, per_row)
 
 
 @dataclass
@@ -134,10 +136,10 @@ def test_kto_gets_the_mean_log_ratio_of_the_mismatched_sequences_in_each_step():
 
 
 def test_held_out_rows_are_measured_at_intervals_and_after_the_last_step():
-    group, steps, _ = run(DPO(), data_set(4, 2), held_out=data_set(3, 2), eval_every=2, steps=5)
+    group, steps, _ = run(DPO(), data_set(4, 2), held_out=data_set(3, 2, 6), eval_every=2, steps=5)
     assert [number for number, step in enumerate(steps, 1) if "loss/sft_held_out" in step] == [2, 4, 5]
     assert steps[1]["loss/sft_held_out"] == pytest.approx(2.0)
     assert steps[1]["preference/held_out_accuracy"] == pytest.approx(0.75)
     assert [batch.rows.tolist() for batch in group.evaluations[:2]] == [[0, 1, 2, 3], [4, 5]]
     assert all(batch.denominator_rows.tolist() == list(range(6)) for batch in group.evaluations)
-    assert not np.isnan(group.evaluations[0].block.columns["ref_logprobs"][: sum(LENGTHS[:6])]).any()
+    assert not np.isnan(group.evaluations[0].block.columns["ref_logprobs"]).any()
