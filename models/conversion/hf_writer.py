@@ -119,7 +119,7 @@ class HFFolderWriter:
 def write_export(
     tensors: Iterable[tuple[str, Tensor]], config: HFConfig, target: str | Path, notes: dict[str, str]
 ) -> None:
-    """Write a Hugging Face folder with `tensors` and `config`, with the tokenizer beside it, and with `notes` (file name -> text).
+    """Write a Hugging Face folder with `tensors` and `config`, the tokenizer beside the config, and `notes` (file name -> text).
 
     `tensors` are all tensors of a model with this config, in any order. Only one of them is in memory at a time. `target` appears
     when it is complete. Raises FileExistsError if `target` exists.

@@ -80,8 +80,8 @@ class WeightBridge:
     def load(self, weights: HFWeights) -> None:
         """Load this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
 
-        If the model has a value head or a score head but the checkpoint has none, the head keeps its initial values. A critic that
-        starts from a reward model takes over the score head.
+        If the model has a value head or a score head but the checkpoint has none, the head keeps its initial values. A critic
+        that starts from a reward model takes over the score head.
         """
         for row in [*self.rows, *self.copies]:
             param, stored = self.params.get(row.megatron), self._stored_row(row, weights)

@@ -198,7 +198,9 @@ class ORPO(PairLoss):
 
     The loss of a pair is -log p(y_w) - beta log sigma(log(odds(y_w) / odds(y_l))), where log p(y) = log pi(y) / |y| and
     odds(y) = p(y) / (1 - p(y)). The paper calls the coefficient lambda. The first term averages over the tokens of each y_w. The
-    authors' code averages over the tokens of all y_w of a batch and of their prompts. Raises ValueError for a `beta` of 0 or less.
+    authors' code averages over the tokens of all y_w of a batch and of their prompts.
+
+    Raises ValueError for a `beta` of 0 or less.
     """
 
     beta: float = 0.1

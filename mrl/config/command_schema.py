@@ -37,8 +37,8 @@ class SftConfig:
     )
     train: str | None = key(
         None,
-        "Parquet or jsonl file. The columns are prompt and response; prompt, chosen and rejected; or prompt, completion and label, as "
-        "the objective needs. With null, `mrl train` has no warm start.",
+        "Parquet or jsonl file with the columns that the objective needs: prompt and response, or prompt, chosen and rejected, "
+        "or prompt, completion and label. With null, `mrl train` has no warm start.",
     )
     test: str | None = key(
         None,

@@ -95,8 +95,8 @@ def plan_model(
     arch = family_of(hf).read(hf)
     if head == "vocabulary" and arch.is_reward_model:
         raise ValueError(
-            f"{section or 'model'}.path={path}: {hf.architecture} is a reward model, which has no output layer; expected a language "
-            "model. `mrl sft objective=reward_model` trains a reward model."
+            f"{section or 'model'}.path={path}: {hf.architecture} is a reward model, which has no output layer; expected a "
+            "language model. `mrl sft objective=reward_model` trains a reward model."
         )
     check_layout(config, arch, dims)
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())

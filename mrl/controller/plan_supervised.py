@@ -26,7 +26,7 @@ class SupervisedObjective:
 
     @classmethod
     def of(cls, config: Config) -> "SupervisedObjective":
-        """Build the objective that `sft.objective` names. Raises ValueError if supervised training cannot provide what it needs."""
+        """Build the objective that `sft.objective` names. Raises ValueError if it is no loss, or needs columns of other models."""
         key = "sft.objective"
         loss = instantiate_callable(config.sft.objective, key)
         rows, head = getattr(loss, "rows", "responses"), getattr(loss, "head", "vocabulary")
@@ -57,7 +57,7 @@ class SupervisedObjective:
 
 
 def check_supervised_data(config: Config, model: ModelPlan) -> None:
-    """Raise ValueError if a row of `sft.train` or `sft.test` cannot be read, is longer than the context, or has an unknown token."""
+    """Raise ValueError if a row of `sft.train` or `sft.test` is invalid, longer than the context, or has an unknown token."""
     assert config.sft.train, "only called for a config with a supervised stage"
     form = SupervisedObjective.of(config).form
     for path in filter(None, (config.sft.train, config.sft.test)):

@@ -1,12 +1,12 @@
 """Rows with preferences: pairs of a chosen and a rejected response, or single responses with a label.
 
-Pairs have the columns `prompt`, `chosen` and `rejected`, and optionally `margin`. Without `prompt`, the common beginning of `chosen`
-and `rejected` is the prompt. Labelled rows have the columns `prompt`, `completion` and `label`. Both forms are those of TRL. Every
-text or list of messages has the form of the same column of a supervised row (mrl.data.supervised_dataset).
+Pairs have the columns `prompt`, `chosen` and `rejected`, and optionally `margin`. Without `prompt`, the common beginning of
+`chosen` and `rejected` is the prompt. Labelled rows have the columns `prompt`, `completion` and `label`. Both forms are those
+of TRL. Prompts and responses are texts or messages, as in a supervised row (mrl.data.supervised_dataset).
 
 A reward model reads the whole conversation, as the chat template renders it, and its score is read at the last token. In the
-data set, a token that is never read, the end mark, follows each conversation. The end mark is the only response token in the loss,
-and its value is computed at the token before it, like every value of a critic.
+data set, one more token follows each conversation: the end mark. It is the only token in the loss. A critic computes the value
+of a token from the token before it, so the value of the end mark is read at the last token of the conversation.
 """
 
 import math
@@ -128,8 +128,8 @@ def _encode_conversations(
 ) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
     """Return prompts, responses and loss masks of whole conversations, each with an end mark.
 
-    The prompt of a pair is the common beginning of the tokens of both conversations, and that of a single conversation is the whole
-    conversation. The loss mask is true at the end mark.
+    The prompt of a pair is the common beginning of the tokens of both conversations. The prompt of a single conversation is the
+    whole conversation. The loss mask is true at the end mark.
     """
     prompts: list[list[int]] = []
     responses: list[list[int]] = []
@@ -159,8 +159,8 @@ def _other_prompts(path: str | Path, prompts: list[Messages]) -> list[int]:
     first_other = next((n for n, prompt in enumerate(prompts) if prompt != prompts[0]), None)
     if first_other is None:
         raise ValueError(
-            f"{path}: all rows have the same prompt, but the objective compares responses to different prompts (its KL term); add "
-            "rows with other prompts."
+            f"{path}: all rows have the same prompt, but the objective needs responses to other prompts (for its KL term); "
+            "add rows with other prompts."
         )
     others = [0] * len(prompts)
     following = first_other if prompts[-1] == prompts[0] else 0

@@ -163,8 +163,8 @@ def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tens
 class MegatronRewardModel(MegatronCritic):
     """One rank's part of a reward model: a critic whose value at the last token of a sequence is the sequence's score.
 
-    A block for a reward model has one sampled token per row, the end mark, see mrl.data.preference_dataset. The value before the end
-    mark is the score. An exported folder is a sequence classifier of transformers.
+    A block for a reward model has one sampled token per row, the end mark (see mrl.data.preference_dataset). Its value is the
+    score. An exported folder is a sequence classifier of transformers.
     """
 
     head_kind: ClassVar[HeadKind] = "score"

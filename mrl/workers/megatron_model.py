@@ -65,7 +65,7 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 
 
 class MegatronModel:
-    """Base class of actor, critic and reward model. Initialise torch.distributed and parallel.groups before you create an object."""
+    """Base class of actor, critic and reward model. Initialise torch.distributed and parallel.groups before creating one."""
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec

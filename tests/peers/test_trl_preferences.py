@@ -1,7 +1,7 @@
 """Losses over preferences equal those of TRL's own code on the same log-probabilities or scores.
 
-TRL needs packages that mrl does not have, so its modules cannot be imported. The tests compile single methods of its trainers from
-the source, unchanged, and call them with tensors in place of a model and of a distributed run.
+TRL needs packages that mrl does not have, so its modules cannot be imported. The tests compile single methods of its trainers
+from the source, unchanged, and call them with tensors in place of a model and of a distributed run.
 """
 
 import __future__
