@@ -19,7 +19,9 @@ def train_on_pairs(start_mrl, inputs, warm, tmp_path_factory):
 
     def train(objective: str, *overrides: str) -> tuple[list[dict], Path]:
         output = tmp_path_factory.mktemp(objective) / "model"
-        files = [f"data.inputs.folder={inputs}", f"model.path={warm}", f"sft.train={inputs / 'pairs.parquet'}"]
+        files = [f"data.inputs.folder={inputs}", f"model.path={warm}"]
+        if not any(override.startswith("sft.train=") for override in overrides):
+            files.append(f"sft.train={inputs / 'pairs.parquet'}")
         start = ["experiment=quickstart", f"objective={objective}", f"sft.output={output}", "trainer.save=false"]
         run = start_mrl("sft", *start, *files, "sft.batch_size=64", *overrides).finish(600)
         assert run.process.returncode == 0 and run.leftovers() == [], run.output()
