@@ -3,7 +3,6 @@
 The actor is a language model. The critic is trained to predict returns, and the reward model to score whole sequences.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -17,12 +16,13 @@ from mrl.algorithms import corrections
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.algorithms.preference import ScoreLoss
-from mrl.core.types import RankBatch, TokenBlock, UpdateReport
+from mrl.core.types import RankBatch, TokenBlock
 from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
 from parallel.logprobs import linear_logprobs
 from parallel.megatron_layers import gather_sequence
+from parallel.schedule import LossFunction, OutputHead
 
 
 class MegatronActor(MegatronModel):
@@ -31,28 +31,16 @@ class MegatronActor(MegatronModel):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
 
-    def update(
-        self,
-        block: TokenBlock,
-        batches: Sequence[RankBatch],
-        loss: Loss,
-        lrs: Sequence[float],
-        temperature: float = 1.0,
-    ) -> list[UpdateReport]:
-        """Run one optimizer step for each mini-batch, see MegatronModel.train.
+    def head_and_loss(
+        self, loss: Loss, temperature: float = 1.0
+    ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head, which computes log-probabilities from logits / temperature, and the policy loss.
 
-        Log-probabilities are computed from logits / temperature. If the block has no column old_logprobs, the current
-        log-probabilities replace this column. This is correct if a rollout has only one optimizer step. Raises
-        NonFiniteGradientError if a gradient is not finite.
+        If the block has no column old_logprobs, the current log-probabilities replace this column. This is correct if a rollout has
+        only one optimizer step.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
-        return self.train(block, batches, lrs, head, partial(policy_loss, loss=loss))
-
-    def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Loss, temperature: float = 1.0) -> UpdateReport:
-        """Compute the loss of this replica's rows without gradients."""
-        return self.measure(
-            block, batch, partial(self.head, temperature=temperature), partial(policy_loss, loss=loss)
-        )
+        return head, partial(policy_loss, loss=loss)
 
     def compute_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
         """Return for each micro-batch the log-probabilities [R] of its sampled tokens. Only the last pipeline stage has them."""
@@ -123,18 +111,16 @@ class MegatronCritic(MegatronModel):
     """One rank's part of the critic: a decoder whose head predicts one number per token."""
 
     head_kind: ClassVar[HeadKind] = "value"
+    grad_norm: ClassVar[str] = "critic/grad_norm"
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head=self.head_kind)
 
-    def update(
-        self, block: TokenBlock, batches: Sequence[RankBatch], loss: ValueLoss, lrs: Sequence[float]
-    ) -> list[UpdateReport]:
-        """Run one optimizer step for each mini-batch. The target is the column `returns`.
-
-        Raises NonFiniteGradientError if a gradient is not finite.
-        """
-        return self.train(block, batches, lrs, self.head, partial(value_loss, loss=loss), "critic/grad_norm")
+    def head_and_loss(
+        self, loss: ValueLoss, temperature: float = 1.0
+    ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head and the value loss, whose target is the column `returns`. Values have no temperature."""
+        return self.head, partial(value_loss, loss=loss)
 
     def compute_values(self, block: TokenBlock, batch: RankBatch) -> list[Tensor]:
         """Return for each micro-batch the value before each sampled token: [R]. Only the last pipeline stage returns them."""
@@ -168,16 +154,13 @@ class MegatronRewardModel(MegatronCritic):
     """
 
     head_kind: ClassVar[HeadKind] = "score"
+    grad_norm: ClassVar[str] = "optim/grad_norm"
 
-    def update(  # type: ignore[bad-override]  # it has another loss than a critic
-        self, block: TokenBlock, batches: Sequence[RankBatch], loss: ScoreLoss, lrs: Sequence[float]
-    ) -> list[UpdateReport]:
-        """Run one optimizer step for each mini-batch. Raises NonFiniteGradientError if a gradient is not finite."""
-        return self.train(block, batches, lrs, self.head, partial(score_loss, loss=loss))
-
-    def evaluate(self, block: TokenBlock, batch: RankBatch, loss: ScoreLoss) -> UpdateReport:
-        """Compute the loss of this replica's rows without gradients."""
-        return self.measure(block, batch, self.head, partial(score_loss, loss=loss))
+    def head_and_loss(  # type: ignore[bad-override]  # it has another loss than a critic
+        self, loss: ScoreLoss, temperature: float = 1.0
+    ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head and the loss of the scores, which have no temperature."""
+        return self.head, partial(score_loss, loss=loss)
 
     @property
     def exported_config(self) -> HFConfig:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -66,6 +67,8 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 
 class MegatronModel:
     """Base class of actor, critic and reward model. Initialise torch.distributed and parallel.groups before creating one."""
+
+    grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -165,38 +168,42 @@ class MegatronModel:
                 all_reduce_gradients=all_reduce,
             )
 
-    def train(
+    def head_and_loss(self, loss: Any, temperature: float) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head of this model, and the function that computes `loss` of a micro-batch from the head's output."""
+        raise NotImplementedError
+
+    def update(
         self,
         block: TokenBlock,
         batches: Sequence[RankBatch],
+        loss: Any,
         lrs: Sequence[float],
-        head: OutputHead,
-        loss_function: LossFunction[MicroBatchStatistics],
-        grad_norm: str = "optim/grad_norm",
+        temperature: float = 1.0,
     ) -> list[UpdateReport]:
         """Run one optimizer step for each mini-batch, on this replica's rows. Gradients are summed over replicas.
 
-        `grad_norm` is the name of the gradient norm in the reports. Raises NonFiniteGradientError if a gradient is not finite.
+        Log-probabilities are computed from logits / temperature. Raises NonFiniteGradientError if a gradient is not finite.
         """
+        head, loss_function = self.head_and_loss(loss, temperature)
         reports = []
         for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
             micros = self.micro_batches(block, batch)
             start = time.perf_counter()
             statistics = self.accumulate_gradients(micros, head, loss_function, batch)
-            norm = self.optimizer_step(lr, index)
+            grad_norm = self.optimizer_step(lr, index)
             seconds = time.perf_counter() - start
-            reports.append(reduce_statistics(statistics, {grad_norm: norm, "seconds": seconds}))
+            reports.append(reduce_statistics(statistics, {self.grad_norm: grad_norm, "seconds": seconds}))
         return reports
 
-    def measure(
-        self, block: TokenBlock, batch: RankBatch, head: OutputHead, loss_function: LossFunction[MicroBatchStatistics]
-    ) -> UpdateReport:
-        """Compute the loss of a batch without gradients. Returns its statistics, as `train` does."""
+    def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
+        """Compute the loss of this replica's rows without gradients. Returns the statistics that `update` returns for a step."""
         for chunk in self.chunks:
             chunk.eval()
-        micros = self.micro_batches(block, batch)
+        head, loss_function = self.head_and_loss(loss, temperature)
         with torch.no_grad():
-            statistics = run_forward_backward(self.chunks, micros, head, loss_function, forward_only=True)
+            statistics = run_forward_backward(
+                self.chunks, self.micro_batches(block, batch), head, loss_function, forward_only=True
+            )
         return reduce_statistics(statistics, {})
 
     def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:

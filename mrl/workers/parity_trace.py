@@ -5,7 +5,6 @@ A trace records the values that the step computes.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,7 @@ from torch import Tensor
 from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.algorithms.preference import ScoreLoss
 from mrl.core.types import RankBatch, TokenBlock
-from mrl.workers.actor_critic import (
-    MegatronActor,
-    MegatronCritic,
-    MegatronRewardModel,
-    policy_loss,
-    score_loss,
-    value_loss,
-)
+from mrl.workers.actor_critic import MegatronActor, MegatronCritic
 from mrl.workers.megatron_model import MegatronModel, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.trace_comparison import (
@@ -114,15 +106,7 @@ def _accumulate(
 
     Only ranks of the last pipeline stage that have tensor-parallel rank 0 return a part. The other ranks return 0.
     """
-    if isinstance(model, MegatronRewardModel):
-        assert isinstance(loss, ScoreLoss), "a reward model needs a loss over scores"
-        head, loss_function = model.head, partial(score_loss, loss=loss)
-    elif isinstance(model, MegatronCritic):
-        head, loss_function = model.head, partial(value_loss, loss=ValueLoss())
-    else:
-        assert loss is not None and not isinstance(loss, ScoreLoss), "an actor needs a policy loss"
-        head = partial(model.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
-        loss_function = partial(policy_loss, loss=loss)
+    head, loss_function = model.head_and_loss(loss or ValueLoss(), temperature)
     micros = model.micro_batches(block, batch)
     statistics = model.accumulate_gradients(micros, head, loss_function, batch, all_reduce=True)
     knows_loss = groups.tp_group().rank() == 0 and groups.is_last_stage()
