@@ -45,7 +45,8 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
     """Return the config with a local path in place of every Hub id and every URL of a model or of data.
 
     The keys are model.path, critic.path, roles.NAME.path, generate.base, sft.train, sft.test, data.train, data.test, and the
-    files of data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers of models are fetched from the Hub.
+    files of data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers of models are fetched from
+    the Hub.
 
     Raises ValueError if something cannot be found or fetched.
     """

@@ -26,7 +26,7 @@ class SupervisedObjective:
 
     @classmethod
     def of(cls, config: Config) -> "SupervisedObjective":
-        """Build the objective that `sft.objective` names. Raises ValueError if it is no loss, or needs columns of other models."""
+        """Build the objective that `sft.objective` names. Raises ValueError if it is no loss, or reads unknown columns."""
         key = "sft.objective"
         loss = instantiate_callable(config.sft.objective, key)
         rows, head = getattr(loss, "rows", "responses"), getattr(loss, "head", "vocabulary")

@@ -36,8 +36,8 @@ class MegatronActor(MegatronModel):
     ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
         """Return the head, which computes log-probabilities from logits / temperature, and the policy loss.
 
-        If the block has no column old_logprobs, the current log-probabilities replace this column. This is correct if a rollout has
-        only one optimizer step.
+        If the block has no column old_logprobs, the current log-probabilities replace this column. This is correct if a rollout
+        has only one optimizer step.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         return head, partial(policy_loss, loss=loss)
