@@ -77,8 +77,6 @@ def load_preferences(
 def _read_pair(number: int, row: Row) -> PreferenceRow:
     """Return a pair. Its prompt is the column `prompt`, or the common beginning of both responses."""
     chosen, rejected = column_value(row, "chosen"), column_value(row, "rejected")
-    if type(chosen) is not type(rejected):
-        raise RowError("rejected", f"expected the same form as in column 'chosen', got {rejected!r:.80}.")
     if "prompt" in row and not _has_prompt(chosen):
         prompt = read_messages(row["prompt"], "prompt")
     else:
@@ -102,6 +100,8 @@ def _split_prompt(chosen: Any, rejected: Any) -> tuple[Messages, Any, Any]:
     Of two lists of messages, the common beginning ends before the last message of the shorter list. Of two texts, a space at the
     end of the common beginning belongs to the responses, as in TRL.
     """
+    if type(chosen) is not type(rejected):
+        raise RowError("rejected", f"expected the same form as in column 'chosen', got {rejected!r:.80}.")
     if isinstance(chosen, str):
         start = len(commonprefix([chosen, rejected]))
         start -= start > 0 and chosen[start - 1] == " "

@@ -118,7 +118,7 @@ def test_equal_conversations_have_only_the_end_mark_as_response(tmp_path, model)
     [
         (dict(prompt=PROMPT, chosen="4"), "column 'rejected': is missing"),
         (dict(prompt=PROMPT, rejected="4"), "column 'chosen': is missing"),
-        (dict(prompt=PROMPT, chosen="4", rejected=[said("5")]), "column 'rejected': expected the same form"),
+        (dict(chosen="4", rejected=[said("5")]), "column 'rejected': expected the same form"),
         (dict(prompt=PROMPT, chosen=4, rejected=5), "column 'chosen': expected a text"),
         (dict(chosen=4, rejected=5), "column 'chosen': expected a text"),
         (dict(prompt=3, chosen="4", rejected="5"), "column 'prompt': expected a text"),
