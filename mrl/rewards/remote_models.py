@@ -116,9 +116,13 @@ class HttpService:
             retry=retry_if_exception_type((httpx.TransportError, RetryableError, TimeoutError)),
             reraise=True,
         )
+        attempts = itertools.count(number)
+
+        async def attempt() -> Any:  # tenacity awaits the result only of a function that is declared async
+            return await self._try(client, self._url(path, next(attempts)), body)
+
         try:
-            attempts = itertools.count(number)
-            return await retrying(lambda: self._try(client, self._url(path, next(attempts)), body))
+            return await retrying(attempt)
         except (TimeoutError, httpx.TimeoutException):
             url = self._url(path, number)
             raise RemoteError(f"{url} gave no answer within {self.timeout_s} s in {self.attempts} attempts") from None
