@@ -84,6 +84,10 @@ class MrlRun(RunFolder):
             ) from None
         return self
 
+    def tagged(self) -> list[psutil.Process]:
+        """Return the live processes of the run."""
+        return tagged(self.tag)
+
     def leftovers(self, within_s: float = 90) -> list[psutil.Process]:
         """Return the processes of the run that are alive after `within_s` seconds. Ray's agents wait 60 s for a dead head."""
         end = time.monotonic() + within_s

@@ -38,7 +38,7 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the columns that the loss reads, out of old_logprobs, ref_logprobs, values and teacher_logprobs."""
+        """Names of the columns that the loss reads (see mrl.algorithms.parts.COLUMNS)."""
         ...
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

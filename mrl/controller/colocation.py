@@ -118,10 +118,24 @@ class MemoryScheduler:
             if not resident:
                 self._transition(role, self._models[role].load_to_device, MemoryState.ON_DEVICE)
 
+    @property
+    def rollout_roles(self) -> list[str]:
+        """The engines and all models that rewards call."""
+        return [ENGINES, *sorted(self._used_by_rollout - {ENGINES})]
+
+    def rollout_shares_devices(self) -> bool:
+        """Return whether a role in `rollout_roles` takes turns with trainers on a device."""
+        return any(self.peers(role) for role in self.rollout_roles)
+
     def load_for_rollout(self) -> None:
         """Load the engines and all models that rewards call."""
-        for role in sorted(self._used_by_rollout & self._states.keys()):
+        for role in self.rollout_roles:
             self.load(role)
+
+    def make_room_for_rollout(self) -> None:
+        """Offload the peers of the engines and of all models that rewards call, whose processes are about to start."""
+        for role in self.rollout_roles:
+            self.make_room(role)
 
     def make_room(self, role: str) -> None:
         """Offload the peers of a role whose processes are about to start."""

@@ -128,10 +128,18 @@ class StepMetrics:
     worker_s: float  # seconds spent in engines, Megatron and rewards; the rest of the step is spent in the controller
 
     @classmethod
-    def of(cls, values: Metrics) -> Self:
-        """Return the StepMetrics with these `values`. The other fields are taken from `values`."""
-        spent = ("engine", "sync_engine", "megatron", "critic", "reward")
-        worker_s = values.get("time/score_s", 0.0) + sum(values.get(f"spent/{name}_s", 0.0) for name in spent)
+    def of(cls, recorded: Metrics, times: Metrics) -> Self:
+        """Return the StepMetrics of the metrics that the operations recorded, and of the times of the phases.
+
+        The seconds that models worked at the same time are the metric `spent/overlap_s`.
+        """
+        values = recorded | times
+        updates = sum(values.get(f"spent/{name}_s", 0.0) for name in ("megatron", "critic"))
+        update_overlap = max(0.0, updates - values.get("time/update_s", 0.0))
+        score_overlap = max(0.0, values.get("spent/score_s", 0.0) - values.get("time/score_s", 0.0))
+        values["spent/overlap_s"] = update_overlap + score_overlap
+        others = sum(values.get(f"spent/{name}_s", 0.0) for name in ("engine", "sync_engine", "reward"))
+        worker_s = values.get("time/score_s", 0.0) + others + updates - update_overlap
         return cls(values, values["reward/mean"], values["rollout/tokens"], values["rollout/samples"], worker_s)
 
     def with_duration(self, seconds: float) -> Metrics:
@@ -170,6 +178,10 @@ class StepRecord:
     def token_weights(self) -> list[NDArray[np.float64]]:
         """An array [B] for each optimizer step: the loss weight of every token of each response."""
         return [weights for update in self.updates for weights in update.token_weights]
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Add to a metric that counts seconds."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + seconds
 
     def check_generate(self) -> None:
         """Raise ValueError if the step has called `generate` already."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.algorithms.inputs import needs_of
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, SftConfig
 from mrl.controller.plan_models import ModelPlan, chat_template
@@ -37,7 +38,7 @@ class SupervisedObjective:
                 f"{key}: {type(loss).__name__} is no loss; derive it from mrl.algorithms.losses.PolicyLoss or from a class in "
                 "mrl.algorithms.preference."
             )
-        if missing := getattr(loss, "needs", frozenset()) - {"ref_logprobs"}:
+        if missing := needs_of(loss) - {"ref_logprobs"}:
             raise ValueError(
                 f"{key}: {type(loss).__name__} needs {', '.join(sorted(missing))}, but supervised training computes only "
                 "ref_logprobs; choose another loss."
@@ -48,7 +49,7 @@ class SupervisedObjective:
     @property
     def needs_reference(self) -> bool:
         """Whether the loss reads the log-probabilities under the initial weights."""
-        return "ref_logprobs" in getattr(self.loss, "needs", frozenset())
+        return "ref_logprobs" in needs_of(self.loss)
 
     @property
     def aggregation(self) -> str:

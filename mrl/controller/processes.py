@@ -52,14 +52,16 @@ class RunProcesses:
         self.plan, self.startup, self.run_dir = plan, startup, Path(config.run.dir).resolve()
         self.scheduler = MemoryScheduler(plan.colocated_roles)
         self.models = ModelGroups(plan.models, placements, self.scheduler, self.startup, stack)
+        for name in served_roles(config):
+            self.scheduler.register_served(name, ServedModel(lambda: self.rollout.worker, name))
         self._start_actor()
-        if self._engines_are_colocated:  # an engine sizes its KV cache by the memory that is free when it starts
+        if (
+            self.scheduler.rollout_shares_devices()
+        ):  # SGLang sizes its KV cache by the memory that is free when it starts
             self.models.wait_started(ACTOR)
-            self.scheduler.make_room(ENGINES)
+            self.scheduler.make_room_for_rollout()
         worker = self._start_rollout_worker(placements)
         stack.callback(worker.close)
-        for name in served_roles(config):
-            self.scheduler.register_served(name, ServedModel(worker, name))
         self.engines = EngineLifecycle(
             host=worker,
             actor=self.models.actor,
@@ -71,10 +73,6 @@ class RunProcesses:
             marks_pushes_as_pauses=config.rollout.staleness > 0,
         )
         self.rollout = RolloutManager(worker, self.engines)
-
-    @property
-    def _engines_are_colocated(self) -> bool:
-        return bool(self.scheduler.peers(ENGINES))
 
     def _start_rollout_worker(self, placements: Mapping[str, RolePlacement]) -> RolloutWorkerHandle:
         spec, options = rollout_spec(self.plan, str(self.run_dir)), dict[str, Any](num_cpus=0)
@@ -99,7 +97,7 @@ class RunProcesses:
         """
         plan, actor = self.plan, self.models.actor
         self.models.wait_started(ACTOR)
-        if self._engines_are_colocated:
+        if self.scheduler.rollout_shares_devices():
             # The engines must be connected before their first offload, see EngineLifecycle.reset_after_trainer_restart.
             self.engines.wait_started()
             self.engines.connect()

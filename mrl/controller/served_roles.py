@@ -1,5 +1,6 @@
 """Models of the key `roles` that SGLang serves to rewards: their servers, and their memory for the MemoryScheduler."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,17 +17,17 @@ from mrl.rollout.worker import RolloutWorker
 class ServedModel:
     """A model that the rollout worker serves to rewards, as a model of the MemoryScheduler."""
 
-    worker: RolloutWorkerHandle
+    worker: Callable[[], RolloutWorkerHandle]  # returns the handle; the worker starts after this object is made
     name: str  # key in the section `roles`
 
     def offload(self, keep_weights: bool = False) -> int:
         """Release the device memory of the servers. Returns 0, because servers do not report the bytes that stay allocated."""
-        self.worker.call(RolloutWorker.offload_served, self.name)
+        self.worker().call(RolloutWorker.offload_served, self.name)
         return 0
 
     def load_to_device(self) -> None:
         """Allocate the memory of the servers again."""
-        self.worker.call(RolloutWorker.load_served, self.name)
+        self.worker().call(RolloutWorker.load_served, self.name)
 
 
 def on_slots(group: ServerGroup, placement: RolePlacement) -> ServerGroup:
@@ -49,7 +50,8 @@ def served_groups(config: Config, run_dir: str, colocated_roles: frozenset[froze
         arguments = default_server_args(config.model.dtype, 0, device=device)
         for unused in ("context_length", "custom_weight_loader"):  # SGLang reads the context; the weights never change
             del arguments[unused]
-        arguments |= dict(skip_tokenizer_init=False, served_model_name=name)
+        # All servers have one seed, because SGLang (0.5.23) initialises the bias of some classification heads at random.
+        arguments |= dict(skip_tokenizer_init=False, served_model_name=name, random_seed=config.run.seed)
         if name in shared:
             saver = memory_saver_args(arguments["device"])
             arguments |= saver | (dict(enable_weights_cpu_backup=True) if saver else {})

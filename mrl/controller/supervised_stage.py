@@ -144,11 +144,12 @@ class SupervisedStage:
 
     def _logprobs(self, rows: SupervisedRows, sequences: NDArray[np.int64]) -> list[Handle]:
         """Compute log-probabilities under the current weights. Returns handles of ColumnParts."""
-        return [
-            part
-            for batch in self._in_batches(rows, sequences)
-            for part in self.group.compute_logprobs(rows.batch(batch), self.packing, temperature=1.0)
-        ]
+        parts: list[Handle] = []
+        for batch in self._in_batches(rows, sequences):
+            options = dict(temperature=1.0, names=["logprobs"])
+            call = self.group.begin_columns(TrainWorker.compute_columns, rows.batch(batch), self.packing, **options)
+            parts += call.result().columns["logprobs"]
+        return parts
 
     def _evaluate(self, held_out: SupervisedRows) -> Metrics:
         """Return the loss of the held-out rows, and their accuracy if the objective has one."""

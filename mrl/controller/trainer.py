@@ -29,6 +29,7 @@ from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRun
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
 from mrl.tracking.tracker import Tracker
+from mrl.workers.model_trainers import ColumnPass
 
 WEIGHT_CHANGING = ("update", "weight_sync")
 """Phases in which the trainers may have newer weights than after the last finished step.
@@ -104,8 +105,7 @@ class Trainer:
 
     prompts: PromptStream
     rollout: RolloutSource
-    # Name of a column [R] -> function that computes the column.
-    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]
+    scorers: Sequence[ColumnPass]  # forward passes, each of which computes one or several columns [R]
     actor: PolicyUpdater
     critic: ValueUpdater | None
     kl: KLControl  # coefficients of the KL penalties in the reward and in the loss
@@ -147,7 +147,12 @@ class Trainer:
     def score(self, rollouts: Rollouts) -> dict[str, list[Handle]]:
         """Let the trainer ranks compute the columns [R] that the algorithm needs: name -> handles of the parts of the column."""
         with self.phase("score"):
-            return {name: compute(rollouts) for name, compute in self.scorers.items()}
+            calls = [
+                begin(rollouts) for begin in self.scorers
+            ]  # models with devices of their own compute at the same time
+            computed = [call.result() for call in calls]
+        self.record.add_seconds("spent/score_s", sum(each.seconds for each in computed))
+        return {name: parts for each in computed for name, parts in each.columns.items()}
 
     def estimate(
         self,
@@ -233,7 +238,7 @@ class Trainer:
         if record.updates:
             self.kl.adapt(record.metrics, len(rollouts.groups))
         self.ledger.record(record.step + 1, rollouts, self.prompts.drawn, record.token_weights)
-        return StepMetrics.of(record.metrics | self.phase.seconds() | self.placement_metrics())
+        return StepMetrics.of(record.metrics, self.phase.seconds() | self.placement_metrics())
 
     def fit(self) -> TrainingResult:
         """Train until the schedule ends, and evaluate before and after training. Recovers from lost processes.

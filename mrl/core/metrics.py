@@ -210,6 +210,18 @@ METRICS: dict[str, Metric] = {
         ".2f",
         good="at most spent/megatron_s for models of equal size",
     ),
+    "spent/score_s": Metric(
+        "s",
+        "duration of the forward passes that compute columns, as the sum over all models; passes may run at the same time",
+        ".2f",
+        good="below the time of the update",
+    ),
+    "spent/overlap_s": Metric(
+        "s",
+        "time saved because models work at the same time: the sum of their durations minus the wall time of score and update",
+        ".2f",
+        good="above 0 if critic, reference or other models have devices of their own",
+    ),
     "spent/sync_engine_s": Metric(
         "s", "part of the step that waits for SGLang to load weights", ".2f", good="a few percent of the step"
     ),
@@ -218,7 +230,7 @@ METRICS: dict[str, Metric] = {
     ),
     "spent/controller_s": Metric(
         "s",
-        "rest of the step: its wall time minus time/score_s and all other spent/* metrics",
+        "rest of the step: its wall time minus the time in which engines, trainer ranks or rewards work",
         ".2f",
         good="a few percent of the step",
     ),

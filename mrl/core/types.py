@@ -249,6 +249,14 @@ class ColumnPart:
         return dict(zip(self.rows.tolist(), pieces[:-1], strict=True))
 
 
+@dataclass(frozen=True)
+class RankColumns:
+    """What one trainer rank computed in a forward pass."""
+
+    parts: Mapping[str, Handle]  # name of a column -> refers to a ColumnPart; empty for all ranks of a replica but one
+    seconds: float  # duration of the pass on this rank
+
+
 def assemble_column(parts: Iterable[ColumnPart], lengths: NDArray[np.int64], fill: float | None = None) -> Column:
     """Return the whole column [R]. `lengths` [B] are the numbers of sampled tokens of all rows of the block.
 

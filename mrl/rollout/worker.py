@@ -263,10 +263,13 @@ class RolloutWorker:
         assert self._collected, "collect() must be called before estimate()"
         _, scored, rollout_logprobs = self._collected
         computed = {name: assemble_column(ray.get(parts), scored.lengths) for name, parts in columns.items()}
-        old = {"old_logprobs": rollout_logprobs} if self.spec.rollout_logprobs_as_old else {}
-        pipeline = self.spec.advantage_pipeline.with_parts(advantage, loss)
+        pipeline, from_engine = self.spec.advantage_pipeline.with_parts(advantage, loss), {}
+        if "rollout_logprobs" in pipeline.needs:
+            from_engine["rollout_logprobs"] = rollout_logprobs
+        if self.spec.rollout_logprobs_as_old:
+            from_engine["old_logprobs"] = rollout_logprobs
         with spans.span("advantages"):
-            result = pipeline.of_rows(rows, scored, computed | old, kl_coef, [self.spec.seed, step])
+            result = pipeline.of_rows(rows, scored, computed | from_engine, kl_coef, [self.spec.seed, step])
         estimated = {
             name: _with_rows(self._columns.get(name), values, rows, scored) for name, values in result.columns.items()
         }

@@ -10,7 +10,7 @@ import ray
 
 from models.architecture import ModelSpec
 from mrl.core.run_errors import StartError
-from mrl.core.types import Handle, RankBatch, TokenBlock, TrainBatch, UpdateReport
+from mrl.core.types import Handle, RankBatch, RankColumns, TokenBlock, TrainBatch, UpdateReport
 from mrl.hang_report.process_registry import registry_folder, unregister_processes
 from mrl.hang_report.ray_wait import RayWaiter
 from mrl.workers.dp_partition import Packing, StepPartition, partition_step
@@ -51,6 +51,27 @@ class PendingCall[T]:
     def then[U](self, convert: Callable[[T], U]) -> "PendingCall[U]":
         """Return the same call with a converted result."""
         return PendingCall(lambda: convert(self.result()))
+
+
+@dataclass(frozen=True)
+class ComputedColumns:
+    """Columns [R] of a forward pass over the responses of a step."""
+
+    columns: Mapping[str, list[Handle]]  # name of a column -> a handle for each replica, with the values of its rows
+    seconds: float  # duration of the pass on the slowest rank
+
+    @classmethod
+    def of(cls, by_rank: Sequence[RankColumns]) -> "ComputedColumns":
+        """Combine the results of all ranks."""
+        columns: dict[str, list[Handle]] = {}
+        for rank in by_rank:
+            for name, part in rank.parts.items():
+                columns.setdefault(name, []).append(part)
+        return cls(columns, max(rank.seconds for rank in by_rank))
+
+    def renamed(self, names: Mapping[str, str]) -> "ComputedColumns":
+        """Return the same columns with other names. `names`: present name -> new name."""
+        return ComputedColumns({names[name]: parts for name, parts in self.columns.items()}, self.seconds)
 
 
 class WorkerGroup:
@@ -195,24 +216,15 @@ class WorkerGroup:
 
     # Training.
 
-    def compute_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Compute log-probabilities [R] of all rows. Returns for each replica a handle to the results of the replica's rows."""
-        return self._compute(TrainWorker.compute_logprobs, batch, packing, dict(temperature=temperature))
+    def begin_columns(
+        self, method: Callable, batch: TrainBatch, packing: Packing, **options: Any
+    ) -> PendingCall[ComputedColumns]:
+        """Run a forward pass over all rows that computes columns [R].
 
-    def compute_reference_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
-        return self._compute(TrainWorker.compute_reference_logprobs, batch, packing, dict(temperature=temperature))
-
-    def compute_values(self, batch: TrainBatch, packing: Packing) -> list[Handle]:
-        """Compute values [R] of all rows. Returns for each replica a handle to the results of the replica's rows."""
-        return self._compute(TrainWorker.compute_values, batch, packing, {})
-
-    def _compute(
-        self, method: Callable, batch: TrainBatch, packing: Packing, options: Mapping[str, Any]
-    ) -> list[Handle]:
+        `method`: a method of TrainWorker that returns RankColumns. `options`: its arguments after the rows.
+        """
         partition = partition_step(batch, self.dims, packing, "token_mean")
-        parts = self._call_ranks(method, (batch.block, ray.put(partition.rank_batches)), options)
-        return [part for part in parts if part is not None]
+        return self._send(method, (batch.block, ray.put(partition.rank_batches)), options).then(ComputedColumns.of)
 
     def evaluate(self, batch: TrainBatch, packing: Packing, *, aggregation: str, **options: Any) -> UpdateReport:
         """Compute the loss of a batch without gradients. `options` are further arguments of the model's `evaluate`: loss."""

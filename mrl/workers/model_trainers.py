@@ -1,6 +1,6 @@
 """The driver's part in training: selects rows and learning rates of optimizer steps, and turns reports into metrics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -11,11 +11,16 @@ from numpy.typing import NDArray
 from mrl.algorithms import corrections
 from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.algorithms.objective import Objective
+from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.core.metrics import Metrics
-from mrl.core.types import AdvantageResult, Handle, Rollouts, TrainBatch, UpdateReport
+from mrl.core.types import AdvantageResult, Rollouts, TrainBatch, UpdateReport
 from mrl.workers.dp_partition import Packing, split_mini_batches, step_weights
-from mrl.workers.group import PendingCall, WorkerGroup
+from mrl.workers.group import ComputedColumns, PendingCall, WorkerGroup
+from mrl.workers.worker import TrainWorker
 from parallel.trainer_config import OptimConfig
+
+type ColumnPass = Callable[[Rollouts], PendingCall[ComputedColumns]]
+"""Function that begins a forward pass over the responses of a step, which computes one or several columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +106,17 @@ class ActorTrainer:
     temperature: float  # sampling temperature
     skip_zero_advantage: bool  # whether to leave out rows that cannot change the gradient
 
-    def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] under the current weights."""
-        return self.group.compute_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
+    def begin_columns(self, rollouts: Rollouts, names: Sequence[str]) -> PendingCall[ComputedColumns]:
+        """Begin to compute columns [R] under the current weights, in one forward pass. `names`: keys of POLICY_COLUMNS."""
+        outputs = {POLICY_COLUMNS[name]: name for name in names}
+        batch, options = train_batch(rollouts), dict(temperature=self.temperature, names=list(outputs))
+        call = self.group.begin_columns(TrainWorker.compute_columns, batch, self.updates.packing, **options)
+        return call.then(lambda found: found.renamed(outputs))
 
-    def compute_reference_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] under the reference policy."""
-        return self.group.compute_reference_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
+    def begin_reference_logprobs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
+        """Begin to compute the column `ref_logprobs`: log-probabilities under the reference policy."""
+        batch, packing, temperature = train_batch(rollouts), self.updates.packing, self.temperature
+        return self.group.begin_columns(TrainWorker.compute_reference_logprobs, batch, packing, temperature=temperature)
 
     def begin_update(
         self,
@@ -177,9 +186,9 @@ class CriticTrainer:
     loss: ValueLoss
     updates: UpdateRunner
 
-    def compute_values(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute the value before each sampled token: [R]."""
-        return self.group.compute_values(train_batch(rollouts), self.updates.packing)
+    def begin_values(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
+        """Begin to compute the column `values`: the value before each sampled token."""
+        return self.group.begin_columns(TrainWorker.compute_values, train_batch(rollouts), self.updates.packing)
 
     def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
@@ -198,9 +207,13 @@ class RoleScorer:
     packing: Packing
     temperature: float
 
-    def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] of the sampled tokens under this model."""
-        return self.group.compute_logprobs(train_batch(rollouts), self.packing, self.temperature)
+    column: str  # name of the column that it computes
+
+    def begin_logprobs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
+        """Begin to compute the log-probabilities of the sampled tokens under this model."""
+        batch, options = train_batch(rollouts), dict(temperature=self.temperature, names=["logprobs"])
+        call = self.group.begin_columns(TrainWorker.compute_columns, batch, self.packing, **options)
+        return call.then(lambda found: found.renamed({"logprobs": self.column}))
 
 
 def train_batch(

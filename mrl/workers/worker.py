@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import wraps
@@ -21,6 +22,7 @@ from mrl.core.types import (
     ColumnPart,
     Handle,
     RankBatch,
+    RankColumns,
     SupervisedRows,
     SyncReport,
     TokenBlock,
@@ -205,29 +207,30 @@ class TrainWorker:
         self.model.copy_weights_to_reference()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
-    def compute_logprobs(
-        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
-    ) -> Handle | None:
-        """Compute log-probabilities [R] of this replica's rows. One rank of the replica returns a handle, the others None."""
+    def compute_columns(
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, names: Sequence[str]
+    ) -> RankColumns:
+        """Compute columns [R] of this replica's rows in one forward pass. `names`: outputs of MegatronActor.head."""
         with track_activity("computing log-probabilities"), span("log-probabilities"):
-            batch = self._own_batch(rank_batches)
-            return self._put_column(self.model.compute_logprobs(block, batch, temperature), batch)
+            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            return self._put_columns(self.model.compute_columns(block, batch, temperature, names), batch, start)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_reference_logprobs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
-    ) -> Handle | None:
-        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
+    ) -> RankColumns:
+        """Compute the column ref_logprobs [R] of this replica's rows: log-probabilities under the weights of the reference."""
         with track_activity("computing reference log-probabilities"), span("reference log-probabilities"):
-            batch = self._own_batch(rank_batches)
-            return self._put_column(self.model.compute_reference_logprobs(block, batch, temperature), batch)
+            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            columns = self.model.compute_reference_logprobs(block, batch, temperature)
+            return self._put_columns(dict(ref_logprobs=columns), batch, start)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
-    def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> Handle | None:
-        """Compute values [R] of this replica's rows. One rank of the replica returns a handle, the others None."""
+    def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> RankColumns:
+        """Compute the column values [R] of this replica's rows."""
         with track_activity("computing values"), span("values"):
-            batch = self._own_batch(rank_batches)
-            return self._put_column(self.model.compute_values(block, batch), batch)
+            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            return self._put_columns(dict(values=self.model.compute_values(block, batch)), batch, start)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def update(
@@ -437,6 +440,8 @@ class TrainWorker:
         """Return the batch of this rank's replica."""
         return rank_batches[self.dims.coords(self.rank).dp]
 
-    def _put_column(self, columns: list[Any], batch: RankBatch) -> Handle | None:
-        part = self.model.column_part(columns, batch)
-        return ray.put(part) if part else None
+    def _put_columns(self, columns: Mapping[str, list[Any]], batch: RankBatch, start: float) -> RankColumns:
+        """Put columns into Ray's object store. `columns`: name -> values of each micro-batch. `start`: begin of the pass."""
+        parts = {name: self.model.column_part(values, batch) for name, values in columns.items()}
+        handles = {name: ray.put(part) for name, part in parts.items() if part}
+        return RankColumns(handles, time.perf_counter() - start)

@@ -107,10 +107,8 @@ def test_a_trained_reward_model_is_the_reward_of_a_run(start_mrl, quickstart, re
     from mrl.data.tokenizer import load_tokenizer
 
     folder = reward_model[1]
-    role = [f"roles.reward_model.path={folder}", "roles.reward_model.num_engines=1"]
-    role += ["roles.reward_model.sglang.is_embedding=true"]
-    reward = ["reward=reward_model", "reward.url=", "reward.role=reward_model", f"reward.tokenizer={folder}"]
-    run = start_mrl("train", *quickstart, *role, *reward, "trainer.max_steps=2").finish(600)
+    reward = ["reward=served_reward_model", f"roles.reward_model.path={folder}"]
+    run = start_mrl("train", *quickstart, *reward, "trainer.max_steps=2").finish(600)
     assert run.process.returncode == 0 and run.leftovers() == [], run.output()
     samples = [sample for _, found in read_samples(run.folder) for sample in found]
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()

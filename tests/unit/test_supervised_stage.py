@@ -15,6 +15,7 @@ from mrl.core.types import ColumnPart, SupervisedRows, TokenBlock, TrainBatch, U
 from mrl.data.preference_dataset import RowForm
 from mrl.tracking.tracker import Tracker
 from mrl.workers.dp_partition import Packing
+from mrl.workers.group import ComputedColumns, PendingCall
 from mrl.workers.worker import TrainWorker
 from parallel.trainer_config import OptimConfig
 
@@ -37,11 +38,11 @@ class Group:
     evaluations: list[TrainBatch] = field(default_factory=list)
     scored: list[list[int]] = field(default_factory=list)  # sequences of each forward pass
 
-    def compute_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[ColumnPart]:
-        assert temperature == 1.0
+    def begin_columns(self, method: Any, batch: TrainBatch, packing: Packing, temperature: float, names: list[str]):
+        assert method is TrainWorker.compute_columns and temperature == 1.0 and names == ["logprobs"]
         self.scored.append(batch.rows.tolist())
         halves = np.array_split(batch.rows, 2)  # as of two replicas
-        return [
+        parts = [
             ColumnPart(
                 rows,
                 np.concatenate(
@@ -51,6 +52,7 @@ class Group:
             )
             for rows in halves
         ]
+        return PendingCall(lambda: ComputedColumns({"logprobs": parts}, 0.1))
 
     def call_rank_0(self, method: Any, block: TokenBlock, *arguments: Any) -> Any:
         if method is TrainWorker.add_column:
