@@ -146,7 +146,9 @@ def _export(
     arch, dtype = family.read(config), first[1].dtype
     rows = family.param_mappings(arch)
     kinds = tensor_kinds(rows, arch.sizes, dict.fromkeys(rows, dtype_name(dtype)))
-    constants = {SCORE_BIAS: torch.zeros(1, dtype=dtype)} if arch.is_reward_model and family.engine_score_has_bias else {}
+    constants = (
+        {SCORE_BIAS: torch.zeros(1, dtype=dtype)} if arch.is_reward_model and family.engine_score_has_bias else {}
+    )
     kinds |= {name: (dtype_name(dtype), tuple(tensor.shape)) for name, tensor in constants.items()}
     writer = HFFolderWriter(partial, kinds)
     partial.require_space(writer.num_bytes())

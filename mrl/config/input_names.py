@@ -92,9 +92,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
         model=model(config.model, "model.path"),
         critic=model(config.critic, "critic.path"),
         roles={name: role(node, f"roles.{name}.path") for name, node in config.roles.items()},
-        sft=replace(
-            config.sft, train=supervised(config.sft.train, "train"), test=supervised(config.sft.test, "test")
-        ),
+        sft=replace(config.sft, train=supervised(config.sft.train, "train"), test=supervised(config.sft.test, "test")),
         data=data,
     )
 

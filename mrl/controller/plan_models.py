@@ -46,7 +46,9 @@ class ModelPlan:
     hf: HFConfig  # config.json of the folder `model_path`
     arch: Architecture  # sizes and parts of the model
     packing: Packing  # how rows are packed into micro-batches
-    head: str = field(default="vocabulary", kw_only=True)  # output head: vocabulary, value (critic) or score (reward model)
+    head: str = field(
+        default="vocabulary", kw_only=True
+    )  # output head: vocabulary, value (critic) or score (reward model)
 
     @property
     def context(self) -> int:

@@ -266,7 +266,9 @@ def assemble_column(parts: Iterable[ColumnPart], lengths: NDArray[np.int64], fil
     for part in parts:
         rows |= part.by_row(lengths)
     if fill is not None:
-        missing = {row: np.full(length, fill, np.float32) for row, length in enumerate(lengths.tolist()) if row not in rows}
+        missing = {
+            row: np.full(length, fill, np.float32) for row, length in enumerate(lengths.tolist()) if row not in rows
+        }
         rows |= missing
     assert len(rows) == len(lengths), f"the parts have {len(rows)} rows, but the block has {len(lengths)}"
     return np.concatenate([np.empty(0, np.float32), *(rows[row] for row in range(len(lengths)))])

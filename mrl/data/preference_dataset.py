@@ -111,7 +111,9 @@ def _split_prompt(chosen: Any, rejected: Any) -> tuple[Messages, Any, Any]:
     else:
         raise RowError("chosen", f"expected a text or a list of {{role, content}} messages, got {chosen!r:.80}.")
     if not start:
-        raise RowError("prompt", "is missing, and chosen and rejected have no common beginning that could be the prompt.")
+        raise RowError(
+            "prompt", "is missing, and chosen and rejected have no common beginning that could be the prompt."
+        )
     return read_messages(chosen[:start], "chosen"), chosen[start:], rejected[start:]
 
 
@@ -146,9 +148,7 @@ def _encode_conversations(
     return prompts, responses, [[False] * (len(tokens) - 1) + [True] for tokens in responses]
 
 
-def _render_conversation(
-    tokenizer: Any, prompt: Messages, response: ResponseMessages, args: dict[str, Any]
-) -> str:
+def _render_conversation(tokenizer: Any, prompt: Messages, response: ResponseMessages, args: dict[str, Any]) -> str:
     """Return the text of prompt and response, as mrl.rewards.remote_models.RewardModel renders them for a served model."""
     turns = [dict(role="assistant", content=response)] if isinstance(response, str) else response
     return render(tokenizer, prompt + turns, args, for_answer=False)

@@ -65,7 +65,9 @@ class SftDataset:
         masks = self.loss_masks and [*self.loss_masks, *(self.loss_masks[row] for row in others)]
         prompts = self.prompts + (self.prompts if others else [])
         block = TokenBlock.from_lists(prompts, self.responses + [self.responses[row] for row in others], sampled=masks)
-        numbers = {name: np.array([*values, *([0.0] * len(others))], np.float32) for name, values in self.columns.items()}
+        numbers = {
+            name: np.array([*values, *([0.0] * len(others))], np.float32) for name, values in self.columns.items()
+        }
         return block.with_columns(**{name: values.repeat(block.sampled_lengths) for name, values in numbers.items()})
 
 

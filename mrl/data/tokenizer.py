@@ -78,9 +78,7 @@ def _check_template(tokenizer: Any, chat: ChatTemplate, folder: str | Path) -> N
         pass  # a template may reject this short conversation; every row is checked later
 
 
-def render(
-    tokenizer: Any, messages: Messages, args: dict[str, Any] | None = None, *, for_answer: bool = True
-) -> str:
+def render(tokenizer: Any, messages: Messages, args: dict[str, Any] | None = None, *, for_answer: bool = True) -> str:
     """Return the text of a conversation, up to the start of the assistant's next turn. Without `for_answer`, none follows.
 
     Raises jinja2.TemplateError if the chat template rejects the conversation.

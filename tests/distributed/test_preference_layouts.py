@@ -197,7 +197,9 @@ def classifier_scores(folder) -> tuple:
     block = pairs(for_scores=True)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     model.config.pad_token_id = None  # otherwise it reads the score before tokens with the id of padding
-    rows = [block.tokens[start : end - 1] for start, end in zip(block.cu_seqlens[:-1], block.cu_seqlens[1:], strict=True)]
+    rows = [
+        block.tokens[start : end - 1] for start, end in zip(block.cu_seqlens[:-1], block.cu_seqlens[1:], strict=True)
+    ]
     return model, [model(torch.tensor(row.astype(np.int64))[None]).logits[0, 0] for row in rows]
 
 

@@ -79,9 +79,7 @@ CASES = {
     ),
     "orpo": (
         ORPO(beta=0.4),
-        over_pairs(
-            lambda w, l, pw, pl, nw, nl: -pw / nw - 0.4 * log_sigma(log_odds(pw / nw) - log_odds(pl / nl))
-        ),
+        over_pairs(lambda w, l, pw, pl, nw, nl: -pw / nw - 0.4 * log_sigma(log_odds(pw / nw) - log_odds(pl / nl))),
     ),
     "kto": (KTO(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5, reference_point=0.2), kto),
 }

@@ -122,8 +122,14 @@ def test_equal_conversations_have_only_the_end_mark_as_response(tmp_path, model)
         (dict(prompt=PROMPT, chosen=4, rejected=5), "column 'chosen': expected a text"),
         (dict(chosen=4, rejected=5), "column 'chosen': expected a text"),
         (dict(prompt=3, chosen="4", rejected="5"), "column 'prompt': expected a text"),
-        (dict(chosen="4", rejected="5"), "column 'prompt': is missing, and chosen and rejected have no common beginning"),
-        (dict(chosen=[said("4")], rejected=[said("5")]), "column 'prompt': is missing, and chosen and rejected have no"),
+        (
+            dict(chosen="4", rejected="5"),
+            "column 'prompt': is missing, and chosen and rejected have no common beginning",
+        ),
+        (
+            dict(chosen=[said("4")], rejected=[said("5")]),
+            "column 'prompt': is missing, and chosen and rejected have no",
+        ),
         (dict(chosen=[], rejected=[]), "column 'prompt': is missing, and chosen and rejected have no"),
         (dict(prompt=PROMPT, chosen="4", rejected="5", margin="big"), "column 'margin': expected a finite number"),
         (dict(prompt=PROMPT, chosen="4", rejected="5", margin=True), "column 'margin': expected a finite number"),

@@ -63,9 +63,15 @@ def test_arguments_of_an_objective_are_config_keys(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["objective=dpo", "sft.objective.beta=0"], "sft.objective: mrl.algorithms.preference.DPO rejects its arguments"),
+        (
+            ["objective=dpo", "sft.objective.beta=0"],
+            "sft.objective: mrl.algorithms.preference.DPO rejects its arguments",
+        ),
         (["objective=dpo", "sft.objective.gamma=1"], "sft.objective.gamma: .*DPO has no argument 'gamma'"),
-        (["sft.objective._target_=mrl.algorithms.losses.KLCov"], "sft.objective: KLCov needs old_logprobs, but supervised"),
+        (
+            ["sft.objective._target_=mrl.algorithms.losses.KLCov"],
+            "sft.objective: KLCov needs old_logprobs, but supervised",
+        ),
         (["sft.objective._target_=mrl.rewards.rule_based.ExactMatch"], "sft.objective: ExactMatch is no loss"),
         (["objective=dpo"], "column 'chosen': is missing"),
         (["objective=kto", "sft.train=${data.inputs.folder}/pairs.parquet"], "column 'completion': is missing"),
