@@ -63,6 +63,7 @@ class PolicyLoss:
     zero_without_advantage: ClassVar[bool] = True
     uses_entropy: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
+    rows: ClassVar[str] = "responses"  # rows that supervised training needs: "responses", "pairs" or "labels"
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
         """Return no columns."""

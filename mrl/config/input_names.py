@@ -44,8 +44,9 @@ class _HubName:
 def resolve_inputs(config: Config, weights: bool = True) -> Config:
     """Return the config with a local path in place of every Hub id and every URL of a model or of data.
 
-    The keys are model.path, critic.path, roles.NAME.path, generate.base, sft.train, data.train, data.test, and the files of
-    data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers of models are fetched from the Hub.
+    The keys are model.path, critic.path, roles.NAME.path, generate.base, sft.train, sft.test, data.train, data.test, and the
+    files of data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers of models are fetched from
+    the Hub.
 
     Raises ValueError if something cannot be found or fetched.
     """
@@ -69,11 +70,11 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
         found = ([name] if exists(name) else resolve_data(name, key, split) for name in names)
         return [path for paths in found for path in paths]
 
-    def supervised(name: str | None) -> str | None:
-        found = files([name], "sft.train", "train") if name else [name]
+    def supervised(name: str | None, split: str) -> str | None:
+        found = files([name], f"sft.{split}", split) if name else [name]
         if len(found) != 1:
             raise ValueError(
-                f"sft.train={name}: expected one file, but {len(found)} files match; add :PATTERN for one file."
+                f"sft.{split}={name}: expected one file, but {len(found)} files match; add :PATTERN for one file."
             )
         return found[0]
 
@@ -91,7 +92,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
         model=model(config.model, "model.path"),
         critic=model(config.critic, "critic.path"),
         roles={name: role(node, f"roles.{name}.path") for name, node in config.roles.items()},
-        sft=replace(config.sft, train=supervised(config.sft.train)),
+        sft=replace(config.sft, train=supervised(config.sft.train, "train"), test=supervised(config.sft.test, "test")),
         data=data,
     )
 

@@ -17,6 +17,7 @@ from mrl.config.command_schema import (
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,
+    SftConfig,
     SweepConfig,
 )
 from mrl.config.process_schema import (
@@ -30,7 +31,7 @@ from mrl.config.process_schema import (
     TrackingConfig,
     WeightSyncConfig,
 )
-from parallel.trainer_config import LrSchedule, OptimConfig
+from parallel.trainer_config import OptimConfig
 from parallel.trainer_config import config_field as key
 
 ASYNC_STALENESS = 2  # default of rollout.max_staleness, in weight versions
@@ -342,10 +343,6 @@ def _critic_optim() -> OptimConfig:
     return OptimConfig(lr=1e-5)
 
 
-def _sft_optim() -> OptimConfig:
-    return OptimConfig(lr=1e-5, lr_schedule=LrSchedule.linear_to_tenth)
-
-
 @dataclass(frozen=True)
 class CriticConfig:
     """The value model of actor-critic algorithms (algorithm=ppo)."""
@@ -388,24 +385,6 @@ class RoleConfig:
     def is_served(self) -> bool:
         """Whether SGLang serves the model."""
         return self.num_engines > 0
-
-
-@dataclass(frozen=True)
-class SftConfig:
-    """Supervised fine-tuning, for `mrl sft` and for the warm start of `mrl train` (docs/tutorials/data.md)."""
-
-    train: str | None = key(
-        None, "Parquet or jsonl file with the columns prompt and response. With null, `mrl train` has no warm start."
-    )
-    output: str | None = key(
-        None,
-        "Hugging Face folder for the trained model. If it already exists, `mrl train` uses it and skips the warm start.",
-    )
-    steps: int = key(200, "Number of optimizer steps.", "optimizer steps", least=1)
-    batch_size: int = key(128, "Number of rows in one optimizer step.", "rows", least=1)
-    optim: OptimConfig = key(
-        _sft_optim, "Optimizer of supervised fine-tuning. If sft.optim.lr_decay_steps is 0, the decay takes sft.steps."
-    )
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _trainer_ranks(
         spec = replace(model_spec(plan, config.rollout.routing_replay), dims=dims, dtype=dtype, optimizer=optimizer)
         if dims.world_size == 1:
             spec = replace(spec, overrides={k: v for k, v in spec.overrides.items() if k not in LAYOUT_FIELDS})
-        group.start(spec, config.run.seed, config.cluster.start_timeout_s, critic)
+        group.start(spec, config.run.seed, config.cluster.start_timeout_s, "value" if critic else "vocabulary")
         group.wait_ready(config.cluster.start_timeout_s)
         yield group
     finally:

@@ -6,7 +6,7 @@ function raises ValueError for a mistake in the config. The message names the co
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
 
@@ -46,6 +46,9 @@ class ModelPlan:
     hf: HFConfig  # config.json of the folder `model_path`
     arch: Architecture  # sizes and parts of the model
     packing: Packing  # how rows are packed into micro-batches
+    head: str = field(
+        default="vocabulary", kw_only=True
+    )  # output head: vocabulary, value (critic) or score (reward model)
 
     @property
     def context(self) -> int:
@@ -77,23 +80,34 @@ def plan_models(
 
 
 def plan_model(
-    config: Config, path: str, section: str = "", optimizer: OptimConfig | None = None, weights: bool = True
+    config: Config,
+    path: str,
+    section: str = "",
+    optimizer: OptimConfig | None = None,
+    weights: bool = True,
+    head: str = "vocabulary",
 ) -> ModelPlan:
     """Plan the model in the folder `path`.
 
     `section` is "" for the actor, and "critic" or "roles.NAME" for a second model. A second model has the actor's layout, except
-    for the keys that its config section sets. If `weights` is False, only config.json is read.
+    for the keys that its config section sets. If `weights` is False, only config.json is read. `head`: see ModelPlan.
     """
     dims = parallel_layout(config, section)
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
     arch = family_of(hf).read(hf)
+    if head == "vocabulary" and arch.is_reward_model:
+        raise ValueError(
+            f"{section or 'model'}.path={path}: {hf.architecture} is a reward model, which has no output layer; expected a "
+            "language model. `mrl sft objective=reward_model` trains a reward model."
+        )
     check_layout(config, arch, dims)
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
     packing = Packing(
         config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.multiply_adds())
     )
-    return ModelPlan(config, dims, optimizer if section else _actor_optimizer(config), path, hf, arch, packing)
+    optim = optimizer if section else _actor_optimizer(config)
+    return ModelPlan(config, dims, optim, path, hf, arch, packing, head=head)
 
 
 def parallel_layout(config: Config, section: str = "") -> ParallelDims:
@@ -148,7 +162,7 @@ def _plan_critic(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
             "the critic starts from the warm start, as the actor does: set sft.output to store the warm start, or set "
             "critic.path."
         )
-    plan = plan_model(config, critic.path or actor.model_path, "critic", critic.optim, weights)
+    plan = plan_model(config, critic.path or actor.model_path, "critic", critic.optim, weights, "value")
     _check_reads_actor_sequences(config, plan, actor, f"critic.path={critic.path}")
     return plan
 

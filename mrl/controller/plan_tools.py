@@ -21,7 +21,8 @@ from mrl.controller.plan_models import (
     plan_models,
     planned_gpus,
 )
-from mrl.controller.plan_train import algorithm_of, check_supervised_data
+from mrl.controller.plan_supervised import SupervisedObjective, check_supervised_data
+from mrl.controller.plan_train import algorithm_of
 from mrl.placement.resource_pools import Pools
 from mrl.rollout.engines.server_args import check_server_args
 from mrl.weight_sync.engine_layout import EngineLayout
@@ -42,12 +43,12 @@ logger = logging.getLogger(__name__)
 def plan_supervised(config: Config) -> ModelPlan:
     """Check the config of `mrl sft`, and return its plan."""
     if not config.sft.train:
-        raise ValueError("sft.train must name a file of prompt/response rows (see docs/tutorials/data.md).")
+        raise ValueError("sft.train must name a file of rows (see docs/tutorials/data.md).")
     if config.sft.output and Path(config.sft.output).exists():
         raise ValueError(f"sft.output={config.sft.output} exists already; name another folder, or remove it.")
     check_unused(Path(config.run.dir))
     make_input_files(config)
-    model = plan_model(config, config.model.path)
+    model = plan_model(config, config.model.path, head=SupervisedObjective.of(config).head)
     check_supervised_data(config, model)
     logger.info("pools: %s", model.pools)
     return model

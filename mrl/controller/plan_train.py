@@ -3,10 +3,9 @@
 Every mistake that a user can make is found here. Each function raises ValueError with a message that names the key.
 """
 
-import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from mrl.controller.plan_models import (
     max_prompt_length,
     plan_models,
 )
+from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
 from mrl.controller.step_plan import StepPlan, plan_step
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources, train_sources
-from mrl.data.supervised_dataset import SftDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
 from mrl.rewards.reward_types import Reward, Weighted
@@ -109,6 +108,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     train, test = load_prompt_datasets(config, actor)
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
+        check_warm_start(config)
         check_supervised_data(config, actor)
     if not config.rollout.replay:
         engine_layout(config, actor)
@@ -341,41 +341,3 @@ def _server_args(config: Config, context: int) -> dict[str, Any]:
             )
         defaults["disable_radix_cache"] = True
     return defaults | config.sglang | dict(custom_weight_loader=loaders)
-
-
-def check_supervised_data(config: Config, model: ModelPlan) -> None:
-    """Raise ValueError if a row of `sft.train` cannot be read, is longer than the context, or has an unknown token."""
-    assert config.sft.train, "only called for a config with a supervised stage"
-    data = SftDataset.load(config.sft.train, model.model_path, model.context, chat_template(config))
-    data.check_vocabulary(model.arch.vocab_size)
-
-
-WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the settings that decided the weights
-
-
-def warm_start_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide the weights of a warm start."""
-    settings = dict(
-        model=config.model.path, seed=None if config.data.inputs else config.run.seed, sft=asdict(config.sft)
-    )
-    chat = {name: value for name, value in asdict(chat_template(config)).items() if value}
-    return settings | (dict(chat=chat) if chat else {})
-
-
-def find_finished_warm_start(config: Config) -> str:
-    """Return the folder of a warm start that exists already, or "".
-
-    Raises ValueError if that warm start was made with other settings.
-    """
-    folder = config.sft.output if config.sft.train else None
-    if not folder or not Path(folder).is_dir():
-        return ""
-    path = Path(folder) / WARM_START_SETTINGS
-    made_with = json.loads(path.read_text()) if path.is_file() else None
-    needed = json.loads(json.dumps(warm_start_settings(config)))
-    if made_with != needed:
-        raise ValueError(
-            f"sft.output={folder}: was made from other settings ({made_with}) than this run needs ({needed}); remove the folder "
-            "to make it again, name another sft.output, or set sft.train=null to train model.path as it is."
-        )
-    return folder

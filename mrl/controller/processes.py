@@ -22,7 +22,8 @@ from mrl.controller.loop_parts import State
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
 from mrl.controller.plan_train import TrainPlan
 from mrl.controller.served_roles import ServedModel, on_slots, served_groups, served_roles
-from mrl.controller.worker_groups import ModelGroups, store_warm_start, stored_warm_start, train_supervised
+from mrl.controller.supervised_stage import store_warm_start, train_supervised
+from mrl.controller.worker_groups import ModelGroups, stored_warm_start
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
 from mrl.core.shutdown import shutdown_deadline
 from mrl.placement.device_map import device_map_text

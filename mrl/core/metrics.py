@@ -30,6 +30,7 @@ SECTIONS = {
     "loss": "Loss",
     "optim": "Optimizer",
     "advantage": "Advantages",
+    "preference": "Preferences",
     "critic": "Critic",
     "mismatch": "Mismatch between trainer and engine",
     "correction": "Correction of the mismatch",
@@ -344,14 +345,26 @@ METRICS: dict[str, Metric] = {
         good="near the fraction that the algorithm asks for",
     ),
     "loss/sft": Metric(
-        "nats", "mean cross-entropy per response token in supervised fine-tuning", label="loss", good="falls"
+        "nats", "loss of supervised training; cross-entropy is per response token", label="loss", good="falls"
     ),
+    "loss/sft_held_out": Metric("nats", "loss/sft on the rows of sft.test", good="falls"),
     "optim/grad_norm": Metric("", "gradient norm before clipping", good="constant, without jumps"),
     "optim/lr": Metric("", "learning rate", ".1e", good="follows the schedule of optim", reduction="last"),
     "advantage/mean": Metric("", "mean advantage per trained token", good="near 0"),
     "advantage/std": Metric(
         "", "standard deviation of the advantages over trained tokens", good="above 0; at 0 nothing is learned"
     ),
+    "loss/sft_held_out": Metric(
+        "nats", "loss of supervised training on the rows of sft.test", good="falls; if it rises, the model overfits"
+    ),
+    "preference/accuracy": Metric("", "fraction of the pairs, or labels, with the right order", good="rises towards 1"),
+    "preference/held_out_accuracy": Metric("", "preference/accuracy on the rows of sft.test", good="rises towards 1"),
+    "preference/margin": Metric("", "reward of the chosen minus that of the rejected response", good="rises"),
+    "preference/chosen_reward": Metric("", "mean reward, or score, of the chosen responses", good="rises"),
+    "preference/rejected_reward": Metric("", "mean reward, or score, of the rejected responses", good="falls"),
+    "preference/chosen_logprob": Metric("nats", "mean log-probability of a chosen response", good="falls little"),
+    "preference/rejected_logprob": Metric("nats", "mean log-probability of a rejected response", good="falls"),
+    "preference/reference_point": Metric("nats", "KL to the reference in the loss of KTO", ".2e", good="rises slowly"),
     "critic/loss": Metric("", "half the mean squared error of the values", ".2e", good="falls"),
     "critic/value_mean": Metric("", "mean of the critic's values for the sampled tokens", good="near the mean return"),
     "critic/explained_variance": Metric(

@@ -118,7 +118,7 @@ class HttpService:
         )
         attempts = itertools.count(number)
 
-        async def attempt() -> Any:
+        async def attempt() -> Any:  # tenacity awaits the result only of a function that is declared async
             return await self._try(client, self._url(path, next(attempts)), body)
 
         try:

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 HEADLINE = (
     "reward/mean",
     "loss/sft",
+    "preference/accuracy",
     "eval/reward_sampled",
     "eval/reward_greedy",
     "rollout/response_length_mean_tokens",

@@ -1,16 +1,22 @@
-"""The actor and the critic on one trainer rank: a language model, and a value model that is trained to predict returns."""
+"""The actor, the critic and the reward model on one trainer rank.
 
-import time
+The actor is a language model. The critic is trained to predict returns, and the reward model to score whole sequences.
+"""
+
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from models.architecture import ModelSpec
+from models.hf_config import HFConfig
+from models.model_builder import HeadKind
 from mrl.algorithms import corrections
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.algorithms.preference import ScoreLoss
 from mrl.core.metrics import plug_in_name
 from mrl.core.types import RankBatch, TokenBlock, UpdateReport
 from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
@@ -18,6 +24,7 @@ from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
 from parallel.logprobs import linear_logprobs
 from parallel.megatron_layers import gather_sequence
+from parallel.schedule import LossFunction, OutputHead
 
 
 class MegatronActor(MegatronModel):
@@ -26,30 +33,16 @@ class MegatronActor(MegatronModel):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
 
-    def update(
-        self,
-        block: TokenBlock,
-        batches: Sequence[RankBatch],
-        loss: Loss,
-        lrs: Sequence[float],
-        temperature: float = 1.0,
-    ) -> list[UpdateReport]:
-        """Run one optimizer step for each mini-batch, on this replica's rows. Gradients are summed over replicas.
+    def head_and_loss(
+        self, loss: Loss, temperature: float = 1.0
+    ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head, which computes log-probabilities from logits / temperature, and the policy loss.
 
-        Log-probabilities are computed from logits / temperature. If the block has no column old_logprobs, the current
-        log-probabilities replace this column. This is correct if a rollout has only one optimizer step. Raises
-        NonFiniteGradientError if a gradient is not finite.
+        If the block has no column old_logprobs, the current log-probabilities replace this column. This is correct if a rollout
+        has only one optimizer step.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
-        reports = []
-        for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
-            micros = self.micro_batches(block, batch)
-            start = time.perf_counter()
-            statistics = self.accumulate_gradients(micros, head, partial(policy_loss, loss=loss), batch)
-            grad_norm = self.optimizer_step(lr, index)
-            seconds = time.perf_counter() - start
-            reports.append(reduce_statistics(statistics, {"optim/grad_norm": grad_norm, "seconds": seconds}))
-        return reports
+        return head, partial(policy_loss, loss=loss)
 
     def compute_columns(
         self, block: TokenBlock, batch: RankBatch, temperature: float, names: Sequence[str]
@@ -140,25 +133,17 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
 class MegatronCritic(MegatronModel):
     """One rank's part of the critic: a decoder whose head predicts one number per token."""
 
+    head_kind: ClassVar[HeadKind] = "value"
+    grad_norm: ClassVar[str] = "critic/grad_norm"
+
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec, head="value")
+        super().__init__(spec, head=self.head_kind)
 
-    def update(
-        self, block: TokenBlock, batches: Sequence[RankBatch], loss: ValueLoss, lrs: Sequence[float]
-    ) -> list[UpdateReport]:
-        """Run one optimizer step for each mini-batch, on this replica's rows. The target is the column `returns`.
-
-        Raises NonFiniteGradientError if a gradient is not finite.
-        """
-        reports = []
-        for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
-            micros = self.micro_batches(block, batch)
-            start = time.perf_counter()
-            statistics = self.accumulate_gradients(micros, self.head, partial(value_loss, loss=loss), batch)
-            grad_norm = self.optimizer_step(lr, index)
-            seconds = time.perf_counter() - start
-            reports.append(reduce_statistics(statistics, {"critic/grad_norm": grad_norm, "seconds": seconds}))
-        return reports
+    def head_and_loss(
+        self, loss: ValueLoss, temperature: float = 1.0
+    ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head and the value loss, whose target is the column `returns`. Values have no temperature."""
+        return self.head, partial(value_loss, loss=loss)
 
     def compute_values(self, block: TokenBlock, batch: RankBatch) -> list[Tensor]:
         """Return for each micro-batch the value before each sampled token: [R]. Only the last pipeline stage returns them."""
@@ -182,3 +167,35 @@ def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tens
     for name, column in columns.items():
         sums |= {name: column.sum(), f"{name}_squared": (column**2).sum()}
     return total, MicroBatchStatistics(sums)
+
+
+class MegatronRewardModel(MegatronCritic):
+    """One rank's part of a reward model: a critic whose value at the last token of a sequence is the sequence's score.
+
+    A block for a reward model has one sampled token per row, the end mark (see mrl.data.preference_dataset). Its value is the
+    score. An exported folder is a sequence classifier of transformers.
+    """
+
+    head_kind: ClassVar[HeadKind] = "score"
+    grad_norm: ClassVar[str] = "optim/grad_norm"
+
+    def head_and_loss(  # type: ignore[bad-override]  # it has another loss than a critic
+        self, loss: ScoreLoss, temperature: float = 1.0
+    ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head and the loss of the scores, which have no temperature."""
+        return self.head, partial(score_loss, loss=loss)
+
+    @property
+    def exported_config(self) -> HFConfig:
+        return self.hf.as_reward_model()
+
+
+def score_loss(output: Tensor, micro: MicroBatch, loss: ScoreLoss) -> tuple[Tensor, MicroBatchStatistics]:
+    """Return the micro-batch's part of the loss, and its statistics. `output` [1, local R] comes from MegatronCritic.head."""
+    per_token, loss_statistics = loss(output[0], micro.responses, micro.columns)
+    loss_weights = micro.weights.to(per_token.dtype)
+    total = (per_token * loss_weights).sum()
+    sums = {"loss": total.detach(), "tokens": torch.tensor(len(per_token)), "weight": loss_weights.sum()}
+    return total, MicroBatchStatistics(
+        sums | {name: (value * loss_weights).sum() for name, value in loss_statistics.items()}
+    )

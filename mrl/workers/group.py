@@ -115,11 +115,11 @@ class WorkerGroup:
             remote.options(**options).remote(rank, *self._actor_args) for rank, options in enumerate(self._options())
         ]
 
-    def start(self, spec: ModelSpec, seed: int, timeout_s: float, critic: bool = False) -> None:
-        """Start to build the model on every rank. `wait_ready` waits until it is built."""
+    def start(self, spec: ModelSpec, seed: int, timeout_s: float, head: str = "vocabulary") -> None:
+        """Start to build the model, which has the output head `head`, on every rank. `wait_ready` waits until it is built."""
         rank_timeout_s = max(timeout_s, self.timeout_s) + RANK_TIMEOUT_MARGIN_S
         address = self.workers[0].rendezvous_address.remote()  # a future, whose value Ray passes to setup()
-        self._ready = [w.setup.remote(spec, seed, address, rank_timeout_s, critic) for w in self.workers]
+        self._ready = [w.setup.remote(spec, seed, address, rank_timeout_s, head) for w in self.workers]
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every rank has built its part of the model.
@@ -225,6 +225,12 @@ class WorkerGroup:
         """
         partition = partition_step(batch, self.dims, packing, "token_mean")
         return self._send(method, (batch.block, ray.put(partition.rank_batches)), options).then(ComputedColumns.of)
+
+    def evaluate(self, batch: TrainBatch, packing: Packing, *, aggregation: str, **options: Any) -> UpdateReport:
+        """Compute the loss of a batch without gradients. `options` are further arguments of the model's `evaluate`: loss."""
+        partition = partition_step(batch, self.dims, packing, aggregation)
+        reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.rank_batches)), options)
+        return self._combine(reports, partition)
 
     def update(self, steps: list[TrainBatch], packing: Packing, **options: Any) -> list[UpdateReport]:
         """Do the same as `begin_update`, and wait for the reports."""

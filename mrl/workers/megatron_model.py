@@ -1,14 +1,16 @@
 """One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
 
-MegatronActor and MegatronCritic derive from MegatronModel, and add the head and the loss.
+MegatronActor, MegatronCritic and MegatronRewardModel derive from MegatronModel, and add the head and the loss.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -64,7 +66,9 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 
 
 class MegatronModel:
-    """Base class of actor and critic. Initialise torch.distributed and parallel.groups before you create an object."""
+    """Base class of actor, critic and reward model. Initialise torch.distributed and parallel.groups before creating one."""
+
+    grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -164,6 +168,44 @@ class MegatronModel:
                 all_reduce_gradients=all_reduce,
             )
 
+    def head_and_loss(self, loss: Any, temperature: float) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head of this model, and the function that computes `loss` of a micro-batch from the head's output."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        block: TokenBlock,
+        batches: Sequence[RankBatch],
+        loss: Any,
+        lrs: Sequence[float],
+        temperature: float = 1.0,
+    ) -> list[UpdateReport]:
+        """Run one optimizer step for each mini-batch, on this replica's rows. Gradients are summed over replicas.
+
+        Log-probabilities are computed from logits / temperature. Raises NonFiniteGradientError if a gradient is not finite.
+        """
+        head, loss_function = self.head_and_loss(loss, temperature)
+        reports = []
+        for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
+            micros = self.micro_batches(block, batch)
+            start = time.perf_counter()
+            statistics = self.accumulate_gradients(micros, head, loss_function, batch)
+            grad_norm = self.optimizer_step(lr, index)
+            seconds = time.perf_counter() - start
+            reports.append(reduce_statistics(statistics, {self.grad_norm: grad_norm, "seconds": seconds}))
+        return reports
+
+    def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
+        """Compute the loss of this replica's rows without gradients. Returns the statistics that `update` returns for a step."""
+        for chunk in self.chunks:
+            chunk.eval()
+        head, loss_function = self.head_and_loss(loss, temperature)
+        with torch.no_grad():
+            statistics = run_forward_backward(
+                self.chunks, self.micro_batches(block, batch), head, loss_function, forward_only=True
+            )
+        return reduce_statistics(statistics, {})
+
     def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 
@@ -223,6 +265,11 @@ class MegatronModel:
 
     # Export and weight sync.
 
+    @property
+    def exported_config(self) -> HFConfig:
+        """The config of an exported Hugging Face folder."""
+        return self.hf
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the current weights as pairs (name of the Hugging Face tensor, whole tensor).
 
@@ -262,7 +309,7 @@ class MegatronModel:
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
-        write_export(tensors, self.spec.model_path, folder, notes or {}, self.spec.family)
+        write_export(tensors, self.exported_config, folder, notes or {})
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
         """Open a weight sync session with these engines. All ranks call this. Only the disk transport writes to `folder`."""

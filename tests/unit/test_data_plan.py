@@ -7,7 +7,8 @@ import pytest
 
 from mrl.config import hydra_entry
 from mrl.controller.plan_models import plan_model
-from mrl.controller.plan_train import load_prompt_datasets, warm_start_settings
+from mrl.controller.plan_supervised import warm_start_settings
+from mrl.controller.plan_train import load_prompt_datasets
 from mrl.data.synthetic_tasks import make_doubling_task
 
 
