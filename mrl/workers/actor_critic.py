@@ -18,8 +18,8 @@ from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.algorithms.preference import ScoreLoss
 from mrl.core.metrics import plug_in_name
-from mrl.core.types import RankBatch, TokenBlock, UpdateReport
-from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
+from mrl.core.types import RankBatch, TokenBlock
+from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
 from parallel.logprobs import linear_logprobs

@@ -64,7 +64,9 @@ class EngineServers:
             env |= spans.child_environment(folder, group.name, serial_number * group.tp_size)
         server: EngineServer | RayEngine
         if group.slots is not None:
-            from mrl.rollout.engines.ray_engine import RayEngine  # imports Ray, which a pool without slots does not need
+            from mrl.rollout.engines.ray_engine import (
+                RayEngine,  # imports Ray, which a pool without slots does not need
+            )
 
             server = RayEngine(partial(group.slots, index), arguments, log_path, env)
         else:
