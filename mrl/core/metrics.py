@@ -354,9 +354,6 @@ METRICS: dict[str, Metric] = {
     "advantage/std": Metric(
         "", "standard deviation of the advantages over trained tokens", good="above 0; at 0 nothing is learned"
     ),
-    "loss/sft_held_out": Metric(
-        "nats", "loss of supervised training on the rows of sft.test", good="falls; if it rises, the model overfits"
-    ),
     "preference/accuracy": Metric("", "fraction of the pairs, or labels, with the right order", good="rises towards 1"),
     "preference/held_out_accuracy": Metric("", "preference/accuracy on the rows of sft.test", good="rises towards 1"),
     "preference/margin": Metric("", "reward of the chosen minus that of the rejected response", good="rises"),
