@@ -47,7 +47,7 @@ def run(start_mrl, quickstart, warm, tmp_path_factory):
             "algorithm.advantage._target_=recording_advantage.Recorder",
             f"algorithm.advantage.folder={folder}",
         ]
-        rest = ["critic.value_clip=0.5", "critic.optim.lr=0.01", "critic.mini_batches=2", "optim.lr=0.005"]
+        rest = ["critic.loss.clip=0.5", "critic.optim.lr=0.01", "critic.mini_batches=2", "optim.lr=0.005"]
         started = start_mrl("train", *quickstart, *advantage, *own, *rest, "trainer.max_steps=3")
     return started.finish(300), folder
 
