@@ -10,6 +10,7 @@ from tiny_families import SIZES
 
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy, PPOClip
+from mrl.algorithms.objective import TokenWeighting, sequence_mean
 from mrl.core.types import RankBatch, TokenBlock, TrainBatch, assemble_column
 from mrl.workers.dp_partition import Packing, partition_step, split_mini_batches
 from parallel.dims import ParallelDims
@@ -28,9 +29,8 @@ def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
 
 
 def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) -> RankBatch:
-    return partition_step(TrainBatch.of(block, None), dims, Packing(max_tokens), "sequence_mean").rank_batches[
-        dims.coords(rank).dp
-    ]
+    step = partition_step(TrainBatch.of(block, None), dims, Packing(max_tokens), TokenWeighting(sequence_mean))
+    return step.rank_batches[dims.coords(rank).dp]
 
 
 def make_actor(path, dims: ParallelDims, **settings):
