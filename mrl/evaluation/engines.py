@@ -159,8 +159,8 @@ class EngineWatcher:
     """Sends requests through an engine pool, and puts a new engine in service for each engine that fails.
 
     The weights never change, so a new engine can take requests as soon as it is ready. An engine is left out if it is an
-    external server, if `max_restarts` engines have been replaced already, or if the new engine does not become ready. The other engines
-    then sample the rest. Requests that were sent to a failed engine are sent again.
+    external server, if `max_restarts` engines have been replaced already, or if the new engine does not become ready. The other
+    engines then sample the rest. Requests that were sent to a failed engine are sent again.
     """
 
     def __init__(self, pool: EnginePool, max_restarts: int, start_timeout_s: float) -> None:

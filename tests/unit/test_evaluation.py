@@ -396,7 +396,7 @@ def test_a_comparison_pairs_the_prompts(folder, tmp_path, capsys):
     write_evaluation(evaluate(folder, config_of()), tmp_path / "other", config_of())
     with pytest.raises(ValueError, match="none of its 5 prompts is among the 3 prompts of this evaluation"):
         evaluate(tmp_path / "now.jsonl", config_of(**other))
-    with pytest.raises(ValueError, match="no scores.parquet there; expected a folder that `mrl evaluate` wrote"):
+    with pytest.raises(ValueError, match=r"no scores\.parquet there; expected a folder that `mrl evaluate` wrote"):
         evaluate(tmp_path / "now.jsonl", config_of(**other | {"evaluate.compare": str(tmp_path / "nowhere")}))
 
 
