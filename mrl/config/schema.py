@@ -127,7 +127,8 @@ class DataConfig:
     test_sets: Node = key(dict, "More held-out sets: {NAME: list of files} or {NAME: {files, columns, system}}.")
     columns: Node = key(
         dict,
-        "Column names in your files, such as {prompt: question}. The keys are prompt, ground_truth, data_source, extra_info.",
+        "Column names in your files, such as {prompt: question}. The keys are prompt, ground_truth, data_source, extra_info, "
+        "ability, style.",
     )
     system: str | None = key(None, "System message for prompts that do not start with a system message.")
     chat_template: str | None = key(None, "Jinja file that replaces the chat template of the model.")

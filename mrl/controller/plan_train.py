@@ -20,17 +20,15 @@ from mrl.controller.plan_models import (
     chat_template,
     engine_layout,
     make_input_files,
-    max_prompt_length,
     plan_models,
 )
-from mrl.data.prompts import PromptConstraints, PromptDataset
-from mrl.data.sources import PromptSource, test_sources, train_sources
+from mrl.controller.plan_prompts import load_prompt_datasets
+from mrl.data.prompts import PromptDataset
 from mrl.data.supervised_dataset import SftDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
-from mrl.rewards.reward_types import Reward, Weighted
+from mrl.rewards.reward_types import CombinedReward, Reward
 from mrl.rewards.scorer import check_reward
-from mrl.rollout import rollout_log
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 from mrl.tracking.backends import check_installed
@@ -95,7 +93,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     finished_warm_start = find_finished_warm_start(config)
     models = plan_models(config, algorithm.needs, actor_path=finished_warm_start)
     actor = models["actor"]
-    train, test = load_prompt_datasets(config, actor)
+    train, test = load_prompt_datasets(config, actor, reward)
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
         check_supervised_data(config, actor)
@@ -204,28 +202,25 @@ def _check_prompt_position(config: Config, resume: ResumePoint, train: PromptDat
 
 
 def _check_advantage_weights(algorithm: AlgorithmParts, reward: Reward) -> None:
-    """Raise ValueError if algorithm.advantage.weights names a part that the combined reward does not have."""
+    """Raise ValueError if algorithm.advantage.weights names a term that the combined reward does not have."""
     weights = getattr(algorithm.advantage_pipeline.advantage, "weights", None)
-    if isinstance(reward, Weighted) and weights and (unknown := set(weights) - set(reward.parts)):
+    if isinstance(reward, CombinedReward) and weights and (unknown := set(weights) - reward.term_names):
         raise ValueError(
             f"algorithm.advantage.weights: the reward has no part {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(reward.parts))}."
+            f"{', '.join(sorted(reward.term_names))}."
         )
 
 
 def check_filter_metric(rollout_filter: Filter | None, reward: Reward) -> None:
-    """Raise ValueError if rollout.filter.metric names a part that a weighted reward cannot have.
+    """Raise ValueError if rollout.filter.metric names a part that a combined reward cannot have.
 
     The parts of other rewards are known only after the first responses are scored.
     """
     metric = getattr(rollout_filter, "metric", None)
-    if metric in (None, "correctness") or not isinstance(reward, Weighted):
+    if metric in (None, "correctness") or not isinstance(reward, CombinedReward):
         return
-    if not any(metric == name or metric.startswith(f"{name}_") for name in reward.parts):
-        raise ValueError(
-            f"rollout.filter.metric={metric}: the reward has no part with this name; its parts are "
-            f"{', '.join(sorted(reward.parts))}."
-        )
+    if reason := reward.missing_part(metric):
+        raise ValueError(f"rollout.filter.metric={metric}: the reward has no part with this name; {reason}.")
 
 
 def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
@@ -240,28 +235,6 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
         )
     agent.prepare(load_tokenizer(actor.model_path, chat_template(config)), config.data.template_args)
     return agent
-
-
-def load_prompt_datasets(config: Config, actor: ModelPlan) -> tuple[PromptDataset, PromptDataset | None]:
-    """Load the training prompts and the held-out prompts. Checks the recorded rollouts too, if the run replays them."""
-    train = _load_prompts(config, actor, train_sources(config.data), "train")
-    held_out = test_sources(config.data)
-    test = _load_prompts(config, actor, held_out, "test") if held_out else None
-    if config.rollout.replay:
-        routing = config.rollout.routing_replay
-        rollout_log.check_recording(config.rollout.replay, config.trainer.max_steps, routing=routing)
-    return train, test
-
-
-def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource], name: str) -> PromptDataset:
-    constraints = PromptConstraints(
-        max_prompt_length(config, actor.context), actor.arch.vocab_size, chat_template(config)
-    )
-    data = PromptDataset.load(sources, actor.model_path, constraints)
-    bad_rows = Path(config.run.dir) / f"bad_rows_{name}.jsonl"
-    data.enforce_row_policies(bad_rows, bad_rows=config.data.bad_rows, overlong=config.data.overlong)
-    logger.info("%s prompts: %s", name, data.report)
-    return data
 
 
 def _server_args(config: Config, context: int) -> dict[str, Any]:

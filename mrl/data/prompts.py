@@ -127,6 +127,18 @@ class PromptDataset:
         """Return the further fields of the row, which rewards may read."""
         return self.examples[row].extra_info
 
+    def reward_fields(self, row: int) -> dict[str, Any]:
+        """Return what a reward gets from the row: fields of mrl.rewards.reward_types.Response -> values."""
+        example = self.examples[row]
+        return dict(
+            data_source=example.data_source,
+            ground_truth=example.ground_truth,
+            extra_info=example.extra_info,
+            prompt=example.messages,
+            ability=example.ability,
+            style=example.style,
+        )
+
     def rows_by_source(self) -> dict[str, range]:
         """Return name of a source -> its rows in this data set. A source without a name has the key `""`."""
         ends = accumulate(source.rows for source in self.mixture)
@@ -169,6 +181,8 @@ class _FilePrompts:
                 raise RowError(source.columns.prompt, f"the chat template refused the messages: {error}") from error
             _check_text(source.columns.prompt, rendered)
             _check_text(source.columns.ground_truth or "", example.ground_truth)
+            if reason := source.find_fault(example):
+                raise RowError(source.columns.data_source or "", reason)
             return number, example, rendered
 
         converted, omitted = convert_rows(table, convert)

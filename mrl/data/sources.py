@@ -10,8 +10,13 @@ from typing import Any, Protocol
 from mrl.config.instantiate import instantiate
 from mrl.config.schema import DataConfig, Node
 from mrl.core.user_code import describe_error
-from mrl.data.columns import Columns
+from mrl.data.columns import Columns, PromptExample
 from mrl.data.row_files import BadRow, Row, RowTable, read_table
+
+
+def _find_nothing(example: PromptExample) -> str:
+    """Stand-in for PromptSource.find_fault if every checked row can be used."""
+    return ""
 
 
 class UserDataset(Protocol):
@@ -37,6 +42,8 @@ class PromptSource:
     weight: float = 1.0  # number of rows that are drawn from this source, relative to other sources
     user_dataset: UserDataset | None = None  # a user-defined data set, in place of files
     target: str = ""  # `_target_` of the user-defined data set, for error messages
+    # Returns why a row cannot be used although its columns are valid, for example because no reward can score it; "" if it can
+    find_fault: Callable[[PromptExample], str] = _find_nothing
 
     def tables(self) -> Iterator[RowTable]:
         """Yield the rows, file by file. Raises ValueError if a file cannot be read."""

@@ -10,7 +10,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from mrl.hang_report.process_registry import track_activity
-from mrl.rewards.reward_types import CallResult, Response, Reward, Score, Weighted, call_reward
+from mrl.rewards.reward_types import (
+    CallResult,
+    Calls,
+    CombinedReward,
+    Response,
+    Reward,
+    Score,
+    call_reward,
+    single_rewards,
+)
 from mrl.rewards.worker_pool import DEADLINE_PASSED, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -41,7 +50,7 @@ class Scorer:
         """Prepare scoring. No process is started yet.
 
         Args:
-            reward: the reward, which may be a weighted sum of rewards.
+            reward: the reward, which may be a combined reward.
             workers: number of worker processes. None: one process per core, at most 8.
             sample_timeout_s: time limit per response in seconds.
             timeout_s: time limit of one call of the scorer in seconds. Responses without a score then get failed scores.
@@ -52,7 +61,7 @@ class Scorer:
         """
         self.reward = reward
         self.sample_timeout_s, self.timeout_s = sample_timeout_s, timeout_s
-        self._worker_rewards = [each for each in _single_rewards(reward) if not _declares(each, "in_process")]
+        self._worker_rewards = [each for each in single_rewards(reward) if not _declares(each, "in_process")]
         cores = len(os.sched_getaffinity(0))
         self._pool = (
             WorkerPool(self._worker_rewards, workers or min(8, cores), memory_gb) if self._worker_rewards else None
@@ -76,12 +85,14 @@ class Scorer:
         return scores
 
     def _score(self, reward: Reward, responses: list[Response], deadline: float) -> list[Score]:
-        if isinstance(reward, Weighted):
-            with ThreadPoolExecutor(len(reward.parts)) as threads:
-                jobs = {
-                    name: threads.submit(self._score, part, responses, deadline) for name, part in reward.parts.items()
-                }
-                return reward.combine({name: job.result() for name, job in jobs.items()})
+        if isinstance(reward, CombinedReward):
+
+            def run_parallel(calls: Calls) -> list[list[Score]]:
+                with ThreadPoolExecutor(max(1, len(calls))) as threads:
+                    jobs = [threads.submit(self._score, inner, given, deadline) for inner, given in calls]
+                    return [job.result() for job in jobs]
+
+            return reward.score(responses, run_parallel)
 
         def run(batches: list[list[Response]]) -> list[CallResult]:
             index = next((i for i, each in enumerate(self._worker_rewards) if each is reward), None)
@@ -114,7 +125,7 @@ def check_reward(reward: Reward) -> None:
     Raises:
         ValueError: the reward does not accept a list of responses, or it cannot be pickled for the worker processes.
     """
-    for each in _single_rewards(reward):
+    for each in single_rewards(reward):
         try:
             inspect.signature(each).bind([])
         except TypeError as error:
@@ -174,15 +185,6 @@ def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]
         yield lambda index: responses[index].group
     if not _declares(reward, "whole_groups"):
         yield lambda index: index
-
-
-def _single_rewards(reward: Reward) -> Iterator[Reward]:
-    """Yield the rewards in a weighted sum and in its nested sums. If the reward is no weighted sum, yield only the reward."""
-    if isinstance(reward, Weighted):
-        for part in reward.parts.values():
-            yield from _single_rewards(part)
-    else:
-        yield reward
 
 
 def _declares(reward: Any, attribute: str) -> bool:

@@ -360,15 +360,12 @@ def _reward_inputs(
     items = zip(rows.tolist(), group_of.tolist(), trajectories, texts, turns, strict=True)
     return [
         Response(
-            data_source=data.data_source(row),
             text=response_turns[-1].text if response_turns else text,
-            ground_truth=data.ground_truth(row),
-            extra_info=data.extra_info(row),
-            prompt=data.messages(row),
             group=group,
             num_tokens=trajectory.num_sampled,
             truncated=trajectory.truncated,
             turns=response_turns,
+            **data.reward_fields(row),
         )
         for row, group, trajectory, text, response_turns in items
     ]

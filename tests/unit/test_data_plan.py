@@ -6,8 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mrl.config import hydra_entry
+from mrl.config.instantiate import instantiate_callable
 from mrl.controller.plan_models import plan_model
-from mrl.controller.plan_train import load_prompt_datasets, warm_start_settings
+from mrl.controller.plan_prompts import load_prompt_datasets
+from mrl.controller.plan_train import warm_start_settings
 from mrl.data.synthetic_tasks import make_doubling_task
 
 
@@ -33,7 +35,8 @@ def config_of(inputs, tmp_path, *overrides):
 def plan(inputs, tmp_path, *overrides):
     """Return the training set and the held-out set of that config."""
     config = config_of(inputs, tmp_path, *overrides)
-    return load_prompt_datasets(config, plan_model(config, config.model.path))
+    reward = instantiate_callable(config.reward, "reward")
+    return load_prompt_datasets(config, plan_model(config, config.model.path), reward)
 
 
 def plain(inputs):
@@ -103,6 +106,26 @@ def test_prompts_leave_room_for_the_response(inputs, tmp_path):
     with pytest.raises(ValueError, match=r"the files: no row is left \(0 of 40 rows kept, 0 bad, 40 overlong\)"):
         plan(inputs, tmp_path, "data.max_prompt_tokens=4", "data.overlong=skip")
     assert len((tmp_path / "run/bad_rows_train.jsonl").read_text().splitlines()) == 40
+
+
+BY_SOURCE = ["reward=by_source", "reward.rewards.doubling.source=dou*", "reward.rewards.doubling.ability=math"]
+EXACT = "reward.rewards.doubling.reward._target_=mrl.rewards.rule_based.ExactMatch"
+
+
+def test_a_row_that_no_pattern_of_the_reward_matches_is_refused(inputs, tmp_path):
+    train, test = plan(inputs, tmp_path, *BY_SOURCE, EXACT)
+    assert (len(train), len(test)) == (40, 10)
+    sums = [*plain(inputs), "data.bad_rows=skip", "data.overlong=skip"]
+    with pytest.raises(ValueError, match=r"no row is left \(0 of 22 rows kept, 22 bad, 0 overlong"):
+        plan(inputs, tmp_path, *BY_SOURCE, EXACT, *sums)
+    with pytest.raises(ValueError) as error:
+        plan(inputs, tmp_path, *BY_SOURCE, EXACT, *plain(inputs), f"data.test=[{inputs}/test.parquet]")
+    assert (
+        f"{inputs}/plain.jsonl, row 0, column 'data_source': no pattern of the reward matches data_source 'plain'; the patterns "
+        "are openai/gsm8k, math*, doubling (source dou*, ability math). Add a pattern to rewards, or set default."
+    ) in str(error.value)
+    default = "reward.default._target_=mrl.rewards.rule_based.ExactMatch"
+    assert len(plan(inputs, tmp_path, *BY_SOURCE, EXACT, *sums, default)[0]) == 20
 
 
 def test_another_chat_template_makes_another_warm_start(inputs, tmp_path):
