@@ -7,9 +7,9 @@ from pathlib import Path
 from mrl.commands import generate
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.evaluation.evaluate_responses import PICTURE, REPORT, SCORES, checked_reward, evaluate, write_evaluation
+from mrl.evaluation.evaluate_responses import PICTURE, REPORT, SCORES, evaluate, write_evaluation
 from mrl.evaluation.evaluation_summary import EvaluationSummary, IntervalEstimate, choose_k
-from mrl.evaluation.generation_plan import plan_generation
+from mrl.evaluation.generation_plan import checked_rewards, plan_generation
 
 USAGE = """usage: mrl evaluate [KEY=VALUE ...] [experiment=NAME] [--cfg job]
 
@@ -62,7 +62,8 @@ def _response_folder(config: Config) -> Path:
     choose_k(config.evaluate.k, config.generate.samples)
     plan = plan_generation(config)
     if not config.generate.score:
-        checked_reward(config)  # so that a mistake in the reward is an error before the generation starts
+        # a mistake in a reward is an error before the generation starts
+        checked_rewards(config.reward, config.data.test_sets)
     generate.run_generation(plan)
     return plan.store.folder
 

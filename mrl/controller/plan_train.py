@@ -5,6 +5,7 @@ Every mistake that a user can make is found here. Each function raises ValueErro
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mrl.controller.plan_models import (
     make_input_files,
     plan_models,
 )
-from mrl.controller.plan_prompts import load_prompt_datasets
+from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
 from mrl.data.prompts import PromptDataset
 from mrl.data.supervised_dataset import SftDataset
 from mrl.data.tokenizer import load_tokenizer
@@ -30,7 +31,8 @@ from mrl.placement.resource_pools import Pools
 from mrl.rewards.reward_types import CombinedReward, Reward
 from mrl.rewards.scorer import check_reward
 from mrl.rollout.agents.tool_agent import ToolAgent
-from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
+from mrl.rollout.engines.server_args import DETERMINISTIC, NO_TOKENIZER, check_server_args, default_server_args
+from mrl.rollout.held_out import HeldOutEvaluation
 from mrl.tracking.backends import check_installed
 from mrl.tracking.console import show_warning
 from mrl.tracking.learning_health import LearningSettings, find_static_problems
@@ -54,6 +56,7 @@ class TrainPlan(ModelPlan):
     resume: ResumePoint  # checkpoint from which the run continues, if there is one
     train: PromptDataset  # training prompts
     test: PromptDataset | None  # held-out prompts
+    evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores them
     critic: ModelPlan | None
     teacher: ModelPlan | None
 
@@ -93,7 +96,8 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     finished_warm_start = find_finished_warm_start(config)
     models = plan_models(config, algorithm.needs, actor_path=finished_warm_start)
     actor = models["actor"]
-    train, test = load_prompt_datasets(config, actor, reward)
+    evaluations = plan_evaluations(config)
+    train, test = load_prompt_datasets(config, actor, reward, evaluations)
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
         check_supervised_data(config, actor)
@@ -108,10 +112,11 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         algorithm=algorithm,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_server_args(config, actor.context),
+        server_args=_server_args(config, actor.context, evaluations),
         warm_start=warm_start,
         train=train,
         test=test,
+        evaluations=evaluations,
         resume=resume,
         critic=models.get("critic"),
         teacher=models.get("teacher"),
@@ -237,7 +242,7 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
     return agent
 
 
-def _server_args(config: Config, context: int) -> dict[str, Any]:
+def _server_args(config: Config, context: int, evaluations: Sequence[HeldOutEvaluation]) -> dict[str, Any]:
     """Merge the config section `sglang` into mrl's defaults of SGLang's server arguments. Raises ValueError if they conflict."""
     # A config can set the device, because this process may run on a node without a GPU.
     device = config.sglang.get("device")
@@ -247,6 +252,13 @@ def _server_args(config: Config, context: int) -> dict[str, Any]:
         if config.sglang.get(DETERMINISTIC) is False:
             raise ValueError(f"sglang.{DETERMINISTIC}=false contradicts rollout.deterministic=true; leave it out.")
         defaults[DETERMINISTIC] = True
+    if stopped := [each for each in evaluations if each.sampling.stop]:
+        if config.sglang.get(NO_TOKENIZER):
+            raise ValueError(
+                f"sglang.{NO_TOKENIZER}=true: engines without a tokenizer cannot find the texts of "
+                f"data.test_sets.{next(iter(stopped[0].sets))}.stop; leave {NO_TOKENIZER} out, or use stop_token_ids."
+            )
+        defaults[NO_TOKENIZER] = False
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
     # pause_mode=in_place keeps the KV cache that older weights computed. New requests must not reuse it.

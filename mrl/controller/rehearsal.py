@@ -28,6 +28,7 @@ from mrl.rewards.reward_types import (
 from mrl.rewards.worker_pool import WorkerPool
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import Completion, SamplingParams
+from mrl.rollout.held_out import HeldOutEvaluation
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ _TEMPORARY_FAILURE = re.compile(r"\w*(Connect|Timeout|Network|HTTP)\w*: |no scor
 
 def rehearse(plan: TrainPlan) -> None:
     """Try the reward function and the agent on the first rows of the training data, of each data source.
+
+    The reward of a held-out set is tried on the first rows of the set.
 
     A reward runs in a worker process, or in a thread if it has `in_process = True`, with the time limits of the run. The worker
     process ends before this function returns. Rewards that have `needs_server = True` are not called. The first prompts are
@@ -60,6 +63,15 @@ def rehearse(plan: TrainPlan) -> None:
         rehearse_agent(plan.agent, tokenizer, plan.config)
     responses = _make_up_responses(plan.train, range(len(plan.train)), multi_turn=plan.agent is not None)
     rehearse_reward(plan.reward, responses, plan.config.scoring)
+    for name, reward in _rewards_of_sets(plan.evaluations).items():
+        assert plan.test is not None, "an evaluation has held-out prompts"
+        responses = _make_up_responses(plan.test, plan.test.rows_by_source()[name], multi_turn=plan.agent is not None)
+        rehearse_reward(reward, responses, plan.config.scoring, f"data.test_sets.{name}.reward")
+
+
+def _rewards_of_sets(evaluations: Sequence[HeldOutEvaluation]) -> dict[str, Reward]:
+    """Return name of a held-out set -> its reward, for the sets that have a reward of their own."""
+    return {name: evaluation.reward for evaluation in evaluations if evaluation.reward for name in evaluation.sets}
 
 
 def _make_up_responses(data: PromptDataset, rows: Sequence[int], multi_turn: bool) -> list[Response]:
@@ -180,7 +192,8 @@ def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Respon
     invalid = [failure for failure in failures if failure[0].startswith(INVALID_RESULT)]
     reason, response = (invalid or failures)[0]
     called = (
-        f"It was called with the made-up response {response.text!r:.60} to row {response.group} of the training data"
+        f"It was called with the made-up response {response.text!r:.60} to row {response.group} of the "
+        f"{'held-out prompts' if name.startswith('data.') else 'training data'}"
     )
     if not invalid and (len(failures) < len(scores) or _TEMPORARY_FAILURE.match(reason)):
         logger.warning(

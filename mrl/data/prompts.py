@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -145,6 +146,11 @@ class PromptDataset:
         return {source.name: range(end - source.rows, end) for source, end in zip(self.mixture, ends, strict=True)}
 
     @cached_property
+    def rows_per_data_source(self) -> dict[str, int]:
+        """PromptExample.data_source -> number of its rows."""
+        return dict(Counter(example.data_source for example in self.examples))
+
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of all tokens. Data sets with the same fingerprint have the same prompts in the same order."""
         digest = hashlib.blake2b(self.tokens.tobytes(), digest_size=16)
@@ -190,7 +196,7 @@ class _FilePrompts:
         for chunk in batched(converted, CHUNK):
             encoded = tokenization.encode_texts(tokenizer, [rendered for *_, rendered in chunk])
             for (number, example, _), ids in zip(chunk, encoded, strict=True):
-                reason, overlong = _token_fault(ids, constraints)
+                reason, overlong = _token_fault(ids, constraints, source.max_prompt_tokens)
                 if reason:
                     omitted.append(BadRow(table.file, number, source.columns.prompt, reason, overlong))
                 else:
@@ -233,11 +239,13 @@ def _check_text(column: str, value: Any) -> None:
         raise RowError(column, f"not valid Unicode ({error}).") from error
 
 
-def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, bool]:
+def _token_fault(ids: list[int], constraints: PromptConstraints, max_prompt_tokens: int | None) -> tuple[str, bool]:
     """Return (reason, overlong). `reason` says why these tokens cannot be a prompt, and is empty if they can.
 
-    `overlong` is true if the only reason is that there are too many tokens.
+    `overlong` is true if the only reason is that there are too many tokens. `max_prompt_tokens` replaces the limit of
+    `constraints`.
     """
+    limit = constraints.max_prompt_tokens if max_prompt_tokens is None else max_prompt_tokens
     if not ids:
         return "the chat template gave no tokens.", False
     if max(ids) >= constraints.vocab_size:
@@ -245,10 +253,10 @@ def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, b
             f"the tokenizer gives token {max(ids)}, but the model's vocabulary ends at {constraints.vocab_size - 1}; the "
             "tokenizer in the model's folder belongs to another model, or the text has a token that was added to the tokenizer."
         ), False
-    if len(ids) > constraints.max_prompt_tokens:
+    if len(ids) > limit:
         return (
-            f"{len(ids)} tokens are more than the {constraints.max_prompt_tokens} that leave room for the response; shorten or "
-            "remove the row, lower rollout.max_response_tokens, or use a model with more context."
+            f"{len(ids)} tokens are more than the {limit} that leave room for the response; shorten or remove the row, lower "
+            "max_response_tokens of rollout or of the held-out set, or use a model with more context."
         ), True
     return "", False
 

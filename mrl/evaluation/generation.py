@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +16,7 @@ import httpx
 
 from models.conversion.resumable_folder import ByteProgress
 from mrl.data.tokenizer import load_tokenizer
-from mrl.evaluation.evaluation_prompts import (
-    EvaluationPrompt,
-    add_scores,
-    open_scorer,
-    prompts_digest,
-    to_reward_responses,
-)
+from mrl.evaluation.evaluation_prompts import EvaluationPrompt, prompts_digest
 from mrl.evaluation.generation_plan import CONVERTED_MODEL, GenerationPlan
 from mrl.evaluation.response_store import JsonObject
 from mrl.rewards.scorer import Scorer
@@ -186,7 +180,8 @@ class Generation:
         num_missing = sum(len(self.files[index]) for index in missing)
         self.progress.begin(num_prompts * samples, (num_prompts - num_missing) * samples)
         pending: deque[tuple[int, PendingResponses]] = deque()
-        with open_scorer(self.plan.reward, self.plan.config.scoring) as scorer:
+        rewards = self.plan.rewards
+        with rewards.open_scorer(self.plan.config.scoring) if rewards else nullcontext() as scorer:
             for index in missing:
                 pending.append((index, self.dispatcher.submit(self._requests(index))))
                 if len(pending) > FILES_AHEAD:
@@ -218,8 +213,8 @@ class Generation:
             prompt.to_row(sample, completion, text, logprobs=self.settings.logprobs)
             for (prompt, sample), completion, text in zip(self._samples(file_index), completions, texts, strict=True)
         ]
-        if scorer:
-            rows = add_scores(rows, scorer(to_reward_responses(rows)))
+        if scorer and self.plan.rewards:
+            rows = self.plan.rewards.add_scores(rows, scorer)
         self.plan.store.write(file_index, rows)
 
     @cached_property

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.core.metric_families import name_part
 from mrl.core.user_code import describe_error
 
 INVALID_RESULT = "the reward returned "
@@ -127,7 +128,7 @@ def _validate(score: Score, response: Response) -> Score:
 
 def _rename_parts(parts: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts. In each name, characters that a metric name cannot have are replaced by underscores."""
-    return {re.sub(r"\W+", "_", str(name)): as_number(value) for name, value in parts.items()}
+    return {name_part(str(name)): as_number(value) for name, value in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,9 @@ class Scores:
     failed: NDArray[np.bool_]  # [B] whether scoring failed
     parts: dict[str, NDArray[np.float64]]  # name of a part -> its values [B]; NaN if a response has no such part
     turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values of the assistant turns; None: no values per turn
-    seconds: float  # wall time of decoding and scoring
 
     @classmethod
-    def of(cls, scores: Sequence[Score], seconds: float = 0.0) -> "Scores":
+    def of(cls, scores: Sequence[Score]) -> "Scores":
         """Return the scores of a list as arrays."""
         names = sorted({name for score in scores for name in score.parts})
         return cls(
@@ -149,16 +149,17 @@ class Scores:
             np.array([score.failure is not None for score in scores], np.bool_),
             {name: np.array([score.parts.get(name, np.nan) for score in scores]) for name in names},
             tuple(score.turn_values for score in scores),
-            seconds,
         )
 
-    def metrics(self) -> dict[str, float]:
-        """Return metrics: mean reward, mean of each part over the responses that have this part, and fraction of failures."""
-        parts = {f"reward/{name}_mean": float(np.nanmean(column)) for name, column in self.parts.items()}
+    def metrics(self, area: str = "reward") -> dict[str, float]:
+        """Return metrics: mean reward, mean of each part over the responses that have this part, and fraction of failures.
+
+        Each name begins with `area`.
+        """
+        parts = {f"{area}/{name}_mean": float(np.nanmean(column)) for name, column in self.parts.items()}
         return parts | {
-            "reward/mean": float(self.values.mean()),
-            "reward/failed_fraction": float(self.failed.mean()),
-            "spent/reward_s": self.seconds,
+            f"{area}/mean": float(self.values.mean()),
+            f"{area}/failed_fraction": float(self.failed.mean()),
         }
 
 

@@ -4,7 +4,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -42,6 +42,7 @@ class Scorer:
         self,
         reward: Reward,
         *,
+        further_rewards: Sequence[Reward] = (),
         workers: int | None = None,
         sample_timeout_s: float = 10.0,
         timeout_s: float = 300.0,
@@ -51,6 +52,7 @@ class Scorer:
 
         Args:
             reward: the reward, which may be a combined reward.
+            further_rewards: rewards that calls of the scorer may name. All rewards share the worker processes.
             workers: number of worker processes. None: one process per core, at most 8.
             sample_timeout_s: time limit per response in seconds.
             timeout_s: time limit of one call of the scorer in seconds. Responses without a score then get failed scores.
@@ -61,7 +63,8 @@ class Scorer:
         """
         self.reward = reward
         self.sample_timeout_s, self.timeout_s = sample_timeout_s, timeout_s
-        self._worker_rewards = [each for each in single_rewards(reward) if not _declares(each, "in_process")]
+        singles = [each for one in (reward, *further_rewards) for each in single_rewards(one)]
+        self._worker_rewards = [each for each in singles if not _declares(each, "in_process")]
         cores = len(os.sched_getaffinity(0))
         self._pool = (
             WorkerPool(self._worker_rewards, workers or min(8, cores), memory_gb) if self._worker_rewards else None
@@ -72,11 +75,14 @@ class Scorer:
         if self._pool:
             self._pool.start()
 
-    def __call__(self, responses: list[Response]) -> list[Score]:
-        """Return one score per response, in the order of the responses."""
+    def __call__(self, responses: list[Response], reward: Reward | None = None) -> list[Score]:
+        """Return one score per response, in the order of the responses.
+
+        `reward`: one of `further_rewards`; None stands for the reward of the scorer.
+        """
         if not responses:
             return []
-        scores = self._score(self.reward, responses, time.monotonic() + self.timeout_s)
+        scores = self._score(self.reward if reward is None else reward, responses, time.monotonic() + self.timeout_s)
         failures = [score.failure for score in scores if score.failure is not None]
         for failure in failures[:SHOWN_FAILURES]:
             logger.warning(

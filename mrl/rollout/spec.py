@@ -13,6 +13,7 @@ from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import ChatTemplate
 from mrl.rewards.reward_types import Reward
 from mrl.rollout.agents.tool_agent import ToolAgent
+from mrl.rollout.held_out import HeldOutEvaluation
 from mrl.rollout.step_metrics import RolloutFilter
 
 
@@ -32,12 +33,12 @@ class RolloutSpec:
     prompts_per_step: int  # N, the number of groups that a step trains
     responses_per_prompt: int  # G, the size of a group
     max_response_tokens: int
-    temperature: float  # of the responses that are trained; an evaluation has its own temperature
+    temperature: float  # of the responses that are trained
     num_engines: int
     engine_urls: tuple[str, ...]  # URLs of external servers; if there are any, mrl starts no engine
     engine_tp: int  # tensor-parallel size of an engine
     seed: int  # seed of the run; the seeds of engines and responses are derived from this seed
-    eval_rows: int | None  # an evaluation uses the first `eval_rows` rows of each test set; None: all rows
+    evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores the held-out prompts
     request_timeout_s: float  # how long a step or an evaluation waits for its responses before it fails
     record: bool  # whether the tokens of each step are written to run_dir/rollouts
     replay: str | None  # folder of recorded steps that are read; None: the engines sample
