@@ -49,11 +49,12 @@ MAX_STOPS = 32  # largest number of stop texts of a request (SGLang 0.5.23)
 
 
 def _is_number(value: Any, low: float, high: float = math.inf) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high and math.isfinite(value)
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and low <= float(value) <= high and math.isfinite(value)
 
 
 def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _are_texts(value: Any) -> bool:
