@@ -40,7 +40,7 @@ from mrl.rollout.client import (
     SamplingParams,
 )
 from mrl.rollout.engines.hosts import AnyEngineServer, EngineServers
-from mrl.rollout.engines.server import ExternalEngine, check_seed_support
+from mrl.rollout.engines.server import ExternalEngine, check_seed_support, check_stop_support
 from mrl.rollout.rollout_log import CompletionCache
 from mrl.rollout.spec import PoolSettings
 from mrl.rollout.staleness_buffer import MAX_RESPONSES_PER_REQUEST
@@ -133,6 +133,8 @@ class EnginePool:
             return PooledEngine(client, server.alive, str(server.log_path))
         if self.spec.deterministic:
             check_seed_support(client, "rollout.deterministic")
+        if self.spec.has_stop_texts:
+            check_stop_support(client)
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:

@@ -79,6 +79,8 @@ def folder(tmp_path):
             ground_truth="7",
             ground_truth_is_json=False,
             extra_info="{}",
+            ability="",
+            style="",
             score=None,
             failure=None,
             parts=None,
@@ -196,6 +198,20 @@ def test_prompts_of_two_sets_over_one_file_are_kept_apart(folder):
         ("overall", 5, 20),
     ]
     assert [row["score"] for row in found.rows] == [4.0] * 20, "a group is the responses to one prompt"
+
+
+def test_a_set_is_scored_again_by_its_own_reward(folder):
+    change_rows(folder, lambda row: dict(set=row["data_source"]))
+    sets = {"a": {"files": ["a.parquet"], "reward": {"_target_": "mrl.rewards.rule_based.Length", "max_tokens": 100}}}
+    manifest = json.loads((folder / "_generate.json").read_text())
+    for stored, given in (({}, sets), (sets, {})):  # the config names the set, or the generation did
+        manifest["settings"]["data.test_sets"] = stored
+        (folder / "_generate.json").write_text(json.dumps(manifest))
+        found = evaluate(folder, config_of(**{"data.test_sets": given}))
+        of_a, of_b = ([row for row in found.rows if row["set"] == name] for name in "ab")
+        assert [row["score"] for row in of_a] == pytest.approx([1 - row["num_tokens"] / 100 for row in of_a])
+        assert {row["score"] for row in of_b} == {0.25, 1.0}, "the scores of LastWord"
+        assert found.answers[0] == "it is 7" and found.answers[8] in ("7", None), "each set votes by its own reward"
 
 
 def test_without_the_stored_reward_maj_at_k_compares_texts(folder, caplog):
