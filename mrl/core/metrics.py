@@ -13,7 +13,7 @@ most names. mrl.core.metric_families declares names of these forms:
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from mrl.core.metric_families import Metric, find_member
 
@@ -457,14 +457,6 @@ def find(name: str) -> Metric:
     )
 
 
-def plug_in_name(name: str) -> str:
-    """Return the name under which a metric of a loss or correction is logged: `surprise` -> `own/surprise`.
-
-    Names with a slash, as those of mrl's own losses, stay as they are. No declared name is without a slash.
-    """
-    return name if "/" in name else f"own/{name}"
-
-
 def section(name: str) -> str:
     """Return the title of a metric's section: `reward/mean` -> `Reward`."""
     return SECTIONS[name.split("/")[0]]
@@ -489,21 +481,6 @@ def reduce(name: str, values: Sequence[float]) -> float:
 def label(name: str) -> str:
     """Return the short name for the progress display: `reward/mean` -> `reward`, `time/rollout_s` -> `rollout`."""
     return find(name).label or name.split("/")[1].removesuffix("_s")
-
-
-def shown_evaluation(metrics: Mapping[str, float]) -> Metrics:
-    """Return the metrics eval/* that are shown while a run goes on: mean rewards, and accuracies that differ from them.
-
-    With a reward that is 0 or 1, the accuracy equals the mean reward, and is not shown a second time.
-    """
-    shown = {}
-    for name, value in metrics.items():
-        quantity = name.rpartition("/")[2].partition("_")[0]
-        if not name.startswith("eval/") or quantity not in ("reward", "accuracy"):
-            continue
-        if quantity == "reward" or metrics.get(name.replace("accuracy", "reward")) != value:
-            shown[name] = value
-    return shown
 
 
 def check(names: Iterable[str]) -> None:

@@ -325,6 +325,20 @@ def test_samples_of_lm_evaluation_harness_count_once_for_all_filters(tmp_path):
     assert found.rows[-1]["prompt"][0]["content"] == "Q: 3?" and json.loads(found.rows[0]["extra_info"]) == {"question": "0?"}
 
 
+def test_rows_of_other_tools_get_the_reward_of_their_source_or_ability(tmp_path):
+    rows = [
+        dict(prompt="a?", response="it is 7", ground_truth="7", data_source="words", kind="number"),
+        dict(prompt="b?", response="it is 7", ground_truth="it is 7", data_source="texts", kind="exact"),
+    ]
+    write_jsonl(tmp_path / "mine.jsonl", rows)
+    exact = {"ability": "exact", "reward": {"_target_": "mrl.rewards.rule_based.ExactMatch"}}
+    by_source = {"_target_": "mrl.rewards.by_source.BySource", "rewards": {"words": LAST_WORD, "exact": exact}}
+    config = config_of(**{"reward": by_source, "evaluate.columns": {"ability": "kind"}})
+    found = evaluate(tmp_path / "mine.jsonl", config)
+    assert [(row["ability"], row["score"]) for row in found.rows] == [("number", 1.0), ("exact", 1.0)]
+    assert found.answers == ["7", "it is 7"], "LastWord says what the answers of its rows are"
+
+
 def test_details_of_lighteval_are_scored_against_the_right_choice(tmp_path):
     rows = [
         dict(

@@ -532,6 +532,17 @@ def test_the_engines_of_a_job_need_a_pool_of_their_own(configure):
             {"reward": {"_target_": "mrl.rewards.remote_models.Judge", "role": "judge", "model": "judge"}},
             "reward: calls roles.judge, which only `mrl train` serves",
         ),
+        (
+            {
+                "data.test_sets": {
+                    "s": {
+                        "files": ["no.parquet"],
+                        "reward": {"_target_": "mrl.rewards.remote_models.Judge", "role": "judge"},
+                    }
+                }
+            },
+            "data.test_sets.s.reward: calls roles.judge, which only `mrl train` serves",
+        ),
         ({"rollout.max_response_tokens": 64}, "leaves no room for a prompt"),
     ],
 )
