@@ -85,14 +85,6 @@ def find_member(name: str) -> Metric | None:
     return None
 
 
-def plug_in_name(name: str) -> str:
-    """Return the name under which a metric of a loss or correction is logged: `surprise` -> `own/surprise`.
-
-    Names with a slash, as those of mrl's own losses, stay as they are. No declared name is without a slash.
-    """
-    return name if "/" in name else f"own/{name}"
-
-
 def shown_evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics eval/* that are shown while a run goes on: mean rewards, and accuracies that differ from them.
 

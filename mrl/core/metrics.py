@@ -457,6 +457,14 @@ def find(name: str) -> Metric:
     )
 
 
+def plug_in_name(name: str) -> str:
+    """Return the name under which a metric of a loss or correction is logged: `surprise` -> `own/surprise`.
+
+    Names with a slash, as those of mrl's own losses, stay as they are. No declared name is without a slash.
+    """
+    return name if "/" in name else f"own/{name}"
+
+
 def section(name: str) -> str:
     """Return the title of a metric's section: `reward/mean` -> `Reward`."""
     return SECTIONS[name.split("/")[0]]

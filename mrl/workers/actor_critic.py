@@ -17,7 +17,7 @@ from mrl.algorithms import corrections
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.algorithms.preference import ScoreLoss
-from mrl.core.metric_families import plug_in_name
+from mrl.core.metrics import plug_in_name
 from mrl.core.types import RankBatch, TokenBlock
 from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics
 from mrl.workers.micro_batch import MicroBatch
