@@ -124,7 +124,7 @@ def engines(speeds: EngineSpeeds) -> Iterator[list[str]]:
 def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: RolloutSetup, run_dir: Path) -> RolloutSpec:
     """Return the specification of the rollout worker."""
     (run_dir / "logs").mkdir(parents=True)
-    unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, rollout_filter=None, eval_rows=None, replay=None)
+    unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, rollout_filter=None, evaluations=(), replay=None)
     plain = dict(
         needs_greedy=False, rollout_logprobs_as_old=False, record=False, temperature=1.0, num_engines=0, engine_tp=1
     )

@@ -329,7 +329,7 @@ def rollout_spec(size: Size, objective: Objective, prompts: Prompts, urls: Seque
         engine_urls=tuple(urls),
         engine_tp=1,
         seed=0,
-        eval_rows=None,
+        evaluations=(),
         request_timeout_s=3600.0,
         record=False,
         replay=None,

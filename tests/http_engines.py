@@ -111,7 +111,7 @@ class HttpEngine:
 def spec_of(run_dir, **settings) -> RolloutSpec:
     """Spec of an engine pool. Prompts and rewards, which the pool does not use, are left out."""
     unused = dict(
-        train=None, test=None, reward=None, advantage_pipeline=None, rollout_filter=None, eval_rows=None, replay=None
+        train=None, test=None, reward=None, advantage_pipeline=None, rollout_filter=None, evaluations=(), replay=None
     )
     plain = dict(
         needs_greedy=False, rollout_logprobs_as_old=False, record=False, prompts_per_step=1, responses_per_prompt=1

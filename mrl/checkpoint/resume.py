@@ -36,6 +36,8 @@ SAMPLING_KEYS = (
 A resumed run uses the rollout log only if the values of all these keys are unchanged.
 """
 NEUTRAL_KEYS = (
+    "data.test",
+    "data.test_sets",
     "critic.parallel",
     "roles.*.parallel",
     "rollout.num_engines",

@@ -50,8 +50,23 @@ workspace with the same sections. "Over steps" says how one number is made of se
 METRIC_FAMILIES = (
     ("time/<phase>_s", "wall time of the phase `<phase>` of the training loop"),
     ("reward/<part>_mean", "mean of the reward's part `<part>`"),
-    ("eval/reward_sampled_<set>", "`eval/reward_sampled` for the set `<set>` of data.test_sets"),
-    ("eval/reward_greedy_<set>", "`eval/reward_greedy` for the set `<set>` of data.test_sets"),
+    ("reward/<source>/mean", "mean reward for the data source `<source>`, if the training data has several sources"),
+    ("reward/<source>/<part>_mean", "mean of the reward's part `<part>` for the data source `<source>`"),
+    ("reward/<source>/failed_fraction", "`reward/failed_fraction` for the data source `<source>`"),
+    ("eval/<set>/reward_sampled", "`eval/reward_sampled` for the set `<set>` of data.test_sets"),
+    ("eval/<set>/reward_greedy", "`eval/reward_greedy` for the set `<set>` of data.test_sets"),
+    ("eval/<set>/accuracy_sampled", "`eval/accuracy_sampled` for the set `<set>` of data.test_sets"),
+    ("eval/<set>/accuracy_greedy", "`eval/accuracy_greedy` for the set `<set>` of data.test_sets"),
+    ("eval/<set>/reward", "mean reward for the set `<set>`, which has a sampling of its own"),
+    ("eval/<set>/accuracy", "fraction of correct responses for the set `<set>`, which has a sampling of its own"),
+    (
+        "eval/<set>/pass_at_<k>",
+        "probability that at least one of `k` responses to a prompt of the set `<set>` is correct",
+    ),
+    (
+        "eval/<set>/maj_at_<k>",
+        "probability that the most frequent of `k` answers to a prompt of the set `<set>` is correct",
+    ),
     ("own/<name>", "metric `<name>` of a user's plug-in"),
 )
 
@@ -216,7 +231,8 @@ def metrics_page() -> str:
 
 def _metric_families() -> list[tuple[str, metrics.Metric]]:
     """Return (name, declaration) of the metrics whose names have a variable part <...>."""
-    declared = ((name, metrics.find(re.sub(r"<(\w+)>", r"\1", name))) for name, _ in METRIC_FAMILIES)
+    examples = {name: re.sub(r"<(\w+)>", r"\1", name.replace("<k>", "2")) for name, _ in METRIC_FAMILIES}
+    declared = ((name, metrics.find(example)) for name, example in examples.items())
     return [
         (name, replace(metric, meaning=meaning))
         for (name, metric), (_, meaning) in zip(declared, METRIC_FAMILIES, strict=True)

@@ -12,7 +12,7 @@ from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.evaluation.comparison import SCORES, Comparison, read_scores
 from mrl.evaluation.evaluate_responses import PICTURE, REPORT, evaluate, write_evaluation, write_harness_results
-from mrl.evaluation.evaluation_prompts import checked_reward
+from mrl.evaluation.evaluation_prompts import checked_rewards
 from mrl.evaluation.evaluation_summary import EvaluationSummary, IntervalEstimate, choose_k
 from mrl.evaluation.generation_plan import plan_generation
 from mrl.evaluation.harness import HarnessError, HarnessPlan, HarnessResult, plan_harness, run_harness
@@ -69,7 +69,7 @@ def job(config: Config, overrides: Sequence[str] = ()) -> None:
         if generate.is_submitted(config) and not config.evaluate.input:
             if not harness:
                 choose_k(config.evaluate.k, config.generate.samples)
-                checked_reward(config)
+                checked_rewards(config.reward, config.data.test_sets)
             return generate.submit(config, overrides, "evaluate")
         if harness:
             return _evaluate_with_harness(harness)
@@ -108,7 +108,8 @@ def _response_folder(config: Config) -> Path:
     choose_k(config.evaluate.k, config.generate.samples)
     plan = plan_generation(config)
     if not config.generate.score:
-        checked_reward(config)  # so that a mistake in the reward is an error before the generation starts
+        # a mistake in a reward is an error before the generation starts
+        checked_rewards(config.reward, config.data.test_sets)
     generate.run_generation(plan)
     return plan.store.folder
 

@@ -1,5 +1,6 @@
 """The process that `mrl train` starts and supervises. It trains, or it submits the run as a Slurm job."""
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from mrl.controller import build
 from mrl.controller.memory_check import plan_fitting_run
 from mrl.controller.rehearsal import rehearse
 from mrl.controller.trainer import TrainingResult
+from mrl.core.metric_families import shown_evaluation
 from mrl.core.run_errors import (
     REQUEUE_STATUS,
     UNHEALTHY_STATUS,
@@ -105,10 +107,10 @@ def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) ->
     is_reached = goal is not None and result.reward >= goal
     if goal is not None and not is_reached:
         lines.append(f"the goal trainer.stop_reward={goal} was not reached")
-    for name, before in result.before.items():
-        what = name.removeprefix("eval/").replace("_", " ")
-        if name in result.after:
-            lines.append(f"held-out {what}: {before:.3f} before, {result.after[name]:.3f} after")
+    for name in shown_evaluation(result.before) | shown_evaluation(result.after):
+        if name in result.before and name in result.after:
+            what = re.sub("[_/]", " ", name.removeprefix("eval/"))
+            lines.append(f"held-out {what}: {result.before[name]:.3f} before, {result.after[name]:.3f} after")
     model, checkpoint = folder / "hf", CheckpointStore(folder / "checkpoints").latest()
     lines += [f"model (Hugging Face folder): {model}"] if model.is_dir() else []
     lines += [f"checkpoint: {checkpoint.path}"] if checkpoint else []

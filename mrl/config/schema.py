@@ -118,10 +118,15 @@ class DataConfig:
     )
     dataset: Node | None = key(dict, "Your own dataset class or function, which replaces data.train.")
     test: list[str] = key(list, "Held-out prompts for evaluation, in the same formats as data.train.")
-    test_sets: Node = key(dict, "More held-out sets: {NAME: list of files} or {NAME: {files, columns, system}}.")
+    test_sets: Node = key(
+        dict,
+        "More held-out sets: {NAME: list of files} or {NAME: {files, columns, system, rows, reward, n, temperature, top_p, "
+        "top_k, min_p, repetition_penalty, stop, stop_token_ids, max_response_tokens}} (docs/tutorials/data.md).",
+    )
     columns: Node = key(
         dict,
-        "Column names in your files, such as {prompt: question}. The keys are prompt, ground_truth, data_source, extra_info.",
+        "Column names in your files, such as {prompt: question}. The keys are prompt, ground_truth, data_source, extra_info, "
+        "ability, style.",
     )
     system: str | None = key(None, "System message for prompts that do not start with a system message.")
     chat_template: str | None = key(None, "Jinja file that replaces the chat template of the model.")
@@ -210,7 +215,11 @@ class RolloutConfig:
         "s",
         above=0,
     )
-    record: bool = key(False, "Whether to save the tokens of each step in run.dir/rollouts/step_N.npz.")
+    record: bool = key(
+        False,
+        "Whether to save the tokens of each step in run.dir/rollouts/step_N.npz, and the responses of each evaluation in "
+        "run.dir/rollouts/evaluation_STEP_INDEX.jsonl.",
+    )
     replay: str | None = key(
         None, "Folder of rollouts saved by rollout.record. The run trains on these rollouts and starts no engines."
     )
@@ -423,7 +432,7 @@ class TrainerConfig:
     )
     eval_rows: int | None = key(
         None,
-        "Number of rows that are evaluated, from the start of each held-out set. Default: all rows.",
+        "Number of rows that are evaluated, from the start of each held-out set that has no key rows. Default: all rows.",
         "rows",
         least=1,
     )

@@ -34,6 +34,42 @@ def files(key: str, value: Any, values: Values) -> Overrides:
     return {key: value if isinstance(value, list) else [value]}
 
 
+def held_out_sets(keys: Mapping[str, str], test_files: Mapping[str, list], values: Values) -> Overrides:
+    """Override for held-out sets. If the config says how they are sampled, each becomes a set of data.test_sets.
+
+    `keys`: key of the other trainer -> key of a set. `test_files`: name of a set -> its files.
+    """
+    sampling = {key: values[name] for name, key in keys.items() if values.get(name) is not None}
+    if not is_on(sampling.pop("do_sample", True)):
+        sampling = {"temperature": 0.0}
+    if not sampling:
+        return {"data.test": [file for found in test_files.values() for file in found]}
+    return {"data.test_sets": {name: {"files": found} | sampling for name, found in test_files.items()}}
+
+
+VERL_VALIDATION = {
+    f"actor_rollout_ref.rollout.val_kwargs.{name}": name for name in ("n", "temperature", "top_p", "top_k", "do_sample")
+}
+SLIME_EVALUATION = {
+    "n-samples-per-eval-prompt": "n",
+    "eval-temperature": "temperature",
+    "eval-top-p": "top_p",
+    "eval-top-k": "top_k",
+    "eval-max-response-len": "max_response_tokens",
+}
+IN_TEST_SETS = Note("part of data.test_sets", needed=False)
+
+
+def slime_held_out(value: Any, values: Values) -> Overrides:
+    """slime names held-out sets in pairs: the name of the set, and its file."""
+    pairs = zip(value[::2], value[1::2], strict=True) if isinstance(value, list) else [("held_out", value)]
+    return held_out_sets(SLIME_EVALUATION, {name: [file] for name, file in pairs}, values)
+
+
+def verl_held_out(value: Any, values: Values) -> Overrides:
+    return held_out_sets(VERL_VALIDATION, {"validation": value if isinstance(value, list) else [value]}, values)
+
+
 def switch(on: Overrides, off: Overrides | None, value: Any, values: Values) -> Overrides | Note:
     if is_on(value):
         return on

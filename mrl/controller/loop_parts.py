@@ -50,8 +50,8 @@ class RolloutSource(Protocol):
         """Write samples of the step as text, with the columns of all estimates of the step."""
         ...
 
-    def evaluate(self, temperature: float) -> Metrics:
-        """Return the mean reward on each held-out set, by name of the set. The name "" stands for all held-out prompts."""
+    def evaluate(self, step: int) -> Metrics:
+        """Evaluate on the held-out prompts after `step` steps. Returns the metrics eval/*."""
         ...
 
     def state_dict(self) -> State:

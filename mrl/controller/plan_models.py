@@ -190,13 +190,19 @@ def _check_reads_actor_sequences(config: Config, model: ModelPlan, actor: ModelP
             raise ValueError(f"{key}: its {what} is {size} tokens, but the actor's sequences need {needed}.")
 
 
-def max_prompt_length(config: Config, context: int) -> int:
-    """Return the largest allowed number of prompt tokens. A prompt and its response must fit into `context` tokens."""
-    room = context - config.rollout.max_response_tokens
+def max_prompt_length(
+    config: Config, context: int, max_response_tokens: int | None = None, section: str = "rollout"
+) -> int:
+    """Return the largest allowed number of prompt tokens. A prompt and its response must fit into `context` tokens.
+
+    `max_response_tokens`: limit of the response; None: rollout.max_response_tokens. `section`: config key that has this limit.
+    """
+    response_tokens = config.rollout.max_response_tokens if max_response_tokens is None else max_response_tokens
+    room = context - response_tokens
     if room < 1:
         raise ValueError(
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens}: the model's context of {context} "
-            f"tokens leaves no room for a prompt; use at most {context - 1}."
+            f"{section}.max_response_tokens={response_tokens}: the model's context of {context} tokens leaves no room for a "
+            f"prompt; use at most {context - 1}."
         )
     return min(room, config.data.max_prompt_tokens or room)
 

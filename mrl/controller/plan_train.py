@@ -4,9 +4,8 @@ Every mistake that a user can make is found here. Each function raises ValueErro
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mrl.algorithms.filters import Filter
@@ -22,21 +21,21 @@ from mrl.controller.plan_models import (
     chat_template,
     engine_layout,
     make_input_files,
-    max_prompt_length,
     plan_models,
 )
+from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
 from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
 from mrl.controller.step_plan import StepPlan, plan_step
 from mrl.core.user_code import plug_in_name
-from mrl.data.prompts import PromptConstraints, PromptDataset
-from mrl.data.sources import PromptSource, test_sources, train_sources
+from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
-from mrl.rewards.reward_types import Reward, Weighted
-from mrl.rewards.scorer import check_reward, single_rewards
-from mrl.rollout import rollout_log
+from mrl.rewards.remote_models import called_roles
+from mrl.rewards.reward_types import CombinedReward, Reward
+from mrl.rewards.scorer import check_reward
 from mrl.rollout.agents.tool_agent import ToolAgent
-from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
+from mrl.rollout.engines.server_args import DETERMINISTIC, NO_TOKENIZER, check_server_args, default_server_args
+from mrl.rollout.held_out import HeldOutEvaluation, rewards_of_sets
 from mrl.tracking.backends import check_installed
 from mrl.tracking.console import show_warning
 from mrl.tracking.learning_health import LearningSettings, find_static_problems
@@ -57,6 +56,7 @@ class TrainPlan(ModelPlan):
     resume: ResumePoint  # checkpoint from which the run continues, if there is one
     train: PromptDataset  # training prompts
     test: PromptDataset | None  # held-out prompts
+    evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores them
     others: Mapping[str, ModelPlan]  # the models beside the actor, by role
 
     @property
@@ -106,7 +106,8 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     finished_warm_start = find_finished_warm_start(config)
     models = plan_models(config, algorithm.needs, actor_path=finished_warm_start)
     actor = models["actor"]
-    train, test = load_prompt_datasets(config, actor)
+    evaluations = plan_evaluations(config)
+    train, test = load_prompt_datasets(config, actor, reward, evaluations)
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
         check_warm_start(config)
@@ -125,16 +126,19 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_server_args(config, actor.context),
+        server_args=_server_args(config, actor.context, evaluations),
         warm_start=warm_start,
         train=train,
         test=test,
+        evaluations=evaluations,
         resume=resume,
         others=others,
     )
     check_profile(config, max(model.dims.world_size for model in plan.models.values()))
     check_time_sharing(config, plan.colocated_roles)
-    check_served_roles(config, reward, plan.colocated_roles)
+    rewards = {"reward": reward}
+    rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(evaluations).items()}
+    check_served_roles(config, rewards, plan.colocated_roles)
     check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
@@ -226,16 +230,19 @@ def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]
         )
 
 
-def check_served_roles(config: Config, reward: Reward, colocated_roles: frozenset[frozenset[str]]) -> None:
+def check_served_roles(
+    config: Config, rewards: Mapping[str, Reward], colocated_roles: frozenset[frozenset[str]]
+) -> None:
     """Raise ValueError if rewards call roles that are not served, or if a served role cannot share its devices.
 
     A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this time.
+    `rewards`: config key -> reward, for the reward of the run and those of held-out sets.
     """
     served = {name: role for name, role in roles_of(config).items() if role.is_served}
-    called = {name for each in single_rewards(reward) if (name := getattr(each, "role", ""))}
-    if missing := sorted(called - served.keys()):
+    called = {name: key for key, reward in rewards.items() for name in called_roles(reward)}
+    if missing := sorted(called.keys() - served.keys()):
         raise ValueError(
-            f"reward: calls roles.{missing[0]}, which SGLang does not serve; set roles.{missing[0]}.path and "
+            f"{called[missing[0]]}: calls roles.{missing[0]}, which SGLang does not serve; set roles.{missing[0]}.path and "
             f"roles.{missing[0]}.num_engines."
         )
     for name, role in served.items():
@@ -261,28 +268,25 @@ def _check_prompt_position(config: Config, resume: ResumePoint, train: PromptDat
 
 
 def _check_advantage_weights(algorithm: AlgorithmParts, reward: Reward) -> None:
-    """Raise ValueError if algorithm.advantage.weights names a part that the combined reward does not have."""
+    """Raise ValueError if algorithm.advantage.weights names a term that the combined reward does not have."""
     weights = getattr(algorithm.advantage_pipeline.advantage, "weights", None)
-    if isinstance(reward, Weighted) and weights and (unknown := set(weights) - set(reward.parts)):
+    if isinstance(reward, CombinedReward) and weights and (unknown := set(weights) - reward.term_names):
         raise ValueError(
             f"algorithm.advantage.weights: the reward has no part {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(reward.parts))}."
+            f"{', '.join(sorted(reward.term_names))}."
         )
 
 
 def check_filter_metric(rollout_filter: Filter | None, reward: Reward) -> None:
-    """Raise ValueError if rollout.filter.metric names a part that a weighted reward cannot have.
+    """Raise ValueError if rollout.filter.metric names a part that a combined reward cannot have.
 
     The parts of other rewards are known only after the first responses are scored.
     """
     metric = getattr(rollout_filter, "metric", None)
-    if metric in (None, "correctness") or not isinstance(reward, Weighted):
+    if metric in (None, "correctness") or not isinstance(reward, CombinedReward):
         return
-    if not any(metric == name or metric.startswith(f"{name}_") for name in reward.parts):
-        raise ValueError(
-            f"rollout.filter.metric={metric}: the reward has no part with this name; its parts are "
-            f"{', '.join(sorted(reward.parts))}."
-        )
+    if reason := reward.missing_part(metric):
+        raise ValueError(f"rollout.filter.metric={metric}: the reward has no part with this name; {reason}.")
 
 
 def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
@@ -299,29 +303,7 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
     return agent
 
 
-def load_prompt_datasets(config: Config, actor: ModelPlan) -> tuple[PromptDataset, PromptDataset | None]:
-    """Load the training prompts and the held-out prompts. Checks the recorded rollouts too, if the run replays them."""
-    train = _load_prompts(config, actor, train_sources(config.data), "train")
-    held_out = test_sources(config.data)
-    test = _load_prompts(config, actor, held_out, "test") if held_out else None
-    if config.rollout.replay:
-        routing = config.rollout.routing_replay
-        rollout_log.check_recording(config.rollout.replay, config.trainer.max_steps, routing=routing)
-    return train, test
-
-
-def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource], name: str) -> PromptDataset:
-    constraints = PromptConstraints(
-        max_prompt_length(config, actor.context), actor.arch.vocab_size, chat_template(config)
-    )
-    data = PromptDataset.load(sources, actor.model_path, constraints)
-    bad_rows = Path(config.run.dir) / f"bad_rows_{name}.jsonl"
-    data.enforce_row_policies(bad_rows, bad_rows=config.data.bad_rows, overlong=config.data.overlong)
-    logger.info("%s prompts: %s", name, data.report)
-    return data
-
-
-def _server_args(config: Config, context: int) -> dict[str, Any]:
+def _server_args(config: Config, context: int, evaluations: Sequence[HeldOutEvaluation]) -> dict[str, Any]:
     """Merge the config section `sglang` into mrl's defaults of SGLang's server arguments. Raises ValueError if they conflict."""
     # A config can set the device, because this process may run on a node without a GPU.
     device = config.sglang.get("device")
@@ -331,6 +313,13 @@ def _server_args(config: Config, context: int) -> dict[str, Any]:
         if config.sglang.get(DETERMINISTIC) is False:
             raise ValueError(f"sglang.{DETERMINISTIC}=false contradicts rollout.deterministic=true; leave it out.")
         defaults[DETERMINISTIC] = True
+    if stopped := [each for each in evaluations if each.sampling.stop]:
+        if config.sglang.get(NO_TOKENIZER):
+            raise ValueError(
+                f"sglang.{NO_TOKENIZER}=true: engines without a tokenizer cannot find the texts of "
+                f"data.test_sets.{next(iter(stopped[0].sets))}.stop; leave {NO_TOKENIZER} out, or use stop_token_ids."
+            )
+        defaults[NO_TOKENIZER] = False
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
     # pause_mode=in_place keeps the KV cache that older weights computed. New requests must not reuse it.

@@ -188,7 +188,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         chat=chat_template(config),
         routed_experts=rollout.routing_replay,
         seed=config.run.seed,
-        eval_rows=config.trainer.eval_rows,
+        evaluations=plan.evaluations,
         request_timeout_s=rollout.request_timeout_s,
         record=rollout.record,
         replay=str(Path(rollout.replay).resolve()) if rollout.replay else None,

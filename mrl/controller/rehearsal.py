@@ -18,21 +18,22 @@ from mrl.placement.ray_cluster import copy_for_actor
 from mrl.rewards.reward_types import (
     INVALID_RESULT,
     CallResult,
+    CombinedReward,
     Response,
     Reward,
     Score,
     Turn,
-    Weighted,
     call_reward,
 )
 from mrl.rewards.worker_pool import WorkerPool
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import Completion, SamplingParams
+from mrl.rollout.held_out import rewards_of_sets
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0  # longest wait, at the end of the rehearsal, for a new worker process that is still starting
-NUM_ROWS = 2  # rows of the training data for which responses are made up
+NUM_ROWS = 2  # rows for which responses are made up; with several data sources, as many rows of each
 PLAIN_TEXT = "This is a made-up response."
 EXPECTED = "expected a finite number, a bool, a dict whose key 'score' is a finite number, or a Score for each response"
 # Failures that may be temporary: the server of a reward may start later than the run, and a first call may load a model.
@@ -40,7 +41,9 @@ _TEMPORARY_FAILURE = re.compile(r"\w*(Connect|Timeout|Network|HTTP)\w*: |no scor
 
 
 def rehearse(plan: TrainPlan) -> None:
-    """Try the reward function and the agent on the first rows of the training data.
+    """Try the reward function and the agent on the first rows of the training data, of each data source.
+
+    The reward of a held-out set is tried on the first rows of the set.
 
     A reward runs in a worker process, or in a thread if it has `in_process = True`, with the time limits of the run. The worker
     process ends before this function returns. Rewards that have `needs_server = True` are not called. The first prompts are
@@ -58,38 +61,58 @@ def rehearse(plan: TrainPlan) -> None:
         return
     if plan.agent:
         rehearse_agent(plan.agent, tokenizer, plan.config)
-    responses = [_make_up_response(plan.train, row, multi_turn=plan.agent is not None) for row in rows]
+    responses = _make_up_responses(plan.train, range(len(plan.train)), multi_turn=plan.agent is not None)
     rehearse_reward(plan.reward, responses, plan.config.scoring)
+    for name, reward in rewards_of_sets(plan.evaluations).items():
+        assert plan.test is not None, "an evaluation has held-out prompts"
+        responses = _make_up_responses(plan.test, plan.test.rows_by_source()[name], multi_turn=plan.agent is not None)
+        rehearse_reward(reward, responses, plan.config.scoring, f"data.test_sets.{name}.reward")
 
 
-def _make_up_response(data: PromptDataset, row: int, multi_turn: bool) -> Response:
-    """Return a response to the prompt of a row. Its text is the ground truth for row 0, and otherwise a plain sentence."""
+def _make_up_responses(data: PromptDataset, rows: Sequence[int], multi_turn: bool) -> list[Response]:
+    """Return responses to the first rows of each data source, with each value of ability and style."""
+    first: dict[tuple[str, str, str], list[int]] = {}
+    for row in rows:
+        example = data.examples[row]
+        chosen = first.setdefault((example.data_source, example.ability, example.style), [])
+        if len(chosen) < NUM_ROWS:
+            chosen.append(row)
+    return [
+        _make_up_response(data, row, multi_turn, is_right=row == chosen[0])
+        for chosen in first.values()
+        for row in chosen
+    ]
+
+
+def _make_up_response(data: PromptDataset, row: int, multi_turn: bool, is_right: bool) -> Response:
+    """Return a response to the prompt of a row. Its text is the ground truth if `is_right`, and otherwise a plain sentence."""
     truth = data.ground_truth(row)
-    text = str(truth) if row == 0 and isinstance(truth, str | int | float) else PLAIN_TEXT
+    text = str(truth) if is_right and isinstance(truth, str | int | float) else PLAIN_TEXT
     return Response(
-        data_source=data.data_source(row),
         text=text,
-        ground_truth=truth,
-        extra_info=data.extra_info(row),
-        prompt=data.messages(row),
         group=row,
         num_tokens=max(1, len(text) // 4),
         turns=(Turn("assistant", text),) if multi_turn else (),
+        **data.reward_fields(row),
     )
 
 
-def rehearse_reward(reward: Reward, responses: list[Response], settings: ScoringConfig) -> None:
-    """Call a reward, or each reward of a weighted sum, with the responses. Raises ValueError as `rehearse` does."""
-    rewards = [(name, each) for name, each in _named_rewards(reward) if not getattr(each, "needs_server", False)]
-    in_workers = [each for _, each in rewards if not getattr(each, "in_process", False)]
+def rehearse_reward(reward: Reward, responses: list[Response], settings: ScoringConfig, key: str = "reward") -> None:
+    """Call a reward, or each inner reward of a combined reward, with the first NUM_ROWS responses that it scores.
+
+    `key`: config key of the reward. Raises ValueError as `rehearse` does.
+    """
+    named = list(_named_rewards(reward, responses, key))
+    rewards = [(name, each, given) for name, each, given in named if given and not getattr(each, "needs_server", False)]
+    in_workers = [each for _, each, _ in rewards if not getattr(each, "in_process", False)]
     # The call may change a reward that runs in this process: it may open a connection, for example. So a copy is called, and the
     # reward of the run stays unchanged.
-    copies = {name: _copy(name, each) for name, each in rewards if getattr(each, "in_process", False)}
+    copies = {name: _copy(name, each) for name, each, _ in rewards if getattr(each, "in_process", False)}
     pool = WorkerPool(in_workers, 1, settings.memory_gb) if in_workers else None
     try:
-        for name, each in rewards:
+        for name, each, given in rewards:
             index = next((i for i, other in enumerate(in_workers) if other is each), None)
-            _check_scores(name, _call(copies.get(name, each), index, pool, responses, settings), responses)
+            _check_scores(name, _call(copies.get(name, each), index, pool, given, settings), given)
     finally:
         if pool:
             pool.wait_started(START_TIMEOUT_S)
@@ -110,13 +133,15 @@ def _copy(name: str, reward: Reward) -> Reward:
         ) from error
 
 
-def _named_rewards(reward: Reward, name: str = "reward") -> Iterator[tuple[str, Reward]]:
-    """Yield (config key, reward) of each reward in a weighted sum and its nested sums, or of the reward itself."""
-    if not isinstance(reward, Weighted):
-        yield name, reward
+def _named_rewards(
+    reward: Reward, responses: list[Response], name: str
+) -> Iterator[tuple[str, Reward, list[Response]]]:
+    """Yield (config key, reward, its first NUM_ROWS responses) of each reward in a combined reward, or of the reward itself."""
+    if not isinstance(reward, CombinedReward):
+        yield name, reward, responses[:NUM_ROWS]
         return
-    for part, inner in reward.parts.items():
-        yield from _named_rewards(inner, f"{name}.parts.{part}")
+    for key, indices in reward.assign(responses).items():
+        yield from _named_rewards(reward.inner_rewards[key], [responses[i] for i in indices], f"{name}.{key}")
 
 
 def _call(
@@ -162,7 +187,8 @@ def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Respon
     invalid = [failure for failure in failures if failure[0].startswith(INVALID_RESULT)]
     reason, response = (invalid or failures)[0]
     called = (
-        f"It was called with the made-up response {response.text!r:.60} to row {response.group} of the training data"
+        f"It was called with the made-up response {response.text!r:.60} to row {response.group} of the "
+        f"{'held-out prompts' if name.startswith('data.') else 'training data'}"
     )
     if not invalid and (len(failures) < len(scores) or _TEMPORARY_FAILURE.match(reason)):
         logger.warning(

@@ -294,20 +294,14 @@ class Trainer:
         return dict(result.values)
 
     def evaluate(self) -> Metrics:
-        """Measure and log the mean reward on held-out prompts, at temperature 1 and with greedy decoding.
-
-        Returns {} if the run has no held-out set.
-        """
-        rewards: Metrics = {}
+        """Evaluate on held-out prompts, and log the metrics eval/*. Returns {} if the run has no held-out set."""
         with self.phase("evaluate"):
-            for name, temperature in {"eval/reward_sampled": 1.0, "eval/reward_greedy": 0.0}.items():
-                scores = self.rollout.evaluate(temperature)
-                rewards |= {f"{name}_{test_set}" if test_set else name: score for test_set, score in scores.items()}
-        self.tracker.log(self.progress.step, rewards)
-        self.progress.after = rewards
+            metrics = self.rollout.evaluate(self.progress.step)
+        self.tracker.log(self.progress.step, metrics)
+        self.progress.after = metrics
         if self.progress.step == 0:
-            self.progress.before = rewards
-        return rewards
+            self.progress.before = metrics
+        return metrics
 
     def should_abandon_step(self, grace_s: float) -> bool:
         """Return whether a preempted run with `grace_s` seconds left abandons the running step.

@@ -1,30 +1,29 @@
 """Declarations of all metrics of a run: name (`area/quantity_unit`), unit, meaning, format, section, and good values.
 
 Logging a name that is not declared is an error, so that dashboards, the progress display and the code agree. METRICS declares
-most names. Names of these four forms are also declared:
+most names. mrl.core.metric_families declares names of these forms:
 
 - `time/<phase>_s`, where <phase> is a phase of the training loop
 - `reward/<part>_mean`, where <part> is a named part of a reward
-- `eval/reward_sampled_<set>` and `eval/reward_greedy_<set>`, where <set> is a set of data.test_sets
+- `reward/<source>/mean`, `reward/<source>/<part>_mean` and `reward/<source>/failed_fraction`, where <source> is a data source
+- `eval/<set>/reward`, `eval/<set>/accuracy`, `eval/<set>/pass_at_<k>` and `eval/<set>/maj_at_<k>`, where <set> is a set of
+  data.test_sets. The first two may end with `_sampled` or `_greedy`
 - `own/<name>`, where <name> is a metric of a user's loss or correction
 """
 
 import difflib
 import math
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+
+from mrl.core.metric_families import Metric, find_member
 
 Metrics = dict[str, float]
-"""Metric name -> value. Every name is in `METRICS` or has one of the four forms above."""
+"""Metric name -> value. Every name is in `METRICS` or has one of the forms above."""
 
-
-Reduction = Literal["mean", "sum", "max", "last"]
 
 SECTIONS = {
     "reward": "Reward",
-    "eval": "Held-out reward",
+    "eval": "Held-out prompts",
     "rollout": "Rollout",
     "policy": "Policy",
     "loss": "Loss",
@@ -45,22 +44,6 @@ SECTIONS = {
 """Area of a metric's name -> title of its section, in the order in which dashboards and pages show the sections."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """Declaration of one metric."""
-
-    unit: str  # empty for a number without unit
-    meaning: str  # what the value measures, for plots and docs/reference/metrics.md
-    number_format: str = ".3f"  # Python format specification of the value
-    label: str = ""  # name in the progress display; if it is empty, `label()` makes one from the metric's name
-    good: str = ""  # what the values of a healthy run look like
-    reduction: Reduction = "mean"  # how the values of several steps become one number, for tables of runs
-
-    def text(self, value: float) -> str:
-        """Format the value with its unit."""
-        return f"{value:{self.number_format}} {self.unit}".rstrip()
-
-
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("", "mean reward of the step's responses", label="reward", good="rises over the run"),
     "reward/std": Metric(
@@ -78,15 +61,30 @@ METRICS: dict[str, Metric] = {
     ),
     "eval/reward_sampled": Metric(
         "",
-        "mean reward of one response to each held-out prompt, sampled at temperature 1",
+        "mean reward of one response to each held-out prompt, sampled at temperature 1; sets with a reward or sampling of their "
+        "own are not included",
         label="sampled",
         good="rises with reward/mean; if it falls while reward/mean rises, the policy overfits",
         reduction="last",
     ),
     "eval/reward_greedy": Metric(
         "",
-        "mean reward of the greedy response to each held-out prompt",
+        "mean reward of the greedy response to each held-out prompt, of the same sets as eval/reward_sampled",
         label="greedy",
+        good="rises with reward/mean",
+        reduction="last",
+    ),
+    "eval/accuracy_sampled": Metric(
+        "",
+        "fraction of correct responses to the held-out prompts, one to each, sampled at temperature 1",
+        label="accuracy sampled",
+        good="rises with reward/mean",
+        reduction="last",
+    ),
+    "eval/accuracy_greedy": Metric(
+        "",
+        "fraction of the held-out prompts whose greedy response is correct",
+        label="accuracy greedy",
         good="rises with reward/mean",
         reduction="last",
     ),
@@ -425,30 +423,13 @@ METRICS: dict[str, Metric] = {
     ),
 }
 
-_PHASE_TIME = re.compile(r"time/([a-z][a-z_]*)_s")
-_OWN = re.compile(r"own/(\w+)")
-_HELD_OUT = re.compile(r"eval/reward_(sampled|greedy)_(\w+)")
-_REWARD_PART = re.compile(r"reward/(\w+)_mean")
-
 
 def find(name: str) -> Metric:
     """Return the declaration of `name`. If there is none, raise ValueError with the most similar declared name."""
     if name in METRICS:
         return METRICS[name]
-    if phase := _PHASE_TIME.fullmatch(name):
-        return Metric("s", f"wall time of the phase {phase[1]}", ".2f", good="constant after the first step")
-    if own := _OWN.fullmatch(name):
-        return Metric("", f"{own[1]}, reported by a user's plug-in", good="see the documentation of the plug-in")
-    if held_out := _HELD_OUT.fullmatch(name):
-        return Metric(
-            "",
-            f"mean reward on the prompts of test set {held_out[2]}, {held_out[1]}",
-            label=f"{held_out[2]} {held_out[1]}",
-            good="rises with reward/mean",
-            reduction="last",
-        )
-    if part := _REWARD_PART.fullmatch(name):
-        return Metric("", f"mean of the reward's part {part[1]}", label=part[1], good="rises over the run")
+    if member := find_member(name):
+        return member
     near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"metric {name!r} is not declared; did you mean {near!r}? Declare a new metric in mrl/core/metrics.py."

@@ -23,16 +23,18 @@ class PromptExample:
     ground_truth: GroundTruth
     data_source: str  # name of the data set that the row comes from, such as gsm8k
     extra_info: dict[str, Any]  # further values for rewards
+    ability: str = ""  # kind of task, such as math; empty: the row has none
+    style: str = ""  # how verl scores the response: rule or model; empty: the row does not say so
 
 
 @dataclass(frozen=True)
 class Columns:
     """Names of the columns of a file. The defaults are verl's columns. A dotted name is a field inside a column.
 
-    A column that the user names (`named`) must exist in every row. The default columns of `data_source` and `extra_info` may be
-    absent from a row. Without `data_source`, PromptExample has the default that `__call__` receives. Without `extra_info`,
-    PromptExample.extra_info is empty. If a field is None, the file has no such column. If `ground_truth` is None, the ground
-    truth is an empty text.
+    A column that the user names (`named`) must exist in every row. The default columns of `data_source`, `extra_info`, `ability`
+    and `style` may be absent from a row. Without `data_source`, PromptExample has the default that `__call__` receives. The
+    other fields of PromptExample are then empty. If a field is None, the file has no such column. If `ground_truth` is None,
+    the ground truth is an empty text.
     """
 
     prompt: str = "prompt"  # text, or a list of messages
@@ -40,6 +42,8 @@ class Columns:
     data_source: str | None = "data_source"
     # One column with an object, or several columns that become the fields of an object.
     extra_info: str | tuple[str, ...] | None = "extra_info"
+    ability: str | None = "ability"
+    style: str | None = "reward_model.style"
     named: frozenset[str] = frozenset()  # names of the fields above that the user has set
 
     @classmethod
@@ -77,10 +81,25 @@ class Columns:
             if self.data_source and self._has(row, "data_source")
             else default_data_source,
             self._extra_info(row),
+            self._optional_text(row, "ability"),
+            self._optional_text(row, "style"),
         )
 
     def _has(self, row: Row, name: str) -> bool:
         return name in self.named or str(vars(self)[name]).partition(".")[0] in row
+
+    def _optional_text(self, row: Row, name: str) -> str:
+        """Return the text in the column `ability` or `style`. A default column counts only if it has a text."""
+        column = vars(self)[name]
+        if column is None:
+            return ""
+        if name in self.named:
+            return text_value(row, column)
+        try:
+            value = column_value(row, column)
+        except RowError:
+            return ""
+        return value if isinstance(value, str) else ""
 
     def _extra_info(self, row: Row) -> dict[str, Any]:
         name = self.extra_info

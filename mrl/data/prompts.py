@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -127,10 +128,27 @@ class PromptDataset:
         """Return the further fields of the row, which rewards may read."""
         return self.examples[row].extra_info
 
+    def reward_fields(self, row: int) -> dict[str, Any]:
+        """Return what a reward gets from the row: fields of mrl.rewards.reward_types.Response -> values."""
+        example = self.examples[row]
+        return dict(
+            data_source=example.data_source,
+            ground_truth=example.ground_truth,
+            extra_info=example.extra_info,
+            prompt=example.messages,
+            ability=example.ability,
+            style=example.style,
+        )
+
     def rows_by_source(self) -> dict[str, range]:
         """Return name of a source -> its rows in this data set. A source without a name has the key `""`."""
         ends = accumulate(source.rows for source in self.mixture)
         return {source.name: range(end - source.rows, end) for source, end in zip(self.mixture, ends, strict=True)}
+
+    @cached_property
+    def rows_per_data_source(self) -> dict[str, int]:
+        """PromptExample.data_source -> number of its rows."""
+        return dict(Counter(example.data_source for example in self.examples))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -169,6 +187,8 @@ class _FilePrompts:
                 raise RowError(source.columns.prompt, f"the chat template refused the messages: {error}") from error
             _check_text(source.columns.prompt, rendered)
             _check_text(source.columns.ground_truth or "", example.ground_truth)
+            if reason := source.find_fault(example):
+                raise RowError(source.columns.data_source or "", reason)
             return number, example, rendered
 
         converted, omitted = convert_rows(table, convert)
@@ -176,7 +196,7 @@ class _FilePrompts:
         for chunk in batched(converted, CHUNK):
             encoded = tokenization.encode_texts(tokenizer, [rendered for *_, rendered in chunk])
             for (number, example, _), ids in zip(chunk, encoded, strict=True):
-                reason, overlong = _token_fault(ids, constraints)
+                reason, overlong = _token_fault(ids, constraints, source.max_prompt_tokens)
                 if reason:
                     omitted.append(BadRow(table.file, number, source.columns.prompt, reason, overlong))
                 else:
@@ -219,11 +239,13 @@ def _check_text(column: str, value: Any) -> None:
         raise RowError(column, f"not valid Unicode ({error}).") from error
 
 
-def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, bool]:
+def _token_fault(ids: list[int], constraints: PromptConstraints, max_prompt_tokens: int | None) -> tuple[str, bool]:
     """Return (reason, overlong). `reason` says why these tokens cannot be a prompt, and is empty if they can.
 
-    `overlong` is true if the only reason is that there are too many tokens.
+    `overlong` is true if the only reason is that there are too many tokens. `max_prompt_tokens` replaces the limit of
+    `constraints`.
     """
+    limit = constraints.max_prompt_tokens if max_prompt_tokens is None else max_prompt_tokens
     if not ids:
         return "the chat template gave no tokens.", False
     if max(ids) >= constraints.vocab_size:
@@ -231,10 +253,10 @@ def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, b
             f"the tokenizer gives token {max(ids)}, but the model's vocabulary ends at {constraints.vocab_size - 1}; the "
             "tokenizer in the model's folder belongs to another model, or the text has a token that was added to the tokenizer."
         ), False
-    if len(ids) > constraints.max_prompt_tokens:
+    if len(ids) > limit:
         return (
-            f"{len(ids)} tokens are more than the {constraints.max_prompt_tokens} that leave room for the response; shorten or "
-            "remove the row, lower rollout.max_response_tokens, or use a model with more context."
+            f"{len(ids)} tokens are more than the {limit} that leave room for the response; shorten or remove the row, lower "
+            "max_response_tokens of rollout or of the held-out set, or use a model with more context."
         ), True
     return "", False
 

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,8 +10,28 @@ from typing import Any, Protocol
 from mrl.config.instantiate import instantiate
 from mrl.config.schema import DataConfig, Node
 from mrl.core.user_code import describe_error
-from mrl.data.columns import Columns
+from mrl.data.columns import Columns, PromptExample
 from mrl.data.row_files import BadRow, Row, RowTable, read_table
+
+HELD_OUT_KEYS = (
+    "reward",
+    "rows",
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "max_response_tokens",
+)
+"""Keys of a held-out set that say how it is sampled (mrl.rollout.client.SAMPLING_KEYS) and scored."""
+
+
+def _find_nothing(example: PromptExample) -> str:
+    """Stand-in for PromptSource.find_fault if every checked row can be used."""
+    return ""
 
 
 class UserDataset(Protocol):
@@ -37,6 +57,11 @@ class PromptSource:
     weight: float = 1.0  # number of rows that are drawn from this source, relative to other sources
     user_dataset: UserDataset | None = None  # a user-defined data set, in place of files
     target: str = ""  # `_target_` of the user-defined data set, for error messages
+    # Returns why a row cannot be used although its columns are valid, for example because no reward can score it; "" if it can
+    find_fault: Callable[[PromptExample], str] = _find_nothing
+    max_prompt_tokens: int | None = (
+        None  # limit of the prompts of this source; None: PromptConstraints.max_prompt_tokens
+    )
 
     def tables(self) -> Iterator[RowTable]:
         """Yield the rows, file by file. Raises ValueError if a file cannot be read."""
@@ -74,7 +99,7 @@ def train_sources(data: DataConfig) -> list[PromptSource]:
         return [_source(dict(files=list(data.train)), "data.train", data)]
     if data.dataset:
         return [_source(dict(dataset=data.dataset), "data.dataset", data)]
-    return [_named(name, node, "data.mixture", data) for name, node in data.mixture.items()]
+    return [_named(name, node, "data.mixture", data, ["weight"]) for name, node in data.mixture.items()]
 
 
 def test_sources(data: DataConfig) -> list[PromptSource]:
@@ -83,16 +108,19 @@ def test_sources(data: DataConfig) -> list[PromptSource]:
     Raises ValueError if a source is invalid.
     """
     unnamed = [_source(dict(files=list(data.test)), "data.test", data)] if data.test else []
-    return unnamed + [_named(name, node, "data.test_sets", data) for name, node in data.test_sets.items()]
+    return unnamed + [
+        _named(name, node, "data.test_sets", data, HELD_OUT_KEYS) for name, node in data.test_sets.items()
+    ]
 
 
-def _named(name: str, node: Any, key: str, data: DataConfig) -> PromptSource:
+def _named(name: str, node: Any, key: str, data: DataConfig, further_keys: Sequence[str]) -> PromptSource:
     node = node if isinstance(node, dict) else dict(files=node)
-    return _source(node, f"{key}.{name}", data, name)
+    return _source(node, f"{key}.{name}", data, name, further_keys)
 
 
-def _source(node: Node, key: str, data: DataConfig, name: str = "") -> PromptSource:
-    known = ("files", "dataset", "weight", "columns", "system")
+def _source(node: Node, key: str, data: DataConfig, name: str = "", further_keys: Sequence[str] = ()) -> PromptSource:
+    """Return the source of a config node. `further_keys`: keys that it may have beside those of every source."""
+    known = ("files", "dataset", "columns", "system", *further_keys)
     for unknown in node.keys() - set(known):
         near = difflib.get_close_matches(unknown, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected {', '.join(known)}."

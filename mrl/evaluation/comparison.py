@@ -12,10 +12,9 @@ from mrl.evaluation.evaluation_summary import (
     PromptScores,
     by_data_source,
     group_by_prompt,
-    majorities,
-    pass_at_k,
     student_t_mean,
 )
+from mrl.rewards.pass_at_k import majorities, pass_at_k
 
 SCORES = "scores.parquet"
 """Name of the file with the scores of an evaluation."""

@@ -9,20 +9,14 @@ from typing import Any
 
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config
+from mrl.controller.plan_prompts import own_rewards
 from mrl.evaluation.comparison import SCORES, Comparison, compare, read_scores
-from mrl.evaluation.evaluation_prompts import (
-    add_scores,
-    checked_reward,
-    open_scorer,
-    prompt_digest,
-    to_reward_responses,
-    voted_answers,
-)
+from mrl.evaluation.evaluation_prompts import SetRewards, checked_rewards, prompt_digest, to_reward_responses
 from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k, group_by_prompt, summarise
 from mrl.evaluation.foreign_responses import read_foreign_responses
 from mrl.evaluation.harness import HarnessResult
 from mrl.evaluation.response_store import MANIFEST, JsonObject, Row, parts_column, read_responses, response_schema
-from mrl.rewards.reward_types import Reward
+from mrl.rewards.pass_at_k import voted_answers
 from parallel.durable_files import atomic_file
 
 logger = logging.getLogger(__name__)
@@ -60,18 +54,19 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
     ks = choose_k(config.evaluate.k, settings["generate.samples"])
     rescore = config.evaluate.rescore or settings["reward"] is None
     reward_section = config.reward if rescore else settings["reward"]
-    responses = to_reward_responses(rows)
     if rescore:
-        reward = checked_reward(config)
-        with open_scorer(reward, config.scoring) as scorer:
-            assert scorer, "there is a reward"
-            rows = add_scores(rows, scorer(responses))
+        rewards = checked_rewards(config.reward, config.data.test_sets or settings.get("data.test_sets", {}))
+        with rewards.open_scorer(config.scoring) as scorer:
+            rows = rewards.add_scores(rows, scorer)
     else:
-        reward = _stored_reward(reward_section, folder)
-    answers = voted_answers(reward, responses)
+        rewards = _stored_rewards(settings, folder)
+    answers = rewards.voted_answers(rows) if rewards else voted_answers(None, to_reward_responses(rows))
     rows = [row | dict(prompt_digest=prompt_digest(row)) for row in rows]
     prompts = group_by_prompt(rows, answers)
-    limits = config.evaluate.threshold, config.evaluate.confidence  # a response passes if its score reaches the threshold
+    limits = (
+        config.evaluate.threshold,
+        config.evaluate.confidence,
+    )  # a response passes if its score reaches the threshold
     summaries = summarise(prompts, ks, *limits)
     evaluation = Evaluation(summaries, rows, answers, reward_section, settings)
     if not config.evaluate.compare:
@@ -93,13 +88,14 @@ def _read_input(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, lis
     return read_responses(path)
 
 
-def _stored_reward(reward_section: dict[str, Any], folder: Path) -> Reward | None:
-    """Return the reward that gave the stored scores, because maj@k needs its `answer` method.
+def _stored_rewards(settings: JsonObject, folder: Path) -> SetRewards | None:
+    """Return the rewards that gave the stored scores, because maj@k needs their `answer` methods.
 
-    Returns None if the reward can no longer be built.
+    Returns None if a reward can no longer be built.
     """
     try:
-        return instantiate_callable(reward_section, f"{folder}: reward")
+        reward = instantiate_callable(settings["reward"], f"{folder}: reward")
+        return SetRewards(reward, own_rewards(settings.get("data.test_sets", {})))
     except ValueError as error:
         logger.warning("%s The stored scores are used; maj@k compares the texts of the responses.", error)
         return None

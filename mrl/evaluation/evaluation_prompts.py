@@ -2,20 +2,22 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from mrl.config.instantiate import instantiate_callable
-from mrl.config.schema import Config, ScoringConfig
+from mrl.config.schema import Node, ScoringConfig
+from mrl.controller.plan_prompts import own_rewards
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource
 from mrl.evaluation.response_store import Row
+from mrl.rewards.pass_at_k import voted_answers
+from mrl.rewards.remote_models import called_roles
 from mrl.rewards.reward_types import Response, Reward, Score
-from mrl.rewards.scorer import Scorer, check_reward, single_rewards
+from mrl.rewards.scorer import Scorer, check_reward
 from mrl.rollout.client import Completion, response_seed
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
@@ -39,6 +41,8 @@ class EvaluationPrompt:
     tokens: list[int]  # the messages, rendered by the chat template and tokenized
     ground_truth: Any
     extra_info: dict[str, Any]
+    ability: str
+    style: str
 
     def seed(self, seed: int, sample: int) -> int:
         """Return the 63-bit seed of one response.
@@ -68,6 +72,8 @@ class EvaluationPrompt:
             ground_truth=self.ground_truth if is_text else json.dumps(self.ground_truth, default=str),
             ground_truth_is_json=not is_text,
             extra_info=json.dumps(self.extra_info, default=str),  # parquet has dates, which JSON does not have
+            ability=self.ability,
+            style=self.style,
             score=None,
             failure=None,
             parts=None,
@@ -102,6 +108,8 @@ def load_prompts(
                 tokens=data.encode(row),
                 ground_truth=data.ground_truth(row),
                 extra_info=data.extra_info(row),
+                ability=data.examples[row].ability,
+                style=data.examples[row].style,
             )
             for row in range(min(len(data), rows or len(data)))
         ]
@@ -149,47 +157,61 @@ def _to_reward_response(row: Row, group: int) -> Response:
         group=group,
         num_tokens=row["num_tokens"] or 0,  # None: another tool sampled the response, and its tokens are unknown
         truncated=row["finish_reason"] == "length",
+        ability=row["ability"],
+        style=row["style"],
     )
 
 
-@runtime_checkable
-class GivesAnswers(Protocol):
-    """A reward that can extract the answer from a response. In maj@k, each response votes for its answer."""
+@dataclass(frozen=True)
+class SetRewards:
+    """The reward of the config, and the rewards of held-out sets that have a reward of their own."""
 
-    def answer(self, response: Response) -> str | None:
-        """Return the answer in a canonical form: equal answers have the same text. None: the response has no answer."""
+    reward: Reward
+    of_set: Mapping[str, Reward] = field(default_factory=dict)  # name of a held-out set -> its reward
+
+    def open_scorer(self, config: ScoringConfig) -> Scorer:
+        """Return a scorer for `add_scores`, which is a context manager."""
+        return Scorer(self.reward, further_rewards=list(self.of_set.values()), **config.limits)
+
+    def add_scores(self, rows: Sequence[Row], scorer: Scorer) -> list[Row]:
+        """Score responses, and return their rows with the columns score, failure and parts."""
+        scores: dict[int, Score] = {}
+        for reward, indices, responses in self._calls(rows, to_reward_responses(rows)):
+            scores |= zip(indices, scorer(responses, reward), strict=True)
+        return [
+            row | dict(score=scores[i].value, failure=scores[i].failure, parts=scores[i].parts)
+            for i, row in enumerate(rows)
+        ]
+
+    def voted_answers(self, rows: Sequence[Row]) -> list[str | None]:
+        """Return the answer for which each response votes in maj@k, or None if the response has no answer."""
+        answers: dict[int, str | None] = {}
+        for reward, indices, responses in self._calls(rows, to_reward_responses(rows)):
+            answers |= zip(indices, voted_answers(reward or self.reward, responses), strict=True)
+        return [answers[i] for i in range(len(rows))]
+
+    def _calls(
+        self, rows: Sequence[Row], responses: Sequence[Response]
+    ) -> Iterator[tuple[Reward | None, list[int], list[Response]]]:
+        """Yield (reward of a held-out set or None, indices of its responses, the responses)."""
+        indices: dict[str | None, list[int]] = {}
+        for index, row in enumerate(rows):
+            indices.setdefault(row["set"] if row["set"] in self.of_set else None, []).append(index)
+        for name, chosen in indices.items():
+            yield None if name is None else self.of_set[name], chosen, [responses[i] for i in chosen]
 
 
-def checked_reward(config: Config) -> Reward:
-    """Return the config's reward. Raises ValueError if it is invalid, or if it calls a model that a training run serves."""
-    reward = instantiate_callable(config.reward, "reward")
-    check_reward(reward)
-    if called := [name for each in single_rewards(reward) if (name := getattr(each, "role", ""))]:
-        raise ValueError(
-            f"reward: calls roles.{called[0]}, which only `mrl train` serves; start a server of this model, and set the "
-            "argument `url` of the reward in place of `role`."
-        )
-    return reward
+def checked_rewards(reward: Node, test_sets: Node) -> SetRewards:
+    """Return the reward of a config and the rewards of its held-out sets.
 
-
-def open_scorer(reward: Reward | None, config: ScoringConfig) -> AbstractContextManager[Scorer | None]:
-    """Return a context manager that yields a scorer, or None if there is no reward."""
-    return Scorer(reward, **config.limits) if reward else nullcontext()
-
-
-def add_scores(rows: Sequence[Row], scores: Sequence[Score]) -> list[Row]:
-    """Return the rows with the columns score, failure and parts."""
-    return [
-        row | dict(score=score.value, failure=score.failure, parts=score.parts)
-        for row, score in zip(rows, scores, strict=True)
-    ]
-
-
-def voted_answers(reward: Reward | None, responses: Sequence[Response]) -> list[str | None]:
-    """Return the answer for which each response votes, or None if the response has no answer.
-
-    If the reward has no method `answer`, the stripped text of the response is the answer.
+    Raises ValueError if one of them is invalid, or if it calls a model that a training run serves.
     """
-    if isinstance(reward, GivesAnswers):
-        return [reward.answer(response) for response in responses]
-    return [response.text.strip() or None for response in responses]
+    built, of_set = instantiate_callable(reward, "reward"), own_rewards(test_sets)
+    check_reward(built)
+    for key, each in {"reward": built, **{f"data.test_sets.{name}.reward": of_set[name] for name in of_set}}.items():
+        if called := called_roles(each):
+            raise ValueError(
+                f"{key}: calls roles.{called[0]}, which only `mrl train` serves; start a server of this model, and set the "
+                "argument `url` of the reward in place of `role`."
+            )
+    return SetRewards(built, of_set)

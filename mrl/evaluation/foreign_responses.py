@@ -185,6 +185,8 @@ class _RowCollector:
             tokens=[],
             ground_truth=example.ground_truth,
             extra_info=example.extra_info,
+            ability=example.ability,
+            style=example.style,
         )
         if not row.has_all:
             content = [example.messages, example.ground_truth, example.data_source]

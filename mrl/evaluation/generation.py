@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -14,13 +14,7 @@ from typing import Any, Protocol
 from models.conversion.resumable_folder import ByteProgress
 from mrl.data.tokenizer import load_tokenizer
 from mrl.evaluation.engines import EngineWatcher, engine_group, running_engines
-from mrl.evaluation.evaluation_prompts import (
-    EvaluationPrompt,
-    add_scores,
-    open_scorer,
-    prompts_digest,
-    to_reward_responses,
-)
+from mrl.evaluation.evaluation_prompts import EvaluationPrompt, prompts_digest
 from mrl.evaluation.generation_plan import CONVERTED_MODEL, GenerationPlan
 from mrl.evaluation.response_store import JsonObject
 from mrl.rewards.scorer import Scorer
@@ -134,7 +128,8 @@ class Generation:
         self.progress.begin(num_prompts * samples, (num_prompts - num_missing) * samples)
         ahead = FILES_AHEAD + self.dispatcher.capacity // (self.settings.prompts_per_file * samples)
         pending: deque[tuple[int, PendingResponses]] = deque()
-        with open_scorer(self.plan.reward, self.plan.config.scoring) as scorer:
+        rewards = self.plan.rewards
+        with rewards.open_scorer(self.plan.config.scoring) if rewards else nullcontext() as scorer:
             for index in missing:
                 pending.append((index, self.dispatcher.submit(self._requests(index))))
                 if len(pending) > ahead:
@@ -166,8 +161,8 @@ class Generation:
             prompt.to_row(sample, completion, text, logprobs=self.settings.logprobs)
             for (prompt, sample), completion, text in zip(self._samples(file_index), completions, texts, strict=True)
         ]
-        if scorer:
-            rows = add_scores(rows, scorer(to_reward_responses(rows)))
+        if scorer and self.plan.rewards:
+            rows = self.plan.rewards.add_scores(rows, scorer)
         self.plan.store.write(file_index, rows)
 
     @cached_property

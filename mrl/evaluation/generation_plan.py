@@ -1,7 +1,7 @@
 """The plan of `mrl generate`: model, prompts, reward and sampling, checked before any process starts."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config.schema import Config
 from mrl.controller.plan_models import chat_template, make_input_files, max_prompt_length
+from mrl.controller.plan_prompts import find_unscored
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources
-from mrl.evaluation.evaluation_prompts import EvaluationPrompt, checked_reward, load_prompts
-from mrl.evaluation.evaluation_summary import MAX_SAMPLES
+from mrl.evaluation.evaluation_prompts import EvaluationPrompt, SetRewards, checked_rewards, load_prompts
 from mrl.evaluation.response_store import ResponseStore
-from mrl.rewards.reward_types import Reward
+from mrl.rewards.pass_at_k import MAX_SAMPLES
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 
@@ -96,7 +96,7 @@ class GenerationPlan:
     store: ResponseStore
     model: SampledModel
     sources: list[PromptSource]
-    reward: Reward | None
+    rewards: SetRewards | None  # None: the responses are not scored
     sampling: SamplingParams  # parameters of every response, except its seed
 
     @property
@@ -134,9 +134,13 @@ def plan_generation(config: Config) -> GenerationPlan:
     check_server_args(config.sglang)
     if DETERMINISTIC in config.sglang:
         raise ValueError(f"sglang.{DETERMINISTIC} is set by mrl; use generate.deterministic.")
-    reward = checked_reward(config) if generate.score else None
+    rewards = checked_rewards(config.reward, config.data.test_sets) if generate.score else None
     make_input_files(config)
     sources = test_sources(config.data)
+    if rewards:
+        sources = [
+            replace(each, find_fault=find_unscored(rewards.of_set.get(each.name, rewards.reward))) for each in sources
+        ]
     if not sources:
         raise ValueError(
             "data.test and data.test_sets are empty: there are no prompts. Set data.test to parquet or jsonl files of prompts, "
@@ -155,7 +159,7 @@ def plan_generation(config: Config) -> GenerationPlan:
     )
     folder = generate.output or str(Path(config.run.dir) / "generated")
     store = ResponseStore(folder, _response_settings(config, model, files))
-    return GenerationPlan(config, store, model, sources, reward, sampling)
+    return GenerationPlan(config, store, model, sources, rewards, sampling)
 
 
 DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args", "bad_rows", "overlong")

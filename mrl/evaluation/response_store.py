@@ -201,6 +201,8 @@ def response_schema() -> Any:
             ("ground_truth", pa.string()),  # text, or JSON if ground_truth_is_json is true
             ("ground_truth_is_json", pa.bool_()),
             ("extra_info", pa.string()),  # JSON
+            ("ability", pa.string()),  # empty if the row of the data has none, like the next column
+            ("style", pa.string()),
             ("score", pa.float64()),  # null if generate.score is false
             ("failure", pa.string()),  # why the reward gave no score; null if it gave a score
             ("parts", pa.list_(part)),  # parts of the score; a list, because `datasets` cannot read the type map

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mrl.config.secrets import authorization, engine_key_from
-from mrl.rewards.reward_types import Response, Score, as_number, gather_scores
+from mrl.rewards.reward_types import Response, Reward, Score, as_number, gather_scores, single_rewards
 
 Json = dict[str, Any]
 Post = Callable[[Json], Awaitable[Any]]
@@ -32,6 +32,11 @@ _SERVERS: dict[str, list[str]] = {}  # name of a model of the key `roles` -> URL
 def set_servers(role: str, urls: Sequence[str]) -> None:
     """Record the URLs at which SGLang serves a model of the key `roles`. The process that owns the servers calls this."""
     _SERVERS[role] = list(urls)
+
+
+def called_roles(reward: Reward) -> list[str]:
+    """Return the names of the models of the key `roles` that a reward, or an inner reward of it, calls."""
+    return [name for each in single_rewards(reward) if (name := getattr(each, "role", ""))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
-"""Interface of rewards (Response, Score, Reward), the weighted sum of rewards, and calls that turn exceptions into failures."""
+"""Interface of rewards (Response, Score, Reward), rewards that combine others, and calls that turn exceptions into failures."""
 
 import asyncio
 import difflib
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.core.metric_families import name_part
 from mrl.core.user_code import describe_error
 
 INVALID_RESULT = "the reward returned "
@@ -40,6 +42,8 @@ class Response:
     num_tokens: int = 0  # number of sampled tokens
     truncated: bool = False  # whether the response was cut at the token limit
     turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty: the response has one turn, `text`
+    ability: str = ""  # value of the column ability, such as math; empty: the row has none
+    style: str = ""  # value of the column reward_model.style, such as rule or model; empty: the row has none
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Score:
     failure: str | None = None  # why scoring failed; None: scoring succeeded
     parts: dict[str, float] = field(default_factory=dict)  # named components of the score, logged as reward/<name>_mean
     turn_values: tuple[float, ...] | None = None  # value of each assistant turn; their sum is `value`
-    # for a Weighted reward: name of a part -> value of the part, not multiplied by its weight
+    # for a Weighted reward: name of a part -> value of the part, not multiplied by its weight (see also BySource)
     terms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -124,7 +128,7 @@ def _validate(score: Score, response: Response) -> Score:
 
 def _rename_parts(parts: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts. In each name, characters that a metric name cannot have are replaced by underscores."""
-    return {re.sub(r"\W+", "_", str(name)): as_number(value) for name, value in parts.items()}
+    return {name_part(str(name)): as_number(value) for name, value in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -135,10 +139,9 @@ class Scores:
     failed: NDArray[np.bool_]  # [B] whether scoring failed
     parts: dict[str, NDArray[np.float64]]  # name of a part -> its values [B]; NaN if a response has no such part
     turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values of the assistant turns; None: no values per turn
-    seconds: float  # wall time of decoding and scoring
 
     @classmethod
-    def of(cls, scores: Sequence[Score], seconds: float = 0.0) -> "Scores":
+    def of(cls, scores: Sequence[Score]) -> "Scores":
         """Return the scores of a list as arrays."""
         names = sorted({name for score in scores for name in score.parts})
         return cls(
@@ -146,24 +149,107 @@ class Scores:
             np.array([score.failure is not None for score in scores], np.bool_),
             {name: np.array([score.parts.get(name, np.nan) for score in scores]) for name in names},
             tuple(score.turn_values for score in scores),
-            seconds,
         )
 
-    def metrics(self) -> dict[str, float]:
-        """Return metrics: mean reward, mean of each part over the responses that have this part, and fraction of failures."""
-        parts = {f"reward/{name}_mean": float(np.nanmean(column)) for name, column in self.parts.items()}
+    def metrics(self, area: str = "reward") -> dict[str, float]:
+        """Return metrics: mean reward, mean of each part over the responses that have this part, and fraction of failures.
+
+        Each name begins with `area`.
+        """
+        parts = {f"{area}/{name}_mean": float(np.nanmean(column)) for name, column in self.parts.items()}
         return parts | {
-            "reward/mean": float(self.values.mean()),
-            "reward/failed_fraction": float(self.failed.mean()),
-            "spent/reward_s": self.seconds,
+            f"{area}/mean": float(self.values.mean()),
+            f"{area}/failed_fraction": float(self.failed.mean()),
         }
+
+
+Calls = list[tuple[Reward, list[Response]]]
+"""Rewards, each with the responses that it scores."""
+
+
+class CombinedReward(ABC):
+    """A reward that consists of other rewards: its inner rewards, which may be combined rewards too.
+
+    A Scorer does not call a combined reward. It calls the inner rewards, all at the same time and each of them as its own
+    attributes say (see Reward), and combines their scores.
+    """
+
+    @property
+    @abstractmethod
+    def inner_rewards(self) -> Mapping[str, Reward]:
+        """Return config key of each inner reward, below the key of this reward -> the inner reward."""
+
+    @abstractmethod
+    def assign(self, responses: Sequence[Response]) -> Mapping[str, Sequence[int]]:
+        """Return key of an inner reward -> indices of the responses that it scores."""
+
+    @abstractmethod
+    def combine(self, response: Response, scores: Mapping[str, Score]) -> Score:
+        """Return the score of a response. `scores`: key of an inner reward that scores this response -> its score."""
+
+    @property
+    @abstractmethod
+    def term_names(self) -> frozenset[str]:
+        """Names that the terms of the scores may have."""
+
+    @abstractmethod
+    def missing_part(self, name: str) -> str:
+        """Return why some score cannot have a part called `name`, or "" if every score may have it."""
+
+    def unscored_reason(self, response: Response) -> str:
+        """Return why no inner reward scores a response, or ""."""
+        return ""
+
+    def score(self, responses: list[Response], run: Callable[[Calls], list[list[Score]]]) -> list[Score]:
+        """Return the score of each response. `run` calls rewards and returns the scores of each call."""
+        assigned = {key: indices for key, indices in self.assign(responses).items() if indices}
+        calls = [(self.inner_rewards[key], [responses[i] for i in indices]) for key, indices in assigned.items()]
+        scores: list[dict[str, Score]] = [{} for _ in responses]
+        for (key, indices), found in zip(assigned.items(), run(calls), strict=True):
+            for i, score in zip(indices, found, strict=True):
+                scores[i][key] = score
+        return [self.combine(response, found) for response, found in zip(responses, scores, strict=True)]
+
+    def __call__(self, responses: list[Response]) -> list[Score]:
+        """Call the inner rewards one after another. None of them may be a coroutine function."""
+
+        def run(calls: Calls) -> list[list[Score]]:
+            values: list[Any] = [reward(given) for reward, given in calls]
+            pairs = [zip(found, given, strict=True) for found, (_, given) in zip(values, calls, strict=True)]
+            return [[as_score(value, response) for value, response in each] for each in pairs]
+
+        return self.score(responses, run)
+
+
+def single_rewards(reward: Reward, response: Response | None = None) -> Iterator[Reward]:
+    """Yield the rewards in a combined reward, also in nested ones; for any other reward, yield the reward itself.
+
+    With `response`, yield only those that score this response.
+    """
+    if not isinstance(reward, CombinedReward):
+        yield reward
+        return
+    keys = list(reward.inner_rewards)
+    if response is not None:
+        keys = [key for key, indices in reward.assign([response]).items() if indices]
+    for key in keys:
+        yield from single_rewards(reward.inner_rewards[key], response)
+
+
+def unscored_reason(reward: Reward, response: Response) -> str:
+    """Return why no part of a reward scores a response, or ""."""
+    if not isinstance(reward, CombinedReward):
+        return ""
+    inner = (reward.inner_rewards[key] for key, indices in reward.assign([response]).items() if indices)
+    reasons = [reward.unscored_reason(response), *(unscored_reason(each, response) for each in inner)]
+    return next(filter(None, reasons), "")
 
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")  # allowed name of a part
 
 
 @dataclass(frozen=True)
-class Weighted:
+class Weighted(CombinedReward):
     """Weighted sum of named rewards, which are its parts. The mean of each part is logged as `reward/<name>_mean`.
 
     The logged mean is not multiplied by the weight. Every score also has `terms`: the values of the parts, not multiplied by
@@ -195,20 +281,29 @@ class Weighted:
             if isinstance(weight, bool) or not isinstance(weight, int | float):
                 raise ValueError(f"weights.{name}={weight!r}: expected a number.")
 
-    def __call__(self, responses: list[Response]) -> list[Score]:
-        """Call the parts one after another. A Scorer runs the parts in parallel instead. No part may be a coroutine function."""
-        part_scores: dict[str, list[Score]] = {}
-        for name, part in self.parts.items():
-            values: Any = part(responses)
-            part_scores[name] = [as_score(value, response) for value, response in zip(values, responses, strict=True)]
-        return self.combine(part_scores)
+    @property
+    def inner_rewards(self) -> dict[str, Reward]:
+        """Return `parts.<name>` -> the part."""
+        return {f"parts.{name}": part for name, part in self.parts.items()}
 
-    def combine(self, part_scores: Mapping[str, list[Score]]) -> list[Score]:
-        """Return the total score of each response. `part_scores`: name of a part -> its score for each response."""
-        count = len(next(iter(part_scores.values())))
-        return [self._total({name: scores[i] for name, scores in part_scores.items()}) for i in range(count)]
+    @property
+    def term_names(self) -> frozenset[str]:
+        """Names of the parts."""
+        return frozenset(self.parts)
 
-    def _total(self, part_scores: Mapping[str, Score]) -> Score:
+    def assign(self, responses: Sequence[Response]) -> dict[str, range]:
+        """Let each part score all responses."""
+        return dict.fromkeys(self.inner_rewards, range(len(responses)))
+
+    def missing_part(self, name: str) -> str:
+        """Return which parts there are, if none of them has this name or may have an inner part with this name."""
+        if any(name == part or name.startswith(f"{part}_") for part in self.parts):
+            return ""
+        return f"its parts are {', '.join(sorted(self.parts))}"
+
+    def combine(self, response: Response, scores: Mapping[str, Score]) -> Score:
+        """Return the weighted sum of the scores of all parts. A part is at the key `parts.<name>`."""
+        part_scores = {key.removeprefix("parts."): score for key, score in scores.items()}
         parts = {name: score.value for name, score in part_scores.items() if score.failure is None}
         parts |= {f"{name}_{inner}": x for name, score in part_scores.items() for inner, x in score.parts.items()}
         terms = {name: score.value if score.failure is None else 0.0 for name, score in part_scores.items()}

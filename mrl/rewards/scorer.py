@@ -4,13 +4,22 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
 from mrl.hang_report.process_registry import track_activity
-from mrl.rewards.reward_types import CallResult, Response, Reward, Score, Weighted, call_reward
+from mrl.rewards.reward_types import (
+    CallResult,
+    Calls,
+    CombinedReward,
+    Response,
+    Reward,
+    Score,
+    call_reward,
+    single_rewards,
+)
 from mrl.rewards.worker_pool import DEADLINE_PASSED, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -33,6 +42,7 @@ class Scorer:
         self,
         reward: Reward,
         *,
+        further_rewards: Sequence[Reward] = (),
         workers: int | None = None,
         sample_timeout_s: float = 10.0,
         timeout_s: float = 300.0,
@@ -41,7 +51,8 @@ class Scorer:
         """Prepare scoring. No process is started yet.
 
         Args:
-            reward: the reward, which may be a weighted sum of rewards.
+            reward: the reward, which may be a combined reward.
+            further_rewards: rewards that calls of the scorer may name. All rewards share the worker processes.
             workers: number of worker processes. None: one process per core, at most 8.
             sample_timeout_s: time limit per response in seconds.
             timeout_s: time limit of one call of the scorer in seconds. Responses without a score then get failed scores.
@@ -52,7 +63,8 @@ class Scorer:
         """
         self.reward = reward
         self.sample_timeout_s, self.timeout_s = sample_timeout_s, timeout_s
-        self._worker_rewards = [each for each in single_rewards(reward) if not _declares(each, "in_process")]
+        singles = [each for one in (reward, *further_rewards) for each in single_rewards(one)]
+        self._worker_rewards = [each for each in singles if not _declares(each, "in_process")]
         cores = len(os.sched_getaffinity(0))
         self._pool = (
             WorkerPool(self._worker_rewards, workers or min(8, cores), memory_gb) if self._worker_rewards else None
@@ -63,11 +75,14 @@ class Scorer:
         if self._pool:
             self._pool.start()
 
-    def __call__(self, responses: list[Response]) -> list[Score]:
-        """Return one score per response, in the order of the responses."""
+    def __call__(self, responses: list[Response], reward: Reward | None = None) -> list[Score]:
+        """Return one score per response, in the order of the responses.
+
+        `reward`: one of `further_rewards`; None stands for the reward of the scorer.
+        """
         if not responses:
             return []
-        scores = self._score(self.reward, responses, time.monotonic() + self.timeout_s)
+        scores = self._score(self.reward if reward is None else reward, responses, time.monotonic() + self.timeout_s)
         failures = [score.failure for score in scores if score.failure is not None]
         for failure in failures[:SHOWN_FAILURES]:
             logger.warning(
@@ -76,12 +91,14 @@ class Scorer:
         return scores
 
     def _score(self, reward: Reward, responses: list[Response], deadline: float) -> list[Score]:
-        if isinstance(reward, Weighted):
-            with ThreadPoolExecutor(len(reward.parts)) as threads:
-                jobs = {
-                    name: threads.submit(self._score, part, responses, deadline) for name, part in reward.parts.items()
-                }
-                return reward.combine({name: job.result() for name, job in jobs.items()})
+        if isinstance(reward, CombinedReward):
+
+            def run_parallel(calls: Calls) -> list[list[Score]]:
+                with ThreadPoolExecutor(max(1, len(calls))) as threads:
+                    jobs = [threads.submit(self._score, inner, given, deadline) for inner, given in calls]
+                    return [job.result() for job in jobs]
+
+            return reward.score(responses, run_parallel)
 
         def run(batches: list[list[Response]]) -> list[CallResult]:
             index = next((i for i, each in enumerate(self._worker_rewards) if each is reward), None)
@@ -174,15 +191,6 @@ def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]
         yield lambda index: responses[index].group
     if not _declares(reward, "whole_groups"):
         yield lambda index: index
-
-
-def single_rewards(reward: Reward) -> Iterator[Reward]:
-    """Yield the rewards in a weighted sum and in its nested sums. If the reward is no weighted sum, yield only the reward."""
-    if isinstance(reward, Weighted):
-        for part in reward.parts.values():
-            yield from single_rewards(part)
-    else:
-        yield reward
 
 
 def _declares(reward: Any, attribute: str) -> bool:

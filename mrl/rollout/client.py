@@ -6,9 +6,10 @@ import base64
 import json
 import math
 import time
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ __all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "Eng
 TRAINING, HELD_OUT = 0, 1
 """`response_seed` identifies a response by a tuple of integers. The first integer is one of these constants.
 
-The tuple is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out set).
+The tuple is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out prompts, index of the response
+among the responses to this prompt).
 """
 RETRYABLE_STATUSES = (408, 425, 429)
 """HTTP statuses below 500 after which a request may be repeated: the engine is at fault, not the request."""
@@ -43,26 +45,100 @@ class EngineUnreachableError(EngineError):
     """No process listens at the engine's address, so the request was not sent."""
 
 
+MAX_STOPS = 32  # largest number of stop texts of a request (SGLang 0.5.23)
+
+
+def _is_number(value: Any, low: float, high: float = math.inf) -> bool:
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and low <= float(value) <= high and math.isfinite(value)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _are_texts(value: Any) -> bool:
+    return (
+        isinstance(value, tuple) and len(value) <= MAX_STOPS and all(isinstance(each, str) and each for each in value)
+    )
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda value: _is_count(value, 1), "a whole number of tokens, 1 or more"),
+    "temperature": (lambda value: _is_number(value, 0), "0 (greedy decoding) or a number above 0"),
+    "top_p": (lambda value: _is_number(value, 0, 1) and value > 0, "a number above 0 and at most 1"),
+    "top_k": (lambda value: _is_count(value, 1) or value == -1, "a whole number, 1 or more, or -1 for all tokens"),
+    "min_p": (lambda value: _is_number(value, 0, 1), "a number from 0 to 1"),
+    "repetition_penalty": (lambda value: _is_number(value, 0, 2) and value > 0, "a number above 0 and at most 2"),
+    "stop": (_are_texts, f"a text or a list of at most {MAX_STOPS} texts, none of which is empty"),
+    "stop_token_ids": (lambda value: all(_is_count(each, 0) for each in value), "a list of token ids"),
+    "n": (lambda value: _is_count(value, 1), "a whole number of responses, 1 or more"),
+}
+"""Field of SamplingParams -> function that returns whether a value is valid, and what is expected."""
+SAMPLING_KEYS = {"max_response_tokens": "max_new_tokens"} | {name: name for name in _RULES if name != "max_new_tokens"}
+"""Config key -> field of SamplingParams."""
+
+
+def _check_field(name: str, value: Any, key: str) -> None:
+    is_valid, expected = _RULES[name]
+    if not is_valid(value):
+        raise ValueError(f"{key}={value!r}: expected {expected}.")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one response."""
+    """How the responses to a prompt are sampled.
+
+    Raises ValueError for a value that SGLang would refuse, and for several greedy responses, because all would be equal.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy sampling
-    top_p: float = 1.0
-    top_k: int = -1  # -1 allows all tokens
+    top_p: float = 1.0  # from the smallest set of most likely tokens whose probabilities add up to at least top_p
+    top_k: int = -1  # from the top_k most likely tokens; -1 allows all tokens
+    min_p: float = 0.0  # from the tokens whose probability is at least min_p times the largest probability
+    repetition_penalty: float = 1.0  # above 1, tokens that have occurred become less likely
+    # Texts that end a response. The response contains the text. The server needs a tokenizer to find it.
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # end the response, in addition to the model's end-of-sequence token
+    n: int = 1  # number of responses to the prompt, each of which is a request of its own
     ignore_eos: bool = False  # whether sampling goes on after an end-of-sequence token
     # 63 bits. Only servers with enable_deterministic_inference use seeds. For None, these servers use the seed 42.
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in _RULES:
+            _check_field(name, getattr(self, name), name)
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(
+                f"n={self.n} with temperature=0: greedy responses to a prompt are equal; set n to 1, or raise temperature."
+            )
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any], key: str, base: SamplingParams) -> SamplingParams:
+        """Return `base` with the values of a config node. `node` has keys of SAMPLING_KEYS; `key` is its own key in the config.
+
+        Raises ValueError for an invalid value. The message names its key.
+        """
+        chosen: dict[str, Any] = {}
+        for name, value in node.items():
+            if name in ("stop", "stop_token_ids") and isinstance(value, str | list):
+                value = (value,) if isinstance(value, str) else tuple(value)
+            _check_field(SAMPLING_KEYS[name], value, f"{key}.{name}")
+            chosen[SAMPLING_KEYS[name]] = value
+        try:
+            return replace(base, **chosen)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+
     def body(self) -> dict[str, Any]:
-        """Return the JSON object `sampling_params` of SGLang's requests."""
+        """Return the JSON object `sampling_params` of SGLang's request for one response. Defaults of SGLang are left out."""
         body: dict[str, Any] = dict(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
-        if self.top_p != 1.0:
-            body["top_p"] = self.top_p
-        if self.top_k != -1:
-            body["top_k"] = self.top_k
+        for name, default in dict(top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0).items():
+            if getattr(self, name) != default:
+                body[name] = getattr(self, name)
+        if self.stop:
+            body["stop"] = list(self.stop)
         if self.stop_token_ids:
             body["stop_token_ids"] = list(self.stop_token_ids)
         if self.ignore_eos:

@@ -40,7 +40,7 @@ from mrl.rollout.client import (
     SamplingParams,
 )
 from mrl.rollout.engines.hosts import AnyEngineServer, EngineServers
-from mrl.rollout.engines.server import ExternalEngine, check_seed_support
+from mrl.rollout.engines.server import ExternalEngine, check_seed_support, check_stop_support
 from mrl.rollout.rollout_log import CompletionCache
 from mrl.rollout.spec import PoolSettings
 from mrl.rollout.staleness_buffer import MAX_RESPONSES_PER_REQUEST
@@ -133,6 +133,8 @@ class EnginePool:
             return PooledEngine(client, server.alive, str(server.log_path))
         if self.spec.deterministic:
             check_seed_support(client, "rollout.deterministic")
+        if self.spec.has_stop_texts:
+            check_stop_support(client)
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
@@ -186,9 +188,7 @@ class EnginePool:
             work = float(len(inputs)) if expected_work is None else expected_work
             options = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
             request = partial(EngineClient.generate_async, input_ids=inputs, sampling=params, **options)
-            completions = await self._retrying(
-                self._send, session or self.open_session(), request, len(inputs), work
-            )
+            completions = await self._retrying(self._send, session or self.open_session(), request, len(inputs), work)
             sampled = [numbers[index] for index in missing]
             if cache is not None:
                 cache.put(sampled, inputs, completions)
@@ -222,9 +222,7 @@ class EnginePool:
             retry_error_callback=give_up,
         )
 
-    async def _send[T](
-        self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float
-    ) -> T:
+    async def _send[T](self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float) -> T:
         """Send one request to the session's engine. If the request fails, choose another engine and raise EngineFaultError.
 
         `count`: number of responses for which the request asks. `expected_work`: work that the request adds to the engine.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.losses import Loss
+from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
 from mrl.hang_report.process_registry import registry_folder, unregister_processes
@@ -155,9 +156,15 @@ class RolloutManager:
         self._num_drawn, self._untrained = rollouts.num_drawn_requests, rollouts.untrained_requests
         return rollouts
 
-    def evaluate(self, temperature: float) -> dict[str, float]:
-        """Evaluate on the held-out prompts. Returns name of the test set -> mean reward; "" stands for all sets together."""
-        return self._call_engines(RolloutWorker.evaluate, temperature)
+    def evaluate(self, step: int) -> Metrics:
+        """Evaluate on the held-out prompts. Returns the metrics eval/*; {} if there are no held-out prompts.
+
+        `step`: number of finished steps.
+        """
+        metrics: Metrics = {}
+        for index in range(len(self.worker.spec.evaluations)):
+            metrics |= self._call_engines(RolloutWorker.evaluate, index, step)
+        return metrics
 
     def _call_engines[T](self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any) -> T:
         """Call a worker method that needs engines, and then replace the engines that failed during the call.

@@ -70,7 +70,8 @@ class GroupSampler:
             with track_activity(f"tokenizing the prompt of row {request.row}"):
                 prompts.append(self.spec.train.encode(request.row))
         numbers = [size * request.number + member for request in requests for member in range(size)]
-        sampling = self._sampling_params(self.spec.temperature, [(TRAINING, number) for number in numbers])
+        params = SamplingParams(self.spec.max_response_tokens, self.spec.temperature)
+        sampling = self._seeded(params, [(TRAINING, number) for number in numbers])
         expected_work = None
         if self._one_group_per_request:
             expected_work = size * sum(self.lengths.expected(request.row) for request in requests)
@@ -79,8 +80,8 @@ class GroupSampler:
             trajectories = await self._respond(repeated, sampling, numbers, self._cache, expected_work)
             greedy: Sequence[Trajectory | None] = [None] * len(requests)
             if self.spec.needs_greedy:
-                params = self._sampling_params(0.0, [()] * len(requests))
-                greedy = await self._respond(prompts, params, range(len(prompts)))
+                greedy_params = self._seeded(replace(params, temperature=0.0), [()] * len(requests))
+                greedy = await self._respond(prompts, greedy_params, range(len(prompts)))
         return [
             UnscoredGroup(request, prompt, trajectories[n * size : (n + 1) * size], greedy_response)
             for n, (request, prompt, greedy_response) in enumerate(zip(requests, prompts, greedy, strict=True))
@@ -106,21 +107,20 @@ class GroupSampler:
         return [Trajectory.from_completion(completion) for completion in completions]
 
     def respond_now(
-        self, prompts: list[list[int]], temperature: float, response_ids: Sequence[tuple[int, ...]]
+        self, prompts: list[list[int]], params: SamplingParams, response_ids: Sequence[tuple[int, ...]]
     ) -> list[Trajectory]:
         """Sample one response to each prompt, spread the prompts over all engines, and wait for the responses.
 
         `response_ids`: for each prompt, numbers that identify its response and determine its seed (response_seed). Must not be
         called in the event loop, because this call would block the loop.
         """
-        sampling = self._sampling_params(temperature, response_ids)
+        sampling = self._seeded(params, response_ids)
         if self._conversation:
             return self._engines.converse_all(self._conversation, prompts, sampling)
         return [Trajectory.from_completion(completion) for completion in self._engines.generate_all(prompts, sampling)]
 
-    def _sampling_params(self, temperature: float, response_ids: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
-        """Return the sampling parameters of each response, with a seed if `rollout.deterministic` is set."""
-        params = SamplingParams(self.spec.max_response_tokens, temperature)
+    def _seeded(self, params: SamplingParams, response_ids: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
+        """Return the sampling parameters of each response: `params`, with a seed if `rollout.deterministic` is set."""
         if not self.spec.deterministic:
             return [params] * len(response_ids)
         return [replace(params, seed=response_seed(self.spec.seed, *response_id)) for response_id in response_ids]

@@ -13,6 +13,7 @@ from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import ChatTemplate
 from mrl.rewards.reward_types import Reward
 from mrl.rollout.agents.tool_agent import ToolAgent
+from mrl.rollout.held_out import HeldOutEvaluation
 from mrl.rollout.step_metrics import RolloutFilter
 
 
@@ -58,6 +59,11 @@ class PoolSettings(Protocol):
         ...
 
     @property
+    def has_stop_texts(self) -> bool:
+        """Whether requests have stop texts, which external servers can only find with a tokenizer."""
+        ...
+
+    @property
     def logprobs(self) -> bool:
         """Whether the engines return log-probabilities of the sampled tokens."""
         ...
@@ -76,6 +82,7 @@ class EngineSettings:
     fault_tolerance: FaultToleranceConfig
     request_timeout_s: float
     deterministic: bool = False
+    has_stop_texts: bool = False
     logprobs: bool = True
     routed_experts: bool = False
 
@@ -96,12 +103,12 @@ class RolloutSpec:
     prompts_per_step: int  # N, the number of groups that a step trains
     responses_per_prompt: int  # G, the size of a group
     max_response_tokens: int
-    temperature: float  # of the responses that are trained; an evaluation has its own temperature
+    temperature: float  # of the responses that are trained
     num_engines: int
     engine_urls: tuple[str, ...]  # URLs of external servers; if there are any, mrl starts no engine
     engine_tp: int  # tensor-parallel size of an engine
     seed: int  # seed of the run; the seeds of engines and responses are derived from this seed
-    eval_rows: int | None  # an evaluation uses the first `eval_rows` rows of each test set; None: all rows
+    evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores the held-out prompts
     request_timeout_s: float  # how long a step or an evaluation waits for its responses before it fails
     record: bool  # whether the tokens of each step are written to run_dir/rollouts
     replay: str | None  # folder of recorded steps that are read; None: the engines sample
@@ -141,6 +148,11 @@ class RolloutSpec:
             timeline=self.timeline,
             slots=self.slots,
         )
+
+    @property
+    def has_stop_texts(self) -> bool:
+        """Whether an evaluation ends responses at texts."""
+        return any(evaluation.sampling.stop for evaluation in self.evaluations)
 
     @property
     def extra_groups(self) -> int:

@@ -1,15 +1,18 @@
 """The sampled groups of one step: which groups are trained, the metrics, and the bias towards short responses."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.rewards.reward_types import Scores
-from mrl.rollout.trajectory import Group, ResponseUsage, StepGroups
+from mrl.core.metric_families import name_part
+from mrl.rewards.reward_types import Score, Scores
+from mrl.rollout.trajectory import Group, ResponseUsage, Sample, StepGroups
 
+MAX_SOURCES = 20  # largest number of data sources that have metrics of their own
 RolloutFilter = Callable[[NDArray[np.float64]], bool]  # rewards [G] of a group -> whether the group is trained
 
 
@@ -50,19 +53,54 @@ class SampledStep:
                 f"them: {reason} Correct the reward function. If it calls a service, check that the service runs."
             )
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step. The metrics include rejected groups, so that they describe the policy."""
+    def metrics(self, source_name: Callable[[int], str | None] = lambda row: None) -> dict[str, float]:
+        """Return the metrics of the step. The metrics include rejected groups, so that they describe the policy.
+
+        `source_name`: row of the data set -> name of its data source in metrics; None: the data source has no metrics of its
+        own.
+        """
         groups = [*self.kept, *self.filtered]
         samples = [sample for group in groups for sample in group.samples]
         usages = [sample.trajectory.usage for sample in samples]
         return {
-            **Scores.of([sample.score for sample in samples], self.reward_s).metrics(),
+            **Scores.of([sample.score for sample in samples]).metrics(),
+            "spent/reward_s": self.reward_s,
+            **_source_metrics(samples, source_name),
             **_reward_spread([group.rewards for group in groups]),
             **_multi_turn_metrics([usage for usage in usages if usage]),
             "rollout/kept_groups_fraction": len(self.kept) / len(groups),
             "rollout/rounds": float(self.rounds),
             "spent/engine_s": self.engine_s,
         }
+
+
+def source_names(num_rows: Mapping[str, int]) -> dict[str, str]:
+    """Return data source -> its name in metrics, for each data source that has metrics of its own.
+
+    These are the MAX_SOURCES data sources with the most rows. If there is only one data source, there are none, because they
+    would repeat the metrics of all responses. `num_rows`: data source -> number of its rows.
+    """
+    if len(num_rows) < 2:
+        return {}
+    names: dict[str, str] = {}
+    for source in sorted(num_rows, key=lambda source: (-num_rows[source], source))[:MAX_SOURCES]:
+        cleaned = name_part(source)
+        numbered = (f"{cleaned}_{number}" if number > 1 else cleaned for number in count(1))
+        names[source] = next(name for name in numbered if name not in names.values())
+    return names
+
+
+def _source_metrics(samples: Sequence[Sample], source_name: Callable[[int], str | None]) -> dict[str, float]:
+    """Return the metrics reward/<source>/* of each data source."""
+    scores: dict[str, list[Score]] = {}
+    for sample in samples:
+        if (name := source_name(sample.row)) is not None:
+            scores.setdefault(name, []).append(sample.score)
+    return {
+        metric: value
+        for name in sorted(scores)
+        for metric, value in Scores.of(scores[name]).metrics(f"reward/{name}").items()
+    }
 
 
 def _reward_spread(groups: list[NDArray[np.float64]]) -> dict[str, float]:

@@ -5,7 +5,6 @@ The driver calls this actor through the rollout manager. The driver sees lengths
 
 import logging
 import os
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,23 +17,25 @@ from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.filters import filter_values
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.algorithms.losses import Loss
+from mrl.core.metrics import Metrics
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, spread
 from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble_column
 from mrl.core.user_code import describe_plug_in
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
-from mrl.rewards.reward_types import Response, Score
+from mrl.rewards.reward_types import Response, Reward, Score
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import HELD_OUT
 from mrl.rollout.engine_pool import EnginePool
+from mrl.rollout.held_out import HeldOutResponses
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
 from mrl.rollout.sample_texts import text_samples
 from mrl.rollout.served_models import ServedModels
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
-from mrl.rollout.step_metrics import LengthBias, SampledStep, score_failures
+from mrl.rollout.step_metrics import LengthBias, SampledStep, score_failures, source_names
 from mrl.rollout.trajectory import (
     Group,
     Sample,
@@ -72,7 +73,8 @@ class RolloutWorker:
         self.served = ServedModels(spec.served, spec.fault_tolerance.max_restarts)
         self.train, self.test = spec.train, spec.test
         self.train.decode([])  # loads the tokenizer while the engines start
-        self._scorer = Scorer(spec.reward, **spec.scoring.limits)
+        own_rewards = [evaluation.reward for evaluation in spec.evaluations if evaluation.reward is not None]
+        self._scorer = Scorer(spec.reward, further_rewards=own_rewards, **spec.scoring.limits)
         self._scorer.start()  # starts the processes of the reward while the engines start
         self._scorer_lock = threading.Lock()  # the scoring thread and `evaluate` share the scorer
         self._log = RolloutLog(Path(spec.run_dir) / "rollout_log", spec.log_key)
@@ -91,6 +93,7 @@ class RolloutWorker:
         )
         self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._passes_filter)
         self._length_bias = LengthBias()
+        self._source_names = source_names(spec.train.rows_per_data_source)
         self._rounds = 0  # how often prompts were drawn for the step that is being sampled
         # Groups of the step that is being sampled, if the rollout log has them
         self._logged: StepGroups[Group] | None = None
@@ -240,7 +243,7 @@ class RolloutWorker:
             untrained_requests=[(request.number, request.row, request.min_weight_version) for request in untrained],
             num_drawn_requests=self._pipeline.buffer.num_drawn,
             sampling_metrics={
-                **sampled.metrics(),
+                **sampled.metrics(lambda row: self._source_names.get(self.train.data_source(row))),
                 **self.engines.take_metrics(),
                 "rollout/waiting_groups": float(len(untrained)),
                 "rollout/dropped_groups": float(len(taken.dropped)),
@@ -348,34 +351,37 @@ class RolloutWorker:
         if not trajectories:
             return []
         with track_activity(f"scoring {len(trajectories)} responses to rows {', '.join(map(str, np.unique(rows)))}"):
-            responses = _reward_inputs(data, rows, trajectories, groups)
-            with self._scorer_lock, spans.span("score responses", "reward", responses=len(responses)):
-                return self._scorer(responses)
+            return self._call_scorer(_reward_inputs(data, rows, trajectories, groups))
 
-    def evaluate(self, temperature: float) -> dict[str, float]:
-        """Sample and score one response to each held-out prompt. Temperature 0 is greedy sampling.
+    def _call_scorer(self, responses: list[Response], reward: Reward | None = None) -> list[Score]:
+        """Score responses by the reward of the run, or by `reward`, the reward of a held-out set."""
+        with self._scorer_lock, spans.span("score responses", "reward", responses=len(responses)):
+            return self._scorer(responses, reward)
 
-        Returns name of the test set -> mean reward. The name "" stands for all test sets together. Returns an empty dict if
-        there is no test set or no engine, or if no response could be scored.
+    def evaluate(self, index: int, step: int) -> Metrics:
+        """Sample and score the held-out prompts of `spec.evaluations[index]`. Returns the metrics eval/*.
+
+        Returns an empty dict if there is no engine, or if no response could be scored. `step`: number of finished steps.
         """
         if self.test is None or not self.engines.urls:
             return {}
-        sets = {name: np.array(rows[: self.spec.eval_rows]) for name, rows in self.test.rows_by_source().items()}
-        rows = np.concatenate(list(sets.values()))
+        evaluation = self.spec.evaluations[index]
+        rows_of_set = evaluation.rows(self.test.rows_by_source())
+        rows = np.repeat([row for rows in rows_of_set.values() for row in rows], evaluation.sampling.n)
+        members = np.arange(len(rows)) % evaluation.sampling.n
+        seed_ids = [(HELD_OUT, row, member) for row, member in zip(rows.tolist(), members.tolist(), strict=True)]
         prompts = [self.test.encode(row) for row in rows.tolist()]
-        trajectories = self._sampler.respond_now(prompts, temperature, [(HELD_OUT, row) for row in rows.tolist()])
-        scores = self._score(self.test, rows, trajectories)
-        if all(score.failure is not None for score in scores):
-            logging.warning("no response to the held-out prompts could be scored, for example: %s", scores[0].failure)
-            return {}
-        rewards = np.array([score.value for score in scores])
+        trajectories = self._sampler.respond_now(prompts, evaluation.sampling, seed_ids)
         if self.spec.agent:
             calls = np.mean([trajectory.usage.tool_calls for trajectory in trajectories if trajectory.usage])
-            logging.info("held-out prompts, temperature %g: %.3f tool calls per response", temperature, calls)
-        ends = np.cumsum([len(part) for part in sets.values()])[:-1]
-        by_set = zip(sets, np.split(rewards, ends), strict=True)
-        means = {re.sub(r"\W+", "_", name): float(part.mean()) for name, part in by_set if name}
-        return means | {"": float(rewards.mean())}
+            logging.info("held-out prompts, %s: %.3f tool calls per response", evaluation.sampling, calls)
+        with track_activity(f"scoring {len(trajectories)} responses to held-out prompts"):
+            responses = _reward_inputs(self.test, rows, trajectories)
+            scores = self._call_scorer(responses, evaluation.reward)
+        found = HeldOutResponses.of(evaluation, rows_of_set, responses, scores, evaluation.reward or self.spec.reward)
+        if self.spec.record:
+            found.write(Path(self.spec.run_dir) / "rollouts" / f"evaluation_{step:06d}_{index}.jsonl")
+        return found.metrics()
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU seconds, user and system, of this process and of all processes of the engines, for benchmarks."""
@@ -408,15 +414,12 @@ def _reward_inputs(
     items = zip(rows.tolist(), group_of.tolist(), trajectories, texts, turns, strict=True)
     return [
         Response(
-            data_source=data.data_source(row),
             text=response_turns[-1].text if response_turns else text,
-            ground_truth=data.ground_truth(row),
-            extra_info=data.extra_info(row),
-            prompt=data.messages(row),
             group=group,
             num_tokens=trajectory.num_sampled,
             truncated=trajectory.truncated,
             turns=response_turns,
+            **data.reward_fields(row),
         )
         for row, group, trajectory, text, response_turns in items
     ]

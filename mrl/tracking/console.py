@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mrl.core import metrics as declared
+from mrl.core.metric_families import shown_evaluation
 from mrl.tracking.tracker import Metrics
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ HEADLINE = (
     "rollout/response_length_mean_tokens",
     "mismatch/logprob_abs_max",
 )
-"""Metrics in the progress display, in this order."""
+"""Metrics in the progress display, in this order (see also `headline`)."""
 BETWEEN_STEPS = ("time/evaluate_s", "time/checkpoint_s")
 """Phases that run before a step and are not part of its duration."""
 
@@ -29,7 +30,8 @@ BETWEEN_STEPS = ("time/evaluate_s", "time/checkpoint_s")
 class ConsoleSink:
     """Shows progress: a live display on a terminal, otherwise one line every `every_s` seconds.
 
-    Every measured held-out reward is printed. At the end, the first and the last value are printed side by side.
+    The mean rewards and accuracies of every evaluation are printed. At the end, the first and the last values are printed side by
+    side.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class ConsoleSink:
         evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluation:
             self._evaluations.append(evaluation)
-            self._print_line(f"step {step:>4}  held-out {_format_metrics(evaluation)}")
+            self._print_line(f"step {step:>4}  held-out {_format_metrics(shown_evaluation(evaluation))}")
         if not self._has_legend and (legend := format_legend(metrics.keys() - evaluation.keys())):
             self._has_legend = True
             self._print_line(legend)
@@ -96,10 +98,10 @@ class ConsoleSink:
             before, after = self._evaluations[0], self._evaluations[-1]
             changes = [
                 f"{declared.label(name)} {before[name]:.3f} -> {after[name]:.3f} ({after[name] - before[name]:+.3f})"
-                for name in before
-                if name in after
+                for name in shown_evaluation(before) | shown_evaluation(after)
+                if name in before and name in after
             ]
-            self._print_line("held-out reward, before -> after: " + ", ".join(changes))
+            self._print_line("held-out, before -> after: " + ", ".join(changes))
 
     def _update_display(self, step: int, is_trained: bool) -> None:
         """Update the live display. After the first training step, remove the startup display and start the live display."""
@@ -240,7 +242,18 @@ def _format_metrics(metrics: Metrics) -> str:
 
 
 def _format_headline(metrics: Metrics) -> str:
-    return _format_metrics({name: metrics[name] for name in HEADLINE if name in metrics})
+    return _format_metrics({name: metrics[name] for name in headline(metrics)})
+
+
+def headline(names: Iterable[str]) -> list[str]:
+    """Return those of `names` that the progress display shows: HEADLINE.
+
+    If a run evaluates only held-out sets with a sampling of their own, the mean rewards of the first two sets are shown.
+    """
+    chosen = [name for name in HEADLINE if name in names]
+    if not any(name.startswith("eval/") for name in chosen):
+        chosen += [name for name in names if name.startswith("eval/") and name.endswith("/reward")][:2]
+    return chosen
 
 
 def _format_phases(metrics: Metrics) -> str:
@@ -266,4 +279,4 @@ def _format_seconds(seconds: Mapping[str, float]) -> str:
 
 def format_legend(names: Iterable[str]) -> str:
     """Return what the names of the progress display mean, for the metrics that the display shows."""
-    return "; ".join(f"{declared.label(name)}: {declared.find(name).meaning}" for name in HEADLINE if name in names)
+    return "; ".join(f"{declared.label(name)}: {declared.find(name).meaning}" for name in headline(list(names)))

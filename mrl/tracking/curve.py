@@ -16,7 +16,9 @@ logger = logging.getLogger(__name__)
 
 Points = dict[int, float]  # step -> value
 SMOOTHED_STEPS = 10  # number of steps in the moving average of the curve
-_HELD_OUT_STYLES = {"eval/reward_sampled": ("#E45756", "o"), "eval/reward_greedy": ("#54A24B", "D")}
+HELD_OUT = ("eval/reward_sampled", "eval/reward_greedy")
+STYLES = (("#E45756", "o"), ("#54A24B", "D"), ("#F58518", "s"), ("#B279A2", "^"), ("#72B7B2", "v"), ("#9D755D", "P"))
+"""(colour, marker) of the mean rewards on held-out prompts. The picture has no more curves than this."""
 
 
 class CurveSink:
@@ -84,9 +86,8 @@ def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metri
     steps, raw = list(values), list(values.values())
     axes.plot(steps, raw, color="#4C78A8", alpha=0.3, linewidth=1, label=declared.find(metric).meaning)
     axes.plot(steps, _smooth(raw), color="#4C78A8", linewidth=2.2, label=f"mean of the last {SMOOTHED_STEPS} steps")
-    for name, (colour, marker) in _HELD_OUT_STYLES.items():
-        if points := held_out.get(name):
-            _draw_held_out(axes, points, colour, marker, label=f"held-out reward, {declared.label(name)}")
+    for name, (colour, marker) in zip(drawn_evaluations(held_out), STYLES, strict=False):
+        _draw_held_out(axes, held_out[name], colour, marker, label=f"held-out reward, {declared.label(name)}")
     axes.set(xlabel="step", ylabel=metric)
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
@@ -95,6 +96,13 @@ def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metri
     axes.legend(frameon=False, loc="best", fontsize=9)
     with atomic_file(path) as partial:
         figure.savefig(partial, format="png")
+
+
+def drawn_evaluations(held_out: dict[str, Points]) -> list[str]:
+    """Return the metrics that are drawn: mean rewards of all held-out prompts, or of each held-out set if there are no others."""
+    measured = [name for name, points in held_out.items() if points]
+    found = [name for name in HELD_OUT if name in measured]
+    return found or [name for name in measured if name.rpartition("/")[2].startswith("reward")]
 
 
 def _draw_held_out(axes: Any, points: Points, colour: str, marker: str, label: str) -> None:

@@ -1,14 +1,18 @@
 """Planning reads the data section of the config: overrides, policies for bad rows, and defaults."""
 
 import json
+import re
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from mrl.config import hydra_entry
+from mrl.config.instantiate import instantiate_callable
 from mrl.controller.plan_models import plan_model
+from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
 from mrl.controller.plan_supervised import warm_start_settings
-from mrl.controller.plan_train import load_prompt_datasets
+from mrl.controller.plan_train import _server_args
 from mrl.data.synthetic_tasks import make_doubling_task
 
 
@@ -34,7 +38,8 @@ def config_of(inputs, tmp_path, *overrides):
 def plan(inputs, tmp_path, *overrides):
     """Return the training set and the held-out set of that config."""
     config = config_of(inputs, tmp_path, *overrides)
-    return load_prompt_datasets(config, plan_model(config, config.model.path))
+    reward = instantiate_callable(config.reward, "reward")
+    return load_prompt_datasets(config, plan_model(config, config.model.path), reward, plan_evaluations(config))
 
 
 def plain(inputs):
@@ -104,6 +109,88 @@ def test_prompts_leave_room_for_the_response(inputs, tmp_path):
     with pytest.raises(ValueError, match=r"the files: no row is left \(0 of 40 rows kept, 0 bad, 40 overlong\)"):
         plan(inputs, tmp_path, "data.max_prompt_tokens=4", "data.overlong=skip")
     assert len((tmp_path / "run/bad_rows_train.jsonl").read_text().splitlines()) == 40
+
+
+BY_SOURCE = ["reward=by_source", "reward.rewards.doubling.source=dou*", "reward.rewards.doubling.ability=math"]
+EXACT = "reward.rewards.doubling.reward._target_=mrl.rewards.rule_based.ExactMatch"
+
+
+def test_a_row_that_no_pattern_of_the_reward_matches_is_refused(inputs, tmp_path):
+    train, test = plan(inputs, tmp_path, *BY_SOURCE, EXACT)
+    assert (len(train), len(test)) == (40, 10)
+    sums = [*plain(inputs), "data.bad_rows=skip", "data.overlong=skip"]
+    with pytest.raises(ValueError, match=r"no row is left \(0 of 22 rows kept, 22 bad, 0 overlong"):
+        plan(inputs, tmp_path, *BY_SOURCE, EXACT, *sums)
+    with pytest.raises(ValueError) as error:
+        plan(inputs, tmp_path, *BY_SOURCE, EXACT, *plain(inputs), f"data.test=[{inputs}/test.parquet]")
+    assert (
+        f"{inputs}/plain.jsonl, row 0, column 'data_source': no pattern of the reward matches data_source 'plain'; the patterns "
+        "are openai/gsm8k, math*, doubling (source dou*, ability math). Add a pattern to rewards, or set default."
+    ) in str(error.value)
+    default = "reward.default._target_=mrl.rewards.rule_based.ExactMatch"
+    assert len(plan(inputs, tmp_path, *BY_SOURCE, EXACT, *sums, default)[0]) == 20
+
+
+def test_the_longest_responses_of_a_set_limit_its_prompts(inputs, tmp_path):
+    sets = f"data.test_sets={{long: {{files: [{inputs}/test.parquet], max_response_tokens: 60}}}}"
+    with pytest.raises(
+        ValueError, match=r"10 of 20 rows cannot be used:\n.*7 tokens are more than the 4 that leave room"
+    ):
+        plan(inputs, tmp_path, sets)
+    assert len(plan(inputs, tmp_path, sets.replace("60", "57"))[1]) == 20
+    with pytest.raises(
+        ValueError, match=r"data.test_sets.long.max_response_tokens=64: the model's context of 64 tokens"
+    ):
+        plan(inputs, tmp_path, sets.replace("60", "64"))
+
+
+def test_each_set_needs_a_reward_that_scores_its_rows(inputs, tmp_path):
+    none = "{_target_: mrl.rewards.by_source.BySource, rewards: {aime: {_target_: mrl.rewards.rule_based.GSM8K}}}"
+    with pytest.raises(
+        ValueError, match=r"10 of 20 rows cannot be used:\n.*no pattern .* 'doubling'.* the patterns are aime"
+    ):
+        plan(inputs, tmp_path, f"data.test_sets={{x: {{files: [{inputs}/test.parquet], reward: {none}}}}}")
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ("temprature: 1", "data.test_sets.x.temprature: unknown key; did you mean 'temperature'?"),
+        ("max_tokens: 1", "data.test_sets.x.max_tokens: unknown key; did you mean"),
+        ("weight: 2", "data.test_sets.x.weight: unknown key"),
+    ],
+)
+def test_a_misspelt_key_of_a_set_has_a_hint(inputs, tmp_path, node, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(inputs, tmp_path, f"data.test_sets={{x: {{files: [{inputs}/test.parquet], {node}}}}}")
+
+
+def test_more_than_20_data_sources_are_a_warning_that_is_seen(inputs, tmp_path, caplog):
+    rows = pq.read_table(inputs / "train.parquet").to_pylist()
+    for number, row in enumerate(rows):
+        row["data_source"] = f"source {number % 21}"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "many.parquet")
+    with caplog.at_level("WARNING", logger="mrl.tracking.console"):
+        plan(inputs, tmp_path)
+        assert not caplog.records
+        plan(inputs, tmp_path, f"data.train=[{tmp_path}/many.parquet]")
+    (record,) = caplog.records
+    assert "the training data has 21 data sources; only the 20 with the most rows get metrics" in record.getMessage()
+    assert record.name == "mrl.tracking.console", (
+        "mrl.core.run_warnings shows the warnings of this logger on the terminal"
+    )
+
+
+def test_stop_texts_need_engines_with_a_tokenizer(inputs, tmp_path):
+    def server_args(*overrides):
+        config = config_of(inputs, tmp_path, *overrides)
+        return _server_args(config, 64, plan_evaluations(config))
+
+    stop = f"data.test_sets={{x: {{files: [{inputs}/test.parquet], stop: [a, b]}}}}"
+    assert server_args()["skip_tokenizer_init"] is True
+    assert server_args(stop)["skip_tokenizer_init"] is False
+    with pytest.raises(ValueError, match=r"sglang.skip_tokenizer_init=true: .* the texts of data.test_sets.x.stop"):
+        server_args(stop, "+sglang.skip_tokenizer_init=true")
 
 
 def test_another_chat_template_makes_another_warm_start(inputs, tmp_path):

@@ -301,6 +301,33 @@ def test_row_number_and_seed_do_not_depend_on_other_rows_and_sets(configure, inp
     assert [q.seed(0, 0) for q in moved] == [q.seed(0, 0) for q in beside[3:]]
 
 
+def test_a_held_out_set_with_a_reward_of_its_own_is_scored_by_it(configure, inputs):
+    few = str(inputs / "few.parquet")
+    own = {"_target_": "mrl.rewards.rule_based.Length", "max_tokens": 20}
+    sets = {"short": {"files": [few], "reward": own, "n": 4, "temperature": 0.5}, "same": [few]}
+    plan = plan_generation(configure(**{"data.test_sets": sets, "generate.samples": 2}))
+    run(plan)
+    _, rows = read_responses(plan.store.folder)
+    by_set = {name: [row for row in rows if row["set"] == name] for name in ("", "short", "same")}
+    assert [len(of_set) for of_set in by_set.values()] == [34, 20, 20], "generate.samples decides, not n of the set"
+    assert all(row["score"] == 1 - row["num_tokens"] / 20 for row in by_set["short"])
+    assert all(row["score"] == float(row["response"] == row["ground_truth"]) for row in by_set["same"] + by_set[""])
+    assert {(row["ability"], row["style"]) for row in rows} == {("math", "rule")}
+
+
+def test_a_row_that_the_reward_cannot_score_is_refused(configure):
+    by_source = {
+        "_target_": "mrl.rewards.by_source.BySource",
+        "rewards": {"sums": {"_target_": "mrl.rewards.rule_based.GSM8K"}},
+    }
+    plan = plan_generation(configure(reward=by_source))
+    with pytest.raises(
+        ValueError, match=r"few.parquet, row 0, column 'data_source': no pattern .* data_source 'doubling'"
+    ):
+        plan.prompts()
+    assert len(plan_generation(configure(reward=by_source, **{"generate.score": False})).prompts()) == 17
+
+
 def test_two_processes_do_not_write_one_folder(configure):
     plan = plan_generation(configure())
     with plan.store, pytest.raises(ValueError, match="another process writes there"):
@@ -455,7 +482,10 @@ def test_servers_with_different_keys_and_one_whose_key_is_unknown(configure, ext
     plan = plan_generation(configure(**{"rollout.engine_urls": [common.url, own.url, strange.url]}))
     assert generate(plan, Counting(), nullcontext(QUIET))["responses"] == 51
     assert common.asked + own.asked == 51 and min(common.asked, own.asked) > 0
-    assert f"{strange.url} is left out: EngineError" in caplog.text and "set MRL_ENGINE_KEY to this server's key" in caplog.text
+    assert (
+        f"{strange.url} is left out: EngineError" in caplog.text
+        and "set MRL_ENGINE_KEY to this server's key" in caplog.text
+    )
     assert "own=key" not in caplog.text
 
 
@@ -504,6 +534,17 @@ def test_the_engines_of_a_job_need_a_pool_of_their_own(configure):
         (
             {"reward": {"_target_": "mrl.rewards.remote_models.Judge", "role": "judge", "model": "judge"}},
             "reward: calls roles.judge, which only `mrl train` serves",
+        ),
+        (
+            {
+                "data.test_sets": {
+                    "s": {
+                        "files": ["no.parquet"],
+                        "reward": {"_target_": "mrl.rewards.remote_models.Judge", "role": "judge"},
+                    }
+                }
+            },
+            "data.test_sets.s.reward: calls roles.judge, which only `mrl train` serves",
         ),
         ({"rollout.max_response_tokens": 64}, "leaves no room for a prompt"),
     ],

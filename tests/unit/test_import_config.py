@@ -199,3 +199,35 @@ def test_a_file_that_is_no_config_is_refused(text, said, tmp_path, capsys):
 )
 def test_the_message_for_a_foreign_key_names_the_key_of_mrl(key, meant):
     assert f"'{meant}'" in unknown_key_message(key)
+
+
+def test_how_held_out_sets_are_sampled_becomes_part_of_each_set():
+    rollout = "actor_rollout_ref.rollout.val_kwargs"
+    verl = translate(
+        "verl",
+        {
+            "data.val_files": ["a.parquet"],
+            f"{rollout}.n": 16,
+            f"{rollout}.temperature": 0.6,
+            f"{rollout}.do_sample": True,
+        },
+    )
+    assert verl.overrides == {"data.test_sets": {"validation": {"files": ["a.parquet"], "n": 16, "temperature": 0.6}}}
+    greedy = translate("verl", {"data.val_files": "a.parquet", f"{rollout}.do_sample": False, f"{rollout}.n": 1})
+    assert greedy.overrides == {"data.test_sets": {"validation": {"files": ["a.parquet"], "temperature": 0.0}}}
+    assert translate("verl", {"data.val_files": "a.parquet"}).overrides == {"data.test": ["a.parquet"]}
+    files = ["aime", "aime.jsonl", "gpqa", "gpqa.jsonl"]
+    slime = translate("slime", {"eval-prompt-data": files, "n-samples-per-eval-prompt": 8, "eval-top-p": 0.7})
+    sampling = {"n": 8, "top_p": 0.7}
+    assert slime.overrides == {
+        "data.test_sets": {"aime": {"files": ["aime.jsonl"]} | sampling, "gpqa": {"files": ["gpqa.jsonl"]} | sampling}
+    }
+    assert not slime.no_counterpart and not slime.unknown and not verl.no_counterpart
+
+
+def test_sampling_of_held_out_sets_on_the_command_line_can_be_parsed(tmp_path, capsys):
+    files = "data.val_files=data/test.parquet"
+    assert files in VERL
+    (tmp_path / "run.sh").write_text(VERL.replace(files, f"{files} actor_rollout_ref.rollout.val_kwargs.n=4"))
+    main(["import", "verl", str(tmp_path / "run.sh"), "--overrides"])
+    assert "data.test_sets={validation:{files:[data/test.parquet],n:4}}" in capsys.readouterr().out

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.evaluation.evaluation_summary import majorities, majority_at_k, pass_at_k, student_t_mean, wilson_mean
+from mrl.evaluation.evaluation_summary import student_t_mean, wilson_mean
+from mrl.rewards.pass_at_k import majorities, majority_at_k, pass_at_k
 
 RESPONSES = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.booleans()), min_size=1, max_size=8)
 

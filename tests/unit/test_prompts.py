@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mrl.data.columns import Columns
 from mrl.data.prompts import PromptConstraints, PromptDataset, PromptStream
 from mrl.data.sources import PromptSource
 from mrl.data.supervised_dataset import SftDataset
@@ -61,6 +62,44 @@ def test_a_missing_column_is_named(inputs, tmp_path, column):
 def test_optional_columns_have_defaults(inputs, tmp_path):
     data = load(write(tmp_path / "sums.parquet", [{k: GOOD[k] for k in ("prompt", "reward_model")}]), inputs)
     assert (data.data_source(0), data.extra_info(0)) == ("sums", {})
+
+
+def test_ability_and_style_are_read_if_a_row_has_them(inputs, tmp_path):
+    import orjson
+
+    rows = [
+        GOOD,
+        GOOD | {"ability": None, "reward_model": {"ground_truth": "3"}},
+        GOOD | {"ability": ["math"], "reward_model": {"ground_truth": "3", "style": None}},
+        {k: v for k, v in GOOD.items() if k != "ability"},
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    data = load(tmp_path / "a.jsonl", inputs)
+    found = [(example.ability, example.style) for example in data.examples]
+    assert found == [("math", "rule"), ("", ""), ("", ""), ("", "rule")]
+    assert data.reward_fields(0) == dict(
+        data_source="sums",
+        ground_truth="3",
+        extra_info={"index": 0},
+        prompt=GOOD["prompt"],
+        ability="math",
+        style="rule",
+    )
+
+
+def test_columns_of_ability_and_style_that_the_user_names_must_have_a_text(inputs, tmp_path):
+    path = write(tmp_path / "a.parquet", [{"q": "1", "truth": "1", "topic": "sums", "kind": "rule"}])
+
+    def read(**columns):
+        source = PromptSource(
+            (str(path),), Columns.of({"prompt": "q", "ground_truth": "truth", **columns}, "data.columns")
+        )
+        return PromptDataset.load([source], inputs / "model", PromptConstraints(60, 32))
+
+    (example,) = read(ability="topic", style="kind").examples
+    assert (example.ability, example.style) == ("sums", "rule")
+    assert read(ability=None).examples[0].ability == ""
+    assert read(ability="subject").report.omitted[0].column == "subject"
 
 
 def test_a_misspelt_column_gets_a_hint(inputs, tmp_path):

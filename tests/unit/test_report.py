@@ -202,6 +202,34 @@ def test_the_interval_of_a_mean_is_wilsons():
     assert interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
 
 
+def test_data_sources_and_held_out_sets_have_charts(tmp_path):
+    config = {
+        "data": {"test_sets": {"aime-24": {"files": ["a"], "rows": 30, "n": 4}, "b": ["b"]}},
+        "trainer": {"eval_rows": 50},
+    }
+    sources = dict(
+        reward__gsm8k__mean=0.5, reward__code__mean=0.25, reward__code__form_mean=1.0, reward__form_mean=0.75
+    )
+    run = make_run(tmp_path / "run", config=config, **sources)
+    lines = [
+        {"step": step, "eval/aime_24/reward": 0.5, "eval/aime_24/pass_at_4": 0.75, "eval/b/reward_greedy": 0.2}
+        for step in (0, 3)
+    ]
+    (run / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = page_data([run])
+    charts = {chart["title"]: {one["label"]: one["points"] for one in chart["series"]} for chart in data["charts"]}
+    assert charts["Reward by data source"].keys() == {"gsm8k", "code"}
+    assert charts["Parts of the reward"].keys() == {"form"}
+    assert charts["Held-out reward"].keys() == {"aime 24 reward", "b reward greedy"}
+    assert charts["Held-out pass@k and maj@k"].keys() == {"aime 24 pass at 4"}
+    (first, _), (greedy, _) = charts["Held-out reward"].values()
+    assert first == pytest.approx([0, 0.5, *interval(0.5, 30)], abs=1e-3), "rows of the set"
+    assert greedy == pytest.approx([0, 0.2, *interval(0.2, 50)], abs=1e-3), "trainer.eval_rows"
+    text = answer(data, "Is it learning")
+    assert "Held-out reward (aime_24): 0.5 at the first evaluation" in text
+    assert "part form" not in answer(data, "Why is the reward") and "gsm8k" not in answer(data, "Why is the reward")
+
+
 def test_an_error_before_the_first_step_comes_from_the_log(tmp_path):
     folder = tmp_path / "run"
     (folder / "hydra").mkdir(parents=True)

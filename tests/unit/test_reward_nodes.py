@@ -187,20 +187,19 @@ def test_nested_sums_and_turn_values_are_added():
     assert Weighted({"a": inner})(of_texts("72"))[0].parts == {"a": 1.0, "a_exact": 1.0}
     check_reward(Weighted({"a": inner}))
     reward = Weighted({"turns": lambda rs: [], "whole": lambda rs: []}, {"turns": 1.0, "whole": 10.0})
-    (total,) = reward.combine({"turns": [Score.of_turns((1.0, 2.0, 3.0))], "whole": [Score(0.5)]})
+    (response,) = of_texts("72")
+    total = reward.combine(response, {"parts.turns": Score.of_turns((1.0, 2.0, 3.0)), "parts.whole": Score(0.5)})
     assert total.turn_values == (1.0, 2.0, 8.0) and total.value == 11.0
     assert total.terms == {"turns": 6.0, "whole": 0.5}
 
 
 def test_the_terms_of_a_score_are_the_parts_of_the_sum():
     judge = [Score(0.5, parts={"num_chars": 900.0}), Score.failed("no answer", {"num_chars": 7.0})]
-    scores = Weighted({"judge": ExactMatch(), "exact": ExactMatch()}).combine(
-        {"judge": judge, "exact": [Score(1.0)] * 2}
-    )
+    reward, (response,) = Weighted({"judge": ExactMatch(), "exact": ExactMatch()}), of_texts("72")
+    scores = [reward.combine(response, {"parts.judge": each, "parts.exact": Score(1.0)}) for each in judge]
     assert [score.terms for score in scores] == [{"judge": 0.5, "exact": 1.0}, {"judge": 0.0, "exact": 1.0}]
     assert scores[0].parts == {"judge": 0.5, "exact": 1.0, "judge_num_chars": 900.0}
     assert scores[1].parts == {"exact": 1.0, "judge_num_chars": 7.0} and scores[1].failure == "judge: no answer"
-    (response,) = of_texts("72")
     assert [as_score(score, response) for score in scores] == scores, "a reward around the sum may pass them on"
 
 
@@ -262,6 +261,8 @@ CHOICES = {
     "multiple_choice": ["reward.letters=ABCD"],
     "function": ["reward.path={file}", "reward.args={{}}"],
     "weighted": ["reward.weights.overlong=0.2", "reward.parts.correct.boxed=true"],
+    "by_source": ["reward.default._target_=mrl.rewards.rule_based.ExactMatch"],
+    "verl_sources": ["reward.rewards.gsm8k.reward.strict=false"],
     "judge": ["reward.url=http://h:1", "reward.model=m"],
     "reward_model": ["reward.url=http://h:1", "reward.tokenizer={tokenizer}"],
 }

@@ -11,7 +11,9 @@ from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemorySta
 from mrl.controller.plan_models import build_pools, parallel_layout
 from mrl.controller.plan_train import check_served_roles
 from mrl.rewards import remote_models
+from mrl.rewards.by_source import BySource
 from mrl.rewards.remote_models import Judge
+from mrl.rewards.rule_based import MathVerify
 from mrl.rollout import served_models
 from mrl.rollout.served_models import ServedModelError, ServedModels
 from mrl.rollout.spec import ServerGroup
@@ -95,13 +97,22 @@ SERVED = ["roles.judge.path=x", "roles.judge.num_engines=1"]
 )
 def test_a_served_role_that_cannot_work_is_refused(overrides, reward, colocated, message):
     with pytest.raises(ValueError, match=message):
-        check_served_roles(config(*overrides), reward, frozenset(colocated))
+        check_served_roles(config(*overrides), {"reward": reward}, frozenset(colocated))
 
 
 def test_a_served_role_may_share_devices_if_nothing_is_scored_meanwhile():
-    check_served_roles(config(*SERVED), Judge(role="judge"), frozenset({frozenset({"judge", "critic"})}))
+    rewards = {"reward": Judge(role="judge")}
+    check_served_roles(config(*SERVED), rewards, frozenset({frozenset({"judge", "critic"})}))
     with_engines = frozenset({frozenset({"judge", "engines"})})
-    check_served_roles(config(*SERVED, "rollout.mode=async"), Judge(role="judge"), with_engines)
+    check_served_roles(config(*SERVED, "rollout.mode=async"), rewards, with_engines)
+
+
+def test_rewards_of_held_out_sets_and_of_data_sources_may_call_served_roles():
+    key, judge = "data.test_sets.hard.reward", Judge(role="judge")
+    rewards = {"reward": MathVerify(), key: BySource({"math": MathVerify()}, default=judge)}
+    check_served_roles(config(*SERVED), rewards, frozenset())
+    with pytest.raises(ValueError, match=f"^{key}: calls roles.judge, which SGLang does not serve"):
+        check_served_roles(config(), rewards, frozenset())
 
 
 class Model:

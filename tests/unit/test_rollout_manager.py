@@ -14,7 +14,8 @@ class WorkerThatLosesEngines:
     """Stands for the worker's handle and the engine supply: all engines are lost in the first `losses` calls."""
 
     def __init__(self, losses: int) -> None:
-        self.spec = SimpleNamespace(fault_tolerance=SimpleNamespace(max_response_attempts=3), buffer_capacity=4)
+        faults = SimpleNamespace(max_response_attempts=3)
+        self.spec = SimpleNamespace(fault_tolerance=faults, buffer_capacity=4, evaluations=("sampled", "greedy"))
         self.losses, self.restored, self.loads = losses, [], 0
 
     def call(self, method, *args):
@@ -23,7 +24,8 @@ class WorkerThatLosesEngines:
             return {"http://h:1": "hangs (engine_0.log)"} if lost else {}
         if lost:
             raise NoEngineError("none")
-        return 0.5
+        index, step = args
+        return {f"eval/{self.spec.evaluations[index]}": step}
 
     def load(self) -> None:
         self.loads += 1
@@ -34,10 +36,11 @@ class WorkerThatLosesEngines:
 
 def test_lost_engines_are_replaced_and_the_call_is_repeated_a_limited_number_of_times():
     worker = WorkerThatLosesEngines(losses=2)
-    assert RolloutManager(worker, worker).evaluate(1.0) == 0.5 and len(worker.restored) == 2
-    assert worker.loads == 3, "engines are loaded before each attempt"
+    assert RolloutManager(worker, worker).evaluate(7) == {"eval/sampled": 7, "eval/greedy": 7}
+    assert len(worker.restored) == 2
+    assert worker.loads == 4, "engines are loaded before each attempt, and the second part is called once"
     worker = WorkerThatLosesEngines(losses=9)
     message = r"all engines were lost 3 times in a row.*http://h:1: hangs \(engine_0.log\)"
     with pytest.raises(EngineError, match=message):
-        RolloutManager(worker, worker).evaluate(1.0)
+        RolloutManager(worker, worker).evaluate(7)
     assert len(worker.restored) == 3

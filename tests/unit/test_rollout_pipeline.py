@@ -226,18 +226,3 @@ def test_a_call_of_sample_that_raises_and_is_repeated_counts_as_one_round():
             worker.sample(first, np.array(rows), 3)
         worker.sample(first, np.array(rows), 3)
     assert worker._sampled.rounds == 2
-
-
-@pytest.mark.parametrize(
-    ("scores", "expected"),
-    [
-        ([Score.failed("KeyError"), Score.failed("KeyError")], {}),
-        ([Score.failed("KeyError"), Score(1.0)], {"": 0.5}),
-    ],
-)
-def test_an_evaluation_without_any_score_has_no_reward(scores, expected):
-    worker = object.__new__(RolloutWorker)
-    worker.test = Mock(rows_by_source=lambda: {"": range(2)}, encode=lambda row: [row])
-    worker.spec, worker.engines = SimpleNamespace(eval_rows=None, agent=None), SimpleNamespace(urls=["http://engine"])
-    worker._sampler, worker._score = Mock(), lambda data, rows, trajectories: scores
-    assert worker.evaluate(1.0) == expected

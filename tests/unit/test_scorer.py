@@ -330,12 +330,12 @@ def test_a_cancelled_call_is_distinguished_from_a_late_one():
 
 
 def test_the_driver_gets_columns_and_declared_metrics():
-    scores = Scores.of([Score(1.0, parts={"a": 1.0}), Score.failed("x" * 1000), Score(0.5, parts={"a": 0.0})], 0.25)
+    scores = Scores.of([Score(1.0, parts={"a": 1.0}), Score.failed("x" * 1000), Score(0.5, parts={"a": 0.0})])
     assert scores.values.tolist() == [1.0, 0.0, 0.5] and scores.failed.tolist() == [False, True, False]
     found = scores.metrics()
     metrics.check(found)
     assert found["reward/mean"] == 0.5 and found["reward/a_mean"] == 0.5
-    assert found["reward/failed_fraction"] == pytest.approx(1 / 3) and found["spent/reward_s"] == 0.25
+    assert found["reward/failed_fraction"] == pytest.approx(1 / 3)
     assert metrics.label("reward/a_mean") == "a"
 
 

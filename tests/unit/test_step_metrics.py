@@ -3,9 +3,10 @@
 import pytest
 from sampled_groups import group
 
+from mrl.core import metrics
 from mrl.rewards.reward_types import Score
 from mrl.rollout.staleness_buffer import ResponseLengths
-from mrl.rollout.step_metrics import LengthBias, SampledStep, UnscoredStepError
+from mrl.rollout.step_metrics import MAX_SOURCES, LengthBias, SampledStep, UnscoredStepError, source_names
 from mrl.rollout.trajectory import Group, Sample, StepGroups, Trajectory
 
 ALL, SOME, NONE = (Score(1.0), Score(1.0)), (Score(1.0), Score(0.0)), (Score(0.0), Score.failed("it hung"))
@@ -17,6 +18,30 @@ def test_metrics_cover_filtered_groups_as_well():
     numbers = step.metrics()
     assert numbers["reward/mean"] == 4 / 8 and numbers["reward/failed_fraction"] == 1 / 8
     assert numbers["rollout/kept_groups_fraction"] == 2 / 4 and numbers["rollout/rounds"] == 2
+
+
+def test_each_data_source_has_metrics_of_its_own():
+    first = (Score(1.0, parts={"form": 1.0}), Score(0.5, parts={"form": 0.0}))
+    step = SampledStep([group(0, *first), group(1, *SOME)], [group(2, *NONE), group(3, *ALL)])
+    numbers = step.metrics({0: "gsm8k", 1: "code", 2: "code"}.get)
+    own = {name: value for name, value in numbers.items() if name.count("/") == 2}
+    assert own == {
+        "reward/gsm8k/mean": 0.75,
+        "reward/gsm8k/form_mean": 0.5,
+        "reward/gsm8k/failed_fraction": 0.0,
+        "reward/code/mean": 0.25,
+        "reward/code/failed_fraction": 0.25,
+    }
+    metrics.check(numbers)
+    assert numbers["reward/mean"] == 4.5 / 8, "of all responses, also of sources without metrics of their own"
+
+
+def test_names_of_data_sources_in_metrics_are_valid_and_distinct():
+    assert source_names({"openai/gsm8k": 5}) == {}, "the metrics of all responses are those of the only source"
+    found = source_names({"a/b": 1, "a-b": 3, "math 500": 2, "a_b": 2})
+    assert found == {"a-b": "a_b", "a_b": "a_b_2", "math 500": "math_500", "a/b": "a_b_3"}
+    many = source_names({f"s{number}": number for number in range(50)})
+    assert list(many) == [f"s{number}" for number in range(49, 29, -1)] and len(many) == MAX_SOURCES == 20
 
 
 def test_a_step_without_kept_groups_returns_as_many_filtered_ones_as_asked():

@@ -316,7 +316,7 @@ def test_the_workspace_has_one_section_for_each_area_in_reading_order(tmp_path, 
     assert "specification of the workspace" in capsys.readouterr().out
     read = Workspace._from_model(View.model_validate_json((tmp_path / "view.json").read_text()))
     sections = {section.name: [panel.y[0] for panel in section.panels] for section in read.sections}
-    assert [*sections] == ["Reward", "Held-out reward", "Time by phase"] and read.project == "mrl"
+    assert [*sections] == ["Reward", "Held-out prompts", "Time by phase"] and read.project == "mrl"
     assert [getattr(name, "name", name) for name in sections["Reward"]] == ["reward/mean", "reward/std"]
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mrl.config import hydra_entry
 from mrl.controller import build
-from mrl.core import metrics
+from mrl.core import metric_families, metrics
 from mrl.core.run_errors import PreemptedError
 from mrl.tracking import backends
 from mrl.tracking.backends import (
@@ -22,7 +22,7 @@ from mrl.tracking.backends import (
     wandb_mode,
 )
 from mrl.tracking.console import ConsoleSink
-from mrl.tracking.curve import CurveSink, draw_curve
+from mrl.tracking.curve import CurveSink, draw_curve, drawn_evaluations
 from mrl.tracking.tracker import JsonlSink, Tracker
 
 
@@ -64,6 +64,23 @@ def console_lines(log, *, terminal=False, total=10, every_s=0.0):
     return screen.getvalue().splitlines()
 
 
+FAMILY_MEMBERS = {
+    "time/update_s": "update",
+    "reward/format_mean": "format",
+    "reward/openai_gsm8k/mean": "openai_gsm8k",
+    "reward/code/format_mean": "code format",
+    "reward/code/failed_fraction": "code failed",
+    "eval/easy/reward_greedy": "easy greedy",
+    "eval/a_b/accuracy_sampled": "a_b accuracy sampled",
+    "eval/aime/reward": "aime reward",
+    "eval/aime/accuracy": "aime accuracy",
+    "eval/aime/pass_at_16": "aime pass@16",
+    "eval/aime/maj_at_2": "aime maj@2",
+    "own/surprise": "surprise",
+}
+"""Metric of a family -> its name in the progress display."""
+
+
 def test_every_metric_name_is_area_slash_what():
     for name in metrics.METRICS:
         area, what = name.split("/")
@@ -77,7 +94,7 @@ def test_every_metric_says_what_it_means_and_can_be_shown():
 
 
 def test_every_metric_has_a_section_good_values_and_a_reduction():
-    for name in [*metrics.METRICS, "time/update_s", "reward/format_mean", "eval/reward_greedy_easy", "own/surprise"]:
+    for name in [*metrics.METRICS, *FAMILY_MEMBERS]:
         metric = metrics.find(name)
         assert metric.good and metric.reduction in ("mean", "sum", "max", "last"), name
         assert metrics.section(name) in metrics.SECTIONS.values(), name
@@ -112,14 +129,23 @@ def test_any_phase_may_be_timed_but_only_in_seconds():
         metrics.find("time/rollout_ms")
 
 
-@pytest.mark.parametrize(
-    "name", ["own/surprise", "eval/reward_greedy_easy", "eval/reward_sampled_a_b", "reward/math_mean"]
-)
-def test_open_families_take_any_name(name):
-    assert metrics.find(name).meaning and metrics.label(name)
+@pytest.mark.parametrize(("name", "label"), FAMILY_MEMBERS.items())
+def test_open_families_take_any_name(name, label):
+    assert metrics.find(name).meaning and metrics.label(name) == label
 
 
-@pytest.mark.parametrize("name", ["own/", "eval/reward_best_easy", "eval/reward_greedy_", "own/a/b"])
+NO_MEMBERS = [
+    "own/",
+    "own/a/b",
+    "eval/reward",
+    "eval/easy/reward_best",
+    "eval/easy/pass_at_k",
+    "eval//reward",
+    "reward/a/b/mean",
+]
+
+
+@pytest.mark.parametrize("name", NO_MEMBERS)
 def test_open_families_are_not_open_to_everything(name):
     with pytest.raises(ValueError, match="is not declared"):
         metrics.find(name)
@@ -336,6 +362,34 @@ def test_held_out_reward_is_always_printed_and_compared_at_the_end(terminal):
     text = "\n".join(console_lines(log, terminal=terminal, every_s=3600))
     assert "held-out sampled 0.500" in text
     assert "before -> after: sampled 0.500 -> 0.750 (+0.250)" in text
+
+
+def test_an_accuracy_that_equals_the_mean_reward_is_not_shown_twice():
+    shown = metric_families.shown_evaluation(
+        {
+            "eval/reward_greedy": 0.5,
+            "eval/accuracy_greedy": 0.5,
+            "eval/a/reward": 0.25,
+            "eval/a/accuracy": 0.5,
+            "eval/a/pass_at_2": 0.75,
+            "reward/mean": 0.5,
+        }
+    )
+    assert shown == {"eval/reward_greedy": 0.5, "eval/a/reward": 0.25, "eval/a/accuracy": 0.5}
+
+
+def test_held_out_sets_with_a_sampling_of_their_own_are_shown_and_drawn():
+    def log(sink):
+        sink.log(0, {"eval/aime/reward": 0.25, "eval/aime/accuracy": 0.25, "eval/aime/pass_at_4": 0.5})
+        sink.log(1, {"reward/mean": 0.5, "eval/aime/reward": 0.5, "eval/aime/accuracy": 0.5})
+
+    text = "\n".join(console_lines(log, total=1))
+    assert "step    0  held-out aime reward 0.250\n" in text and "pass@4" not in text
+    assert "step    1/1  reward 0.500  aime reward 0.500" in text
+    assert "held-out, before -> after: aime reward 0.250 -> 0.500 (+0.250)" in text
+    own = {"eval/aime/reward": {0: 0.5}, "eval/aime/pass_at_4": {0: 0.5}, "eval/b/reward_greedy": {0: 0.5}}
+    assert drawn_evaluations(own) == ["eval/aime/reward", "eval/b/reward_greedy"]
+    assert drawn_evaluations(own | {"eval/reward_greedy": {0: 0.5}}) == ["eval/reward_greedy"]
 
 
 def test_on_a_terminal_the_display_shows_reward_phases_and_throughput():

@@ -22,7 +22,7 @@ import psutil
 
 from mrl.config.secrets import engine_key
 from mrl.rollout.engines.leases import PortLease, ScratchDir
-from mrl.rollout.engines.server_args import DETERMINISTIC, releases_cuda_graphs
+from mrl.rollout.engines.server_args import DETERMINISTIC, NO_TOKENIZER, releases_cuda_graphs
 from mrl.weight_sync.engine_control import EngineControl
 
 POLL_INTERVAL_S = 0.05  # seconds between two checks whether an EngineServer is ready
@@ -280,6 +280,15 @@ def check_seed_support(control: EngineControl, key: str) -> None:
         raise ValueError(
             f"rollout.engine_urls: {control.url} was started without --enable-deterministic-inference and ignores seeds; "
             f"start the server with this option, or set {key}=false."
+        )
+
+
+def check_stop_support(control: EngineControl) -> None:
+    """Raise ValueError if an external server cannot find stop texts."""
+    if control.server_info().get(NO_TOKENIZER):
+        raise ValueError(
+            f"rollout.engine_urls: {control.url} was started with --skip-tokenizer-init and cannot find the texts of `stop`; "
+            "start the server without this option, or use stop_token_ids."
         )
 
 

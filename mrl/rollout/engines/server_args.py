@@ -15,6 +15,9 @@ from mrl.weight_sync.engine_control import WEIGHT_LOADER
 DETERMINISTIC = "enable_deterministic_inference"
 """Argument that makes a server use the seeds of requests, and kernels whose rounding does not depend on the other requests."""
 
+NO_TOKENIZER = "skip_tokenizer_init"
+"""Argument of a server that has no tokenizer. Such a server costs less CPU, but cannot find stop texts in its responses."""
+
 RESERVED_ARGS: dict[str, str] = {
     "model_path": "use model.path",
     "tp_size": "use rollout.engine_tp",
@@ -144,7 +147,7 @@ def default_server_args(
         device=device,
         dtype=dtype,
         context_length=context_length,
-        skip_tokenizer_init=True,  # requests and responses are token ids, and stop conditions are token ids, too
+        skip_tokenizer_init=True,  # requests and responses are token ids, and stop conditions are usually token ids, too
         # On a GPU, the first request compiles kernels for minutes. With SGLang's warm-up, the engine is ready only afterwards.
         # Otherwise the compilation would count as a stall (fault_tolerance.engine_stall_timeout_s).
         skip_server_warmup=device != "cuda",

@@ -1,12 +1,14 @@
 """Answers to the first questions about a run, each in a few sentences, from what the run recorded."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from mrl.core import metrics as declared
 from mrl.tracking.learning_health import (
     MIN_FAILED_FRACTION,
     MISMATCH_NATS,
@@ -171,10 +173,13 @@ def _averaged(count: int) -> str:
 
 
 def _held_out_text(run: RecordedRun) -> str:
-    for name, word in (("eval/reward_sampled", "sampled"), ("eval/reward_greedy", "greedy")):
+    measured = {name for evaluation in run.evaluations.values() for name in evaluation}
+    of_sets = sorted(name for name in measured if re.fullmatch(r"eval/\w+/reward", name))
+    for name in ("eval/reward_sampled", "eval/reward_greedy", *of_sets):
         values = list(run.series(name).values())
         if len(values) > 1:
-            return f" Held-out reward ({word}): {number(values[0])} at the first evaluation, {number(values[-1])} at the last."
+            what = declared.label(name).removesuffix(" reward")
+            return f" Held-out reward ({what}): {number(values[0])} at the first evaluation, {number(values[-1])} at the last."
     return " Held-out reward: fewer than two evaluations were recorded."
 
 
@@ -233,7 +238,7 @@ def _equal_groups_text(last: dict[str, float]) -> str:
 
 
 def _parts(metrics: dict[str, float]) -> dict[str, float]:
-    return {n: v for n, v in metrics.items() if n.startswith("reward/") and n.endswith("_mean")}
+    return {n: v for n, v in metrics.items() if re.fullmatch(r"reward/\w+_mean", n)}
 
 
 def _samples(run: RecordedRun) -> list[Sample]:

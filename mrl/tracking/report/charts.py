@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mrl.core import metrics as declared
+from mrl.core.metric_families import name_part
 from mrl.tracking.report.page import number
 from mrl.tracking.report.recorded_run import RecordedRun
 from mrl.tracking.timeline_summary import BETWEEN_STEPS, between_steps_text, percent
@@ -15,7 +16,10 @@ from mrl.tracking.timeline_summary import BETWEEN_STEPS, between_steps_text, per
 CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Reward", {"reward/mean": "mean reward"}),
     ("Parts of the reward", {r"reward/(?!mean|std)\w+_mean": ""}),
-    ("Held-out reward", {r"eval/.*": ""}),
+    ("Reward by data source", {r"reward/\w+/mean": ""}),
+    ("Held-out reward", {r"eval/(\w+/)?reward\w*": ""}),
+    ("Held-out accuracy", {r"eval/(\w+/)?accuracy\w*": ""}),
+    ("Held-out pass@k and maj@k", {r"eval/\w+/(pass|maj)_at_\d+": ""}),
     ("Response length", {"rollout/response_length_mean_tokens": "mean length"}),
     (
         "Truncated and failed responses",
@@ -118,18 +122,29 @@ def describe(name: str) -> tuple[str, str, str]:
 
 
 def _label(name: str) -> str:
-    """Return the words of a metric's name: eval/reward_greedy -> greedy, reward/correct_mean -> correct."""
-    words = name.split("/")[1].removeprefix("reward_").removesuffix("_mean")
-    return words.replace("_", " ") or name
+    """Return the words of a metric's name: eval/reward_greedy -> greedy, reward/correct_mean -> correct, reward/a/mean -> a."""
+    words = name.partition("/")[2].removeprefix("reward_").removesuffix("_mean").removesuffix("/mean")
+    return re.sub("[_/]", " ", words) or name
 
 
 def _series(run: RecordedRun, name: str, label: str) -> dict[str, Any]:
     points = thinned(sorted(run.series(name).items()))
     rounded = [[step, _rounded(value)] for step, value in points]
-    rows = run.setting("trainer.eval_rows")
-    if name.startswith("eval/") and isinstance(rows, int) and all(0 <= value <= 1 for _, value in points):
+    rows = _evaluated_rows(run, name)
+    if rows is not None and all(0 <= value <= 1 for _, value in points):
         rounded = [[step, _rounded(value), *map(_rounded, interval(value, rows))] for step, value in points]
     return {"name": name, "label": label, "points": rounded}
+
+
+def _evaluated_rows(run: RecordedRun, name: str) -> int | None:
+    """Return the number of rows whose mean a metric eval/* is; None if the config does not say it, or for another metric."""
+    if not name.startswith("eval/"):
+        return None
+    sets = run.setting("data.test_sets", {})
+    settings = next((node for held_out, node in sets.items() if name.startswith(f"eval/{name_part(held_out)}/")), {})
+    rows = settings.get("rows") if isinstance(settings, dict) else None
+    rows = run.setting("trainer.eval_rows") if rows is None else rows
+    return rows if isinstance(rows, int) else None
 
 
 def interval(mean: float, rows: int) -> tuple[float, float]:

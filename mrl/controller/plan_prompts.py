@@ -1,0 +1,164 @@
+"""The prompts of a run: training prompts and held-out sets, read and checked before any process starts."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mrl.config.instantiate import instantiate_callable
+from mrl.config.schema import Config, Node
+from mrl.controller.plan_models import ModelPlan, chat_template, max_prompt_length
+from mrl.core.metric_families import name_part
+from mrl.data.columns import PromptExample
+from mrl.data.prompts import PromptConstraints, PromptDataset
+from mrl.data.sources import PromptSource, test_sources, train_sources
+from mrl.rewards.pass_at_k import MAX_SAMPLES
+from mrl.rewards.reward_types import Response, Reward, unscored_reason
+from mrl.rewards.scorer import check_reward
+from mrl.rollout import rollout_log
+from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
+from mrl.rollout.held_out import HeldOutEvaluation
+from mrl.rollout.step_metrics import MAX_SOURCES
+from mrl.tracking.console import show_warning
+
+logger = logging.getLogger(__name__)
+
+LIMITS = ("stop", "stop_token_ids", "max_response_tokens")
+"""Keys of a held-out set that say where a response ends. A set that has no other key of SAMPLING_KEYS is sampled by default."""
+
+
+def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
+    """Return how an evaluation samples and scores the held-out sets.
+
+    By default, a set is sampled once at temperature 1 and once greedily. A set that has a key such as n or temperature is
+    sampled once, as its keys say. Raises ValueError for an invalid value, or if two sets have the same name in metrics.
+    """
+    default_rows = config.trainer.eval_rows
+    default_sets: dict[str, int | None] = {"": default_rows} if config.data.test else {}
+    base = SamplingParams(config.rollout.max_response_tokens)
+    own: list[HeldOutEvaluation] = []
+    rewards = own_rewards(config.data.test_sets)
+    for name, node in config.data.test_sets.items():
+        key, settings = f"data.test_sets.{name}", node if isinstance(node, dict) else {}
+        rows = _number_of_rows(settings, key, default_rows)
+        sampling = {each: value for each, value in settings.items() if each in SAMPLING_KEYS}
+        if not sampling and name not in rewards:
+            default_sets[name] = rows
+            continue
+        params = SamplingParams.of(sampling, key, base)
+        if params.n > MAX_SAMPLES:
+            raise ValueError(f"{key}.n={params.n}: at most {MAX_SAMPLES} responses to a prompt are evaluated.")
+        kinds = {"": params} if sampling.keys() - set(LIMITS) else _default_samplings(params)
+        own += [HeldOutEvaluation({name: rows}, each, kind, rewards.get(name)) for kind, each in kinds.items()]
+    _check_metric_names(config.data.test_sets)
+    default = [
+        HeldOutEvaluation(default_sets, params, kind, has_total=True)
+        for kind, params in _default_samplings(base).items()
+        if default_sets
+    ]
+    return (*default, *own)
+
+
+def _default_samplings(params: SamplingParams) -> dict[str, SamplingParams]:
+    return {"sampled": params, "greedy": replace(params, temperature=0.0)}
+
+
+def _number_of_rows(settings: Node, key: str, default: int | None) -> int | None:
+    rows = settings.get("rows", default)
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise ValueError(f"{key}.rows={rows!r}: expected a number of rows, 1 or more, or null for all rows.")
+    return rows
+
+
+def own_rewards(test_sets: Node) -> dict[str, Reward]:
+    """Return name of a held-out set -> its reward, for the sets that have a reward. Raises ValueError if a reward is invalid."""
+    return {
+        name: _own_reward(node["reward"], f"data.test_sets.{name}.reward")
+        for name, node in test_sets.items()
+        if isinstance(node, Mapping) and "reward" in node
+    }
+
+
+def _own_reward(node: Any, key: str) -> Reward:
+    if not isinstance(node, Mapping):
+        raise ValueError(
+            f"{key}={node!r}: expected a node with _target_, such as {{_target_: mrl.rewards.rule_based.GSM8K}}; the files in "
+            "conf/reward/ are examples."
+        )
+    reward = instantiate_callable(dict(node), key)
+    try:
+        check_reward(reward)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    return reward
+
+
+def _check_metric_names(names: Mapping[str, Any]) -> None:
+    """Raise ValueError if two held-out sets have the same name in metrics."""
+    sets: dict[str, str] = {}
+    for name in names:
+        other = sets.setdefault(name_part(name), name)
+        if other != name:
+            raise ValueError(
+                f"data.test_sets.{name}: its metrics would have the same names as those of {other}, such as "
+                f"eval/{name_part(name)}/reward; rename one of the sets."
+            )
+
+
+def load_prompt_datasets(
+    config: Config, actor: ModelPlan, reward: Reward, evaluations: Sequence[HeldOutEvaluation]
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Load the training prompts and the held-out prompts. Checks the recorded rollouts too, if the run replays them.
+
+    A row that the reward cannot score is a bad row. Raises ValueError if a row cannot be used and the config does not skip such
+    rows.
+    """
+    train = [replace(source, find_fault=find_unscored(reward)) for source in train_sources(config.data)]
+    held_out = [_held_out_source(source, config, actor, reward, evaluations) for source in test_sources(config.data)]
+    data = _load_prompts(config, actor, train, "train")
+    test = _load_prompts(config, actor, held_out, "test") if held_out else None
+    if (num_sources := len(data.rows_per_data_source)) > MAX_SOURCES:
+        show_warning(
+            f"the training data has {num_sources} data sources; only the {MAX_SOURCES} with the most rows get metrics of their "
+            "own (reward/<source>/mean). To group sources, name another column in data.columns.data_source."
+        )
+    if config.rollout.replay:
+        routing = config.rollout.routing_replay
+        rollout_log.check_recording(config.rollout.replay, config.trainer.max_steps, routing=routing)
+    return data, test
+
+
+def _held_out_source(
+    source: PromptSource, config: Config, actor: ModelPlan, reward: Reward, evaluations: Sequence[HeldOutEvaluation]
+) -> PromptSource:
+    """Return the source of a held-out set with the limit of its prompts, and with the check that its reward scores its rows."""
+    of_set = [evaluation for evaluation in evaluations if source.name in evaluation.sets]
+    response_tokens = max(evaluation.sampling.max_new_tokens for evaluation in of_set)
+    limit = max_prompt_length(config, actor.context, response_tokens, f"data.test_sets.{source.name}")
+    return replace(source, find_fault=find_unscored(of_set[0].reward or reward), max_prompt_tokens=limit)
+
+
+def find_unscored(reward: Reward) -> Callable[[PromptExample], str]:
+    """Return a function that says why no part of the reward scores responses to a row, or "" if one does."""
+    reasons: dict[tuple[str, str, str], str] = {}  # (data source, ability, style) -> reason
+
+    def find_fault(example: PromptExample) -> str:
+        attributes = source, ability, style = example.data_source, example.ability, example.style
+        if attributes not in reasons:
+            probe = Response(source, text="", ground_truth="", ability=ability, style=style)
+            reasons[attributes] = unscored_reason(reward, probe)
+        return reasons[attributes]
+
+    return find_fault
+
+
+def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource], name: str) -> PromptDataset:
+    constraints = PromptConstraints(
+        max_prompt_length(config, actor.context), actor.arch.vocab_size, chat_template(config)
+    )
+    data = PromptDataset.load(sources, actor.model_path, constraints)
+    bad_rows = Path(config.run.dir) / f"bad_rows_{name}.jsonl"
+    data.enforce_row_policies(bad_rows, bad_rows=config.data.bad_rows, overlong=config.data.overlong)
+    logger.info("%s prompts: %s", name, data.report)
+    return data
