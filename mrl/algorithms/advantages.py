@@ -76,25 +76,40 @@ class GroupStatistics:
         return np.sqrt(self.sum(self.subtract_mean(values) ** 2) / np.maximum(self.sizes - ddof, 1))
 
 
+REWARD_SCALES = ("group", "batch", "none")
+
+
 @dataclass(frozen=True)
 class GRPO:
     """Advantage (r - mean) / (std + eps), with the mean and standard deviation of the group (DeepSeekMath 2024, 4.1.2).
 
+    `scale_rewards` selects the standard deviation, as in trl:
+
+        group  that of the rewards of the group
+        batch  that of the rewards of all responses of the step (Liu et al. 2025, "Tricks or traps", 4.1)
+        none   no division, as in Dr.GRPO (Liu et al. 2025, "Understanding R1-Zero-like training", 3.2)
+
     The paper does not say which standard deviation it uses. The default is the unbiased one (`ddof=1`), as in the
-    common implementations. With `normalize_std=False` there is no division, as in Dr.GRPO (Liu et al. 2025, 3.2).
+    common implementations. Raises ValueError for any other `scale_rewards`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
     eps: float = 1e-4
-    normalize_std: bool = True
+    scale_rewards: str = "group"  # "group", "batch" or "none"
     ddof: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scale_rewards not in REWARD_SCALES:
+            raise ValueError(f"scale_rewards={self.scale_rewards!r}: expected one of {', '.join(REWARD_SCALES)}.")
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
-        groups = GroupStatistics(inputs.groups)
-        centred = groups.subtract_mean(inputs.rewards)
-        return centred / (groups.std(inputs.rewards, self.ddof) + self.eps) if self.normalize_std else centred
+        centred = GroupStatistics(inputs.groups).subtract_mean(inputs.rewards)
+        if self.scale_rewards == "none":
+            return centred
+        scaled_together = inputs.groups if self.scale_rewards == "group" else np.zeros_like(inputs.groups)
+        return centred / (GroupStatistics(scaled_together).std(inputs.rewards, self.ddof) + self.eps)
 
 
 @dataclass(frozen=True)
@@ -220,7 +235,7 @@ class LogMeanExp:
     """Reward minus tau log Z, the baseline of OPMD (Kimi k1.5 2025, 2.3.2).
 
     Z is the mean of exp(r / tau) over the group. For large tau the baseline is close to the mean reward of the group.
-    In practice the authors use the mean reward as baseline, as GRPO with `normalize_std=False` does.
+    In practice the authors use the mean reward as baseline, as GRPO with `scale_rewards=none` does.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()

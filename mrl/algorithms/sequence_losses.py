@@ -87,7 +87,7 @@ class OPMD(PolicyLoss):
     `algorithm.aggregation=fixed_length`, this sum is multiplied by the same constant for all responses. With
     sequence_mean, the sum is also divided by |y|.
 
-    A should be the reward minus the mean reward of the group (GRPO with `normalize_std=False`), as the authors do in practice,
+    A should be the reward minus the mean reward of the group (GRPO with `scale_rewards=none`), as the authors do in practice,
     or the reward minus tau log Z (LogMeanExp). A response with advantage 0 also has a gradient, towards the old policy.
     """
 

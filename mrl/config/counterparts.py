@@ -21,10 +21,12 @@ from mrl.config.translation_rules import (
     LOSSES,
     OTHER_BACKEND,
     PACKED,
+    SCALE,
     SIZES,
     SLIME_KL,
     TOP_K,
     TOP_P,
+    TRL_SCALES,
     VERL_KL,
     Note,
     Overrides,
@@ -135,7 +137,7 @@ VERL: dict[str, Rule] = {
     "critic.ppo_micro_batch_size_per_gpu": SIZES,
     **layout_rules("critic.megatron.", "critic.parallel"),
     "algorithm.adv_estimator": partial(choice, "estimator", ALGORITHMS),
-    "algorithm.norm_adv_by_std_in_grpo": "algorithm.advantage.normalize_std",
+    "algorithm.norm_adv_by_std_in_grpo": partial(switch, {SCALE: "group"}, {SCALE: "none"}),
     "algorithm.gamma": lambda value, values: gae_argument("gamma", value, values),
     "algorithm.lam": lambda value, values: gae_argument("lam", value, values),
     "algorithm.use_kl_in_reward": partial(
@@ -244,7 +246,7 @@ SLIME: dict[str, Rule] = {
     "use-tis": partial(
         switch, {"algorithm.correction._target_": "mrl.algorithms.corrections.ImportanceSampling"}, None
     ),
-    "disable-grpo-std-normalization": partial(switch, {"algorithm.advantage.normalize_std": False}, None),
+    "disable-grpo-std-normalization": partial(switch, {SCALE: "none"}, None),
     "lr": "optim.lr",
     "lr-decay-style": partial(
         choice,
@@ -340,11 +342,7 @@ TRL: dict[str, Rule] = {
     "epsilon_high": "algorithm.loss.clip_high",
     "delta": Note("set algorithm.loss.dual_clip, the upper bound of the ratio for tokens with negative advantage"),
     "loss_type": partial(choice, "loss", LOSSES),
-    "scale_rewards": lambda value, values: (
-        Note("mrl does not divide advantages by the standard deviation of a batch")
-        if str(value) == "batch"
-        else {"algorithm.advantage.normalize_std": str(value).lower() in ("true", "group")}
-    ),
+    "scale_rewards": partial(choice, "scale", TRL_SCALES),
     "importance_sampling_level": partial(
         choice, "level", {"token": Note("the default", needed=False), "sequence": {"algorithm": "gspo"}}
     ),

@@ -8,6 +8,7 @@ from typing import Any
 from mrl.config.process_schema import TrackingBackend
 
 KL = "mrl.algorithms.kl.KLPenalty"
+SCALE = "algorithm.advantage.scale_rewards"
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,14 @@ LOSSES = {
     "bnpo": {"algorithm.aggregation": "token_mean"},
     "dapo": {"algorithm.aggregation": "token_mean"},
     "grpo": {"algorithm.aggregation": "sequence_mean"},
-    "dr_grpo": {"algorithm.aggregation": "fixed_length", "algorithm.advantage.normalize_std": False},
+    "dr_grpo": {"algorithm.aggregation": "fixed_length", SCALE: "none"},
 }
 AGGREGATIONS = {
     "token_mean": {"algorithm.aggregation": "token_mean"},
     "seq_mean_token_mean": {"algorithm.aggregation": "sequence_mean"},
     "seq_mean_token_sum_norm": {"algorithm.aggregation": "fixed_length"},
 }
+TRL_SCALES = {n: {SCALE: n} for n in ("group", "batch", "none")} | {"true": {SCALE: "group"}, "false": {SCALE: "none"}}
 VERL_KL = {"kl": "k1", "k1": "k1", "k1+": "k1+", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "k3+": "k3+"}
 SLIME_KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 RECOMPUTE = dict(zip(("granularity", "method", "num_layers"), ("full", "uniform", 1), strict=True))

@@ -75,7 +75,7 @@ def test_turn_rewards_replace_the_reward_at_the_last_token():
 
 def test_responses_without_tokens_are_left_out():
     scored = ScoredBatch(np.array([1.0, 9.0, 0.0]), np.zeros(3, int), np.array([2, 0, 1]), np.zeros(3, bool))
-    found = AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0])
+    found = AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip())(scored, {}, 0.0, [0])
     assert found.columns["advantages"].tolist() == [0.5, 0.5, -0.5]
     assert found.zero_advantage.tolist() == [False, True, False]
     greedy = replace(scored, greedy_rewards=np.array([0.25, 5.0, 0.5]))
@@ -89,7 +89,7 @@ def test_responses_without_tokens_are_left_out():
 def test_a_batch_with_one_token_per_response_is_not_ambiguous():
     """3 responses have 3 tokens together, and one has none: values per response must not be taken for values per token."""
     scored = ScoredBatch(np.array([1.0, 7.0, 0.0]), np.zeros(3, int), np.array([1, 0, 2]), np.zeros(3, bool))
-    assert AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0]).columns[
+    assert AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip())(scored, {}, 0.0, [0]).columns[
         "advantages"
     ].tolist() == [
         0.5,
@@ -157,7 +157,7 @@ def test_whitening_equal_advantages_gives_exactly_zero(size, reward):
 def test_truncated_responses_stay_in_their_group_and_leave_the_loss_only_if_masked():
     scored = ScoredBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.ones(2, int), np.array([False, True]))
     for masked in (False, True):
-        found = AdvantagePipeline(GRPO(normalize_std=False), PPOClip(), mask_truncated=masked)(scored, {}, 0.0, [0])
+        found = AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip(), mask_truncated=masked)(scored, {}, 0.0, [0])
         assert found.columns["advantages"].tolist() == [0.5, -0.5] and found.rejected.tolist() == [False, masked]
 
 

@@ -67,6 +67,11 @@ def std(x, ddof=1):
     return math.sqrt(sum((v - mean(x)) ** 2 for v in x) / max(len(x) - ddof, 1))
 
 
+def loop_grpo_batch(batch):
+    rewards = loop_rewards(batch)
+    return by_group(batch, rewards, lambda r, i, n: (r[i] - mean(r)) / (std(rewards) + 1e-4))
+
+
 def loop_gpg(batch):
     rewards = loop_rewards(batch)
     varied = by_group(batch, rewards, lambda r, i, n: float(max(r) > min(r)))
@@ -114,7 +119,7 @@ def lead_over_others(r, i):
 GROUPED = {
     "grpo": (GRPO(), lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4)),
     "grpo_population": (GRPO(ddof=0), lambda r, i, n: (r[i] - mean(r)) / (std(r, 0) + 1e-4)),
-    "dr_grpo": (GRPO(normalize_std=False), lambda r, i, n: r[i] - mean(r)),
+    "dr_grpo": (GRPO(scale_rewards="none"), lambda r, i, n: r[i] - mean(r)),
     "rloo": (RLOO(), lambda r, i, n: r[i] - others_mean(r, i)),
     "reinforce_pp_baseline": (ReinforcePlusPlusBaseline(), lambda r, i, n: r[i] - mean(r)),
     "opo": (OPO(), lambda r, i, n: r[i] - sum(a * b for a, b in zip(r, n, strict=True)) / sum(n)),
@@ -122,6 +127,7 @@ GROUPED = {
     "log_mean_exp": (LogMeanExp(0.5), lambda r, i, n: r[i] - 0.5 * math.log(mean([math.exp(x / 0.5) for x in r]))),
 }
 BATCHWISE = {
+    "grpo_batch": (GRPO(scale_rewards="batch"), loop_grpo_batch),
     "gpg": (GPG(), loop_gpg),
     "gdpo": (GDPO(weights={"right": 0.5}), loop_gdpo),
     "remax": (ReMax(), lambda b: np.array(loop_rewards(b)) - b.greedy_rewards),
@@ -184,13 +190,13 @@ def test_the_order_of_rows_does_not_matter(name, sizes, seed):
     )
 
 
-@pytest.mark.parametrize("name", [*GROUPED, "gpg", "gdpo"])
+@pytest.mark.parametrize("name", [*GROUPED, "grpo_batch", "gpg", "gdpo"])
 def test_a_response_alone_in_its_group_has_advantage_zero(name):
     batch = make_batch(0, [1, 1, 1])
     assert (estimate(name, batch) == 0).all()
 
 
-@pytest.mark.parametrize("name", [*GROUPED, "gpg"])
+@pytest.mark.parametrize("name", [*GROUPED, "grpo_batch", "gpg"])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7])
 @pytest.mark.parametrize("size", [3, 7, 10])
 def test_equal_rewards_give_exactly_zero(name, reward, size):
@@ -203,6 +209,17 @@ def test_grpo_of_right_and_wrong_answers():
     batch = AdvantageInputs(np.array([1.0, 0, 0, 1]), np.array([7, 7, 7, 7]), np.ones(4, int))
     np.testing.assert_allclose(GRPO(eps=0.0)(batch), np.array([1, -1, -1, 1]) * 0.5 / math.sqrt(1 / 3))
     np.testing.assert_allclose(GRPO(eps=0.0, ddof=0)(batch), [1, -1, -1, 1])
+
+
+def test_the_std_of_the_batch_keeps_the_order_of_groups_with_different_spread():
+    """Groups with rewards (0, 1) and (0, 4): divided by their own standard deviation, both look the same."""
+    batch = AdvantageInputs(np.array([0.0, 1.0, 0.0, 4.0]), np.array([0, 0, 1, 1]), np.ones(4, int))
+    np.testing.assert_allclose(GRPO(eps=0.0)(batch)[[1, 3]], [math.sqrt(0.5)] * 2)
+    scaled = GRPO(eps=0.0, scale_rewards="batch")(batch)
+    np.testing.assert_allclose(scaled, np.array([-0.5, 0.5, -2.0, 2.0]) / std([0.0, 1.0, 0.0, 4.0]))
+    for refused in ("std", True):
+        with pytest.raises(ValueError, match=r"scale_rewards=.*expected one of group, batch, none"):
+            GRPO(scale_rewards=refused)
 
 
 def test_gae_returns_are_advantages_and_values():
@@ -223,7 +240,7 @@ def test_opo_has_less_variance_than_the_mean_as_baseline():
     rewards = chosen.astype(float)
     batch = AdvantageInputs(rewards, np.zeros(4000, int), np.ones(4000, int))
     weighted = rewards - (lengths[chosen] * rewards).sum() / lengths[chosen].sum()
-    assert np.var(steps * weighted) < 0.3 * np.var(steps * GRPO(normalize_std=False)(batch))
+    assert np.var(steps * weighted) < 0.3 * np.var(steps * GRPO(scale_rewards="none")(batch))
     tokens = np.concatenate([[0.0] * (n - 1) + [r] for n, r in zip(lengths[chosen], rewards, strict=True)])
     found = OPO()(AdvantageInputs(tokens, np.zeros(4000, int), lengths[chosen]))
     np.testing.assert_allclose(found, weighted, rtol=1e-9)
@@ -239,7 +256,7 @@ def test_gpg_keeps_the_gradient_scale_when_groups_have_equal_rewards():
 
 def test_log_mean_exp_tends_to_the_mean_and_does_not_overflow():
     batch = make_batch(1, [4, 3])
-    np.testing.assert_allclose(LogMeanExp(1e6)(batch), GRPO(normalize_std=False)(batch), atol=1e-5)
+    np.testing.assert_allclose(LogMeanExp(1e6)(batch), GRPO(scale_rewards="none")(batch), atol=1e-5)
     big = AdvantageInputs(np.array([1000.0, 0.0]), np.zeros(2, int), np.ones(2, int))
     np.testing.assert_allclose(LogMeanExp(0.1)(big), [0.1 * math.log(2), -1000 + 0.1 * math.log(2)])
 

@@ -17,7 +17,7 @@ INF = math.inf
 
 DEFAULTS = {
     # advantages
-    advantages.GRPO: {"eps": 1e-4, "normalize_std": True, "ddof": 1},
+    advantages.GRPO: {"eps": 1e-4, "scale_rewards": "group", "ddof": 1},
     advantages.RLOO: {},
     advantages.ReinforcePlusPlusBaseline: {},
     advantages.ReMax: {"to_go": False},  # algorithm 1: one advantage per response
@@ -153,7 +153,7 @@ PPO_CLIP = part("losses.PPOClip")
 CONFIGS = {
     "grpo": {"advantage": GRPO, "loss": PPO_CLIP, "aggregation": "token_mean"},
     "dr_grpo": {  # Dr.GRPO: no division by the standard deviation, constant denominator
-        "advantage": part("advantages.GRPO", normalize_std=False),
+        "advantage": part("advantages.GRPO", scale_rewards="none"),
         "loss": PPO_CLIP,
         "aggregation": "fixed_length",
     },
@@ -211,7 +211,7 @@ CONFIGS = {
         "mini_batches": 4,
     },
     "opmd": {
-        "advantage": part("advantages.GRPO", normalize_std=False),
+        "advantage": part("advantages.GRPO", scale_rewards="none"),
         "loss": part("sequence_losses.OPMD", tau=0.1),
         "aggregation": "fixed_length",
         "skip_zero_advantage": False,

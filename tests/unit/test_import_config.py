@@ -113,7 +113,7 @@ EXPECTED = {
         "rollout.responses_per_prompt=8",
         "algorithm.kl_in_loss={_target_:mrl.algorithms.kl.KLPenalty,coef:0.04,kind:k3}",
         "algorithm.aggregation=fixed_length",
-        "algorithm.advantage.normalize_std=false",
+        "algorithm.advantage.scale_rewards=none",
         "model.dtype=bfloat16",
         "optim.warmup_steps=10",
     },
