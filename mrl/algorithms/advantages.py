@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.algorithms.corrections import ImportanceSampling
 from mrl.algorithms.inputs import AdvantageInputs, Advantages, broadcast_to_tokens
 
 Floats = NDArray[np.float64]
@@ -86,8 +87,8 @@ class GRPO:
     `scale_rewards` selects the standard deviation, as in trl:
 
         group  that of the rewards of the group
-        batch  that of the rewards of all responses of the step (Liu et al. 2025, "Tricks or traps", 4.1)
-        none   no division, as in Dr.GRPO (Liu et al. 2025, "Understanding R1-Zero-like training", 3.2)
+        batch  that of the rewards of all responses of the step (Lite PPO, Liu et al. 2025, arXiv 2508.08221)
+        none   no division (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783, 3.2)
 
     The paper does not say which standard deviation it uses. The default is the unbiased one (`ddof=1`), as in the
     common implementations. Raises ValueError for any other `scale_rewards`.
@@ -331,6 +332,58 @@ class ReinforcePlusPlus:
 
 
 @dataclass(frozen=True)
+class OptimalTokenBaseline:
+    """Reward to go minus a baseline for each token, with which the gradient has the smallest variance (OTB, Li et al. 2026).
+
+    The advantage of token t of response i is G[i, t] - B[t]. G[i, t] is the sum of the rewards from this token to the end. B[t]
+    is the mean of G[., t] over the responses of the group that have a token t, with the weights W[i, t]. W[i, t] is the sum of
+    1 - 2 pi + sum pi^2 over the tokens up to t. This is the squared norm of the gradient of log pi with respect to the logits:
+    pi is the old probability of the token, and sum pi^2 is over the vocabulary.
+
+    The index t counts only sampled tokens. So this class is verl's `tir_optimal_token_baseline` for responses of several turns,
+    and verl's `optimal_token_baseline` for responses of one turn.
+
+    With `zero_tail`, B[t] is 0 if only one response of the group has a token t. Without `zero_tail`, the advantage of such a
+    token is 0. With `correction`, the terms of W are multiplied by the squares of the weights of this correction, for samples
+    of another policy than the old policy.
+    """
+
+    zero_tail: bool = True
+    correction: ImportanceSampling | None = None  # None: the samples are from the old policy
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The columns of the old policy, and the engine's log-probabilities for `correction`."""
+        of_correction = {"rollout_logprobs"} if self.correction else set[str]()
+        return frozenset({"old_logprobs", "sum_pi_squared"} | of_correction)
+
+    @property
+    def group_relative(self) -> bool:
+        """Whether the advantage of a response alone in its group is 0."""
+        return not self.zero_tail
+
+    def __call__(self, inputs: AdvantageInputs) -> Floats:
+        """Return advantages [R]."""
+        old, squares = (inputs.columns[name].astype(np.float64) for name in ("old_logprobs", "sum_pi_squared"))
+        energy = np.maximum(1 - 2 * np.exp(old) + squares, 0.0)
+        if self.correction:
+            energy = energy * self.correction.step_weights(inputs) ** 2
+        weights = sums_so_far(energy, inputs.lengths)
+        to_go = discounted_sums(inputs.token_rewards, inputs.lengths, 1.0)
+        same_index = GroupStatistics(_group_and_index(inputs))  # compares the tokens with the same index in a group
+        shifted = same_index.subtract_first(to_go)  # equal rewards to go give exactly 0
+        total = same_index.sum(weights)
+        baseline = np.divide(same_index.sum(weights * shifted), total, out=np.zeros_like(total), where=total > 0)
+        return np.where(same_index.sizes > 1, shifted - baseline, to_go if self.zero_tail else 0.0)
+
+
+def _group_and_index(inputs: AdvantageInputs) -> NDArray[np.int64]:
+    """Return [R]: a number that two tokens share if they have the same index in responses of the same group."""
+    index = np.arange(len(inputs.rows)) - (np.cumsum(inputs.lengths) - inputs.lengths)[inputs.rows]
+    return GroupStatistics(inputs.groups).index[inputs.rows] * inputs.lengths.max(initial=1) + index
+
+
+@dataclass(frozen=True)
 class OnPolicyDistillation:
     """Advantage coef * (log p_teacher - log p_old) of each token (Lu and Thinking Machines 2025).
 
@@ -378,6 +431,13 @@ def discounted_sums(values: Floats, lengths: NDArray[np.int64], factor: float) -
         index = ends[lengths > distance] - 1 - distance
         sums[index] += factor * sums[index + 1]
     return sums
+
+
+def sums_so_far(values: Floats, lengths: NDArray[np.int64]) -> Floats:
+    """Return [R]: for each token, the sum of `values` [R] over the tokens of its response up to this token."""
+    sums = np.cumsum(values)
+    before = np.concatenate([[0.0], sums])[np.cumsum(lengths) - lengths]  # [B] sum of all earlier responses
+    return sums - np.repeat(before, lengths)
 
 
 def next_token_values(values: Floats, lengths: NDArray[np.int64]) -> Floats:

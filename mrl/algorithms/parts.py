@@ -4,14 +4,16 @@ from dataclasses import dataclass
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import Advantage
-from mrl.algorithms.corrections import ImportanceSampling, is_importance_sampling
+from mrl.algorithms.corrections import ImportanceSampling, compares_old_policy
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.objective import Objective
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
 
-SCORED_COLUMNS = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprobs"})
+SCORED_COLUMNS = frozenset(
+    {"old_logprobs", "ref_logprobs", "values", "teacher_logprobs", "entropies", "sum_pi_squared", "rollout_logprobs"}
+)
 """Columns (one number per sampled token) that models compute. Each part of an algorithm declares the columns that it needs."""
 
 
@@ -32,8 +34,9 @@ def build_algorithm(config: Config) -> AlgorithmParts:
     objective = build_objective(config)
     reward_penalty = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
     advantage: Advantage = instantiate_callable(algorithm.advantage, "algorithm.advantage")
+    resampling = instantiate_callable(algorithm.resampling, "algorithm.resampling") if algorithm.resampling else None
     advantage_pipeline = AdvantagePipeline(
-        advantage, objective, reward_penalty, algorithm.whiten, algorithm.mask_truncated
+        advantage, objective, reward_penalty, algorithm.whiten, algorithm.mask_truncated, resampling
     )
     needs = advantage_pipeline.needs | objective.needs
     if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are off-policy
@@ -65,10 +68,10 @@ def build_objective(config: Config) -> Objective:
     """Build the objective that the actor's optimizer minimises. Raises ValueError if the parts of the objective conflict."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
     correction = instantiate_callable(algorithm.correction, "algorithm.correction") if algorithm.correction else None
-    if from_rollout and correction and is_importance_sampling(correction):
+    if from_rollout and correction and compares_old_policy(correction):
         raise ValueError(
             "algorithm.old_logprobs=rollout makes the engine's policy the old policy, so algorithm.correction has nothing to "
-            "correct; set algorithm.old_logprobs=recompute, or remove algorithm.correction."
+            "correct; set algorithm.old_logprobs=recompute, remove algorithm.correction, or give it numerator=current."
         )
     if config.rollout.staleness and not (correction or from_rollout):
         correction = ImportanceSampling()  # otherwise gradients from samples of older weights are biased

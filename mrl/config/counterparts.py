@@ -18,6 +18,7 @@ from mrl.config.translation_rules import (
     EPOCHS,
     FULL_RECOMPUTE,
     KL,
+    LOSS_MODE,
     LOSSES,
     OTHER_BACKEND,
     PACKED,
@@ -27,6 +28,8 @@ from mrl.config.translation_rules import (
     TOP_K,
     TOP_P,
     TRL_SCALES,
+    VERL_CORRECTION,
+    VERL_FILTRATION,
     VERL_KL,
     Note,
     Overrides,
@@ -40,17 +43,27 @@ from mrl.config.translation_rules import (
     layout_rules,
     mini_batches,
     num_engines,
+    pf_ppo,
     same_as_default,
     slime_reward,
     step_interval,
     switch,
     trackers,
+    trl_clip,
+    trl_correction,
+    trl_kl_kind,
     trl_prompts,
+    verl_clip,
+    verl_clip_both,
+    verl_correction,
+    verl_loss,
     verl_optim_rules,
     warmup_steps,
 )
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
+SIGNS = ("positive", "negative")
+
 VERL: dict[str, Rule] = {
     "data.train_files": partial(files, "data.train"),
     "data.val_files": partial(files, "data.test"),
@@ -115,16 +128,25 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}use_dynamic_bsz": PACKED,
     f"{_ACTOR}ppo_epochs": "algorithm.epochs",
     f"{_ACTOR}grad_clip": "optim.clip_grad",
-    f"{_ACTOR}clip_ratio": lambda value, values: {"algorithm.loss.clip_low": value, "algorithm.loss.clip_high": value},
-    f"{_ACTOR}clip_ratio_low": "algorithm.loss.clip_low",
-    f"{_ACTOR}clip_ratio_high": "algorithm.loss.clip_high",
-    f"{_ACTOR}clip_ratio_c": "algorithm.loss.dual_clip",
+    f"{_ACTOR}clip_ratio": verl_clip_both,
+    f"{_ACTOR}clip_ratio_low": partial(verl_clip, "low"),
+    f"{_ACTOR}clip_ratio_high": partial(verl_clip, "high"),
+    f"{_ACTOR}clip_ratio_c": partial(verl_loss, {"vanilla": "dual_clip", "dppo_tv": "max_ratio", "dppo_kl": "max_ratio"}),
+    f"{_ACTOR}tau_pos": partial(verl_loss, {"sapo": "tau_positive"}),
+    f"{_ACTOR}tau_neg": partial(verl_loss, {"sapo": "tau_negative"}),
     f"{_ACTOR}entropy_coeff": "algorithm.entropy_coef",
     f"{_ACTOR}use_kl_loss": partial(kl_penalty, "loss", f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type", VERL_KL),
     f"{_ACTOR}kl_loss_coef": Note("part of algorithm.kl_in_loss", needed=False),
     f"{_ACTOR}kl_loss_type": Note("part of algorithm.kl_in_loss", needed=False),
     f"{_ACTOR}loss_agg_mode": partial(choice, "aggregation", AGGREGATIONS),
-    f"{_ACTOR}policy_loss.loss_mode": partial(choice, "loss", LOSSES),
+    LOSS_MODE: partial(choice, "loss", LOSSES),
+    f"{_ACTOR}policy_loss.clip_cov_ratio": partial(verl_loss, {"clip_cov": "fraction"}),
+    f"{_ACTOR}policy_loss.clip_cov_lb": partial(verl_loss, {"clip_cov": "low"}),
+    f"{_ACTOR}policy_loss.clip_cov_ub": partial(verl_loss, {"clip_cov": "high"}),
+    f"{_ACTOR}policy_loss.kl_cov_ratio": partial(verl_loss, {"kl_cov": "fraction"}),
+    f"{_ACTOR}policy_loss.ppo_kl_coef": partial(verl_loss, {"kl_cov": "coef"}),
+    f"{_ACTOR}policy_loss.dro_beta": partial(verl_loss, {"dro": "beta"}),
+    f"{_ACTOR}calculate_sum_pi_squared": Note("computed if an advantage estimator needs it", needed=False),
     **layout_rules(f"{_ACTOR}megatron."),
     f"{_ACTOR}megatron.override_transformer_config.*": "megatron.*",
     f"{_ACTOR}megatron.*": Note("placement=colocated offloads the models that are not in use", needed=False),
@@ -141,15 +163,22 @@ VERL: dict[str, Rule] = {
     "algorithm.gamma": lambda value, values: gae_argument("gamma", value, values),
     "algorithm.lam": lambda value, values: gae_argument("lam", value, values),
     "algorithm.use_kl_in_reward": partial(
-        kl_penalty, "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", VERL_KL | {"abs": "k1"}
+        kl_penalty, "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", VERL_KL
     ),
     "algorithm.kl_penalty": Note("part of algorithm.kl_in_reward", needed=False),
     "algorithm.kl_ctrl.*": Note("part of algorithm.kl_in_reward", needed=False),
+    "algorithm.use_pf_ppo": partial(switch, VERL_FILTRATION, None),
+    "algorithm.pf_ppo.reweight_method": partial(pf_ppo, "method"),
+    "algorithm.pf_ppo.weight_pow": partial(pf_ppo, "power"),
     "algorithm.filter_groups.enable": partial(
         switch, {"rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"}, None
     ),
     "algorithm.filter_groups.max_num_gen_batches": "rollout.max_sampling_rounds",
     "algorithm.filter_groups.metric": Note("mrl's filter compares the rewards of a group"),
+    f"{VERL_CORRECTION}rollout_is": verl_correction,
+    f"{VERL_CORRECTION}rollout_rs": verl_correction,
+    f"{VERL_CORRECTION}bypass_mode": verl_correction,
+    f"{VERL_CORRECTION}*": Note("part of algorithm.correction", needed=False),
     "custom_reward_function.path": lambda value, values: {"reward": "function", "reward.path": value},
     "custom_reward_function.name": "reward.name",
     "reward_model.enable": lambda value, values: (
@@ -332,24 +361,34 @@ TRL: dict[str, Rule] = {
     "top_p": TOP_P,
     "top_k": TOP_K,
     "beta": lambda value, values: (
-        {"algorithm.kl_in_loss": {"_target_": KL, "coef": value, "kind": "k3"}}
+        {"algorithm.kl_in_loss": {"_target_": KL, "coef": value, "kind": trl_kl_kind(values)}}
         if float(value)
         else Note("0 is the default", needed=False)
     ),
+    "use_bias_correction_kl": Note("part of algorithm.kl_in_loss", needed=False),
     "epsilon": lambda value, values: (
-        {"algorithm.loss.clip_low": value} | ({} if values.get("epsilon_high") else {"algorithm.loss.clip_high": value})
+        trl_clip("clip_low", value, values)
+        | ({} if values.get("epsilon_high") else trl_clip("clip_high", value, values))
     ),
-    "epsilon_high": "algorithm.loss.clip_high",
-    "delta": Note("set algorithm.loss.dual_clip, the upper bound of the ratio for tokens with negative advantage"),
+    "epsilon_high": partial(trl_clip, "clip_high"),
+    "delta": partial(trl_clip, "dual_clip"),
+    "top_entropy_quantile": lambda value, values: (
+        {"algorithm": "top_entropy", "algorithm.loss.fraction": value}
+        if float(value) < 1
+        else Note("1.0 trains all tokens, which is the default", needed=False)
+    ),
+    "sapo_temperature_pos": "algorithm.loss.tau_positive",
+    "sapo_temperature_neg": "algorithm.loss.tau_negative",
+    **{f"vespo_{name}_{sign[:3]}": f"algorithm.loss.{name}_{sign}" for name in ("k", "lambda") for sign in SIGNS},
     "loss_type": partial(choice, "loss", LOSSES),
     "scale_rewards": partial(choice, "scale", TRL_SCALES),
     "importance_sampling_level": partial(
         choice, "level", {"token": Note("the default", needed=False), "sequence": {"algorithm": "gspo"}}
     ),
     "mask_truncated_completions": "algorithm.mask_truncated",
-    "vllm_importance_sampling_correction": partial(
-        switch, {"algorithm.correction._target_": "mrl.algorithms.corrections.ImportanceSampling"}, None
-    ),
+    "vllm_importance_sampling_correction": trl_correction,
+    "vllm_importance_sampling_*": Note("part of algorithm.correction", needed=False),
+    "off_policy_mask_threshold": trl_correction,
     "use_vllm": Note("mrl samples with SGLang", needed=False),
     "vllm_mode": partial(
         choice, "mode", {"colocate": {"placement": "colocated"}, "server": {"placement": "disaggregated"}}

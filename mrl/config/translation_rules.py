@@ -8,6 +8,8 @@ from typing import Any
 from mrl.config.process_schema import TrackingBackend
 
 KL = "mrl.algorithms.kl.KLPenalty"
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+VERL_CORRECTION = "algorithm.rollout_correction."
 SCALE = "algorithm.advantage.scale_rewards"
 
 
@@ -102,6 +104,12 @@ ALGORITHMS = {
     "gspo": {"algorithm": "gspo"},
     "cispo": {"algorithm": "cispo"},
     "gdpo": {"algorithm": "gdpo"},
+    "gpg": {"algorithm": "gpg"},
+    "grpo_passk": {"algorithm": "grpo", "algorithm.advantage._target_": "mrl.algorithms.advantages.PassAtK"},
+    "optimal_token_baseline": {"algorithm": "otb"},
+    "tir_optimal_token_baseline": {"algorithm": "otb"},
+    "grpo_vectorized": {"algorithm": "grpo"},
+    "rloo_vectorized": {"algorithm": "rloo"},
     "reinforce_plus_plus": {"algorithm": "reinforce_pp"},
     "reinforce_plus_plus_baseline": {"algorithm": "reinforce_pp_baseline"},
     "on_policy_distillation": {"algorithm": "distill"},
@@ -114,6 +122,11 @@ LOSSES = {
     "geo_mean": {"algorithm": "gmpo"},
     "cispo": {"algorithm": "cispo"},
     "sapo": {"algorithm": "sapo"},
+    "dppo_tv": {"algorithm": "dppo_tv"},
+    "dppo_kl": {"algorithm": "dppo_kl"},
+    "dro": {"algorithm": "dro"},
+    "gpg": {"algorithm.loss._target_": "mrl.algorithms.losses.PolicyGradient"},
+    "vespo": {"algorithm": "vespo"},
     "bnpo": {"algorithm.aggregation": "token_mean"},
     "dapo": {"algorithm.aggregation": "token_mean"},
     "grpo": {"algorithm.aggregation": "sequence_mean"},
@@ -125,8 +138,15 @@ AGGREGATIONS = {
     "seq_mean_token_sum_norm": {"algorithm.aggregation": "fixed_length"},
 }
 TRL_SCALES = {n: {SCALE: n} for n in ("group", "batch", "none")} | {"true": {SCALE: "group"}, "false": {SCALE: "none"}}
-VERL_KL = {"kl": "k1", "k1": "k1", "k1+": "k1+", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "k3+": "k3+"}
+VERL_KL = {
+    **{"kl": "k1", "k1": "k1", "kl+": "k1+", "k1+": "k1+", "abs": "abs", "abs+": "abs+", "mse": "k2", "k2": "k2"},
+    **{"low_var_kl": "k3", "k3": "k3", "low_var_kl+": "k3+", "k3+": "k3+"},
+}
 SLIME_KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+VERL_FILTRATION = {
+    "algorithm.resampling._target_": "mrl.algorithms.filters.PolicyFiltration",
+    "algorithm.resampling.per_group": False,
+}
 RECOMPUTE = dict(zip(("granularity", "method", "num_layers"), ("full", "uniform", 1), strict=True))
 FULL_RECOMPUTE = {f"megatron.recompute_{name}": value for name, value in RECOMPUTE.items()}
 OTHER_BACKEND = "mrl trains with Megatron-Core; the memory and layout are set in the sections parallel and megatron"
@@ -173,6 +193,13 @@ def gae_argument(name: str, value: Any, values: Values) -> Overrides | Note:
     return {f"algorithm.advantage.{name}": value}
 
 
+def pf_ppo(name: str, value: Any, values: Values) -> Overrides | Note:
+    """Set an argument of the policy filtration, if use_pf_ppo is on."""
+    if not is_on(values.get("algorithm.use_pf_ppo", False)):
+        return Note("algorithm.use_pf_ppo is off", needed=False)
+    return {f"algorithm.resampling.{name}": value}
+
+
 def num_engines(value: Any, values: Values) -> Overrides | Note:
     per_engine = int(str(values.get("rollout-num-gpus-per-engine", 1)))
     return {"rollout.num_engines": max(1, int(value) // per_engine)}
@@ -187,3 +214,107 @@ def slime_reward(value: Any, values: Values) -> Overrides | Note:
 def trl_prompts(completions: int, values: Values) -> Overrides:
     """Prompts of a step from trl's number of completions. trl samples 8 completions for a prompt by default."""
     return {"rollout.prompts_per_step": max(1, completions // int(str(values.get("num_generations", 8))))}
+
+
+def verl_loss(arguments: Mapping[str, str], value: Any, values: Values) -> Overrides | Note:
+    """Set an argument of the loss. `arguments`: loss_mode -> name of the argument in mrl. Other losses do not use it."""
+    mode = str(values.get(LOSS_MODE, "vanilla")).lower()
+    name = arguments.get(mode)
+    return {f"algorithm.loss.{name}": value} if name else Note(f"the loss {mode} does not use it", needed=False)
+
+
+_CLIPPED = ("vanilla", "gspo", "clip_cov", "geo_mean", "cispo", "bypass_mode")
+
+
+def verl_clip(side: str, value: Any, values: Values) -> Overrides | Note:
+    """Set one bound of the clip. `side`: low or high."""
+    arguments = dict.fromkeys(_CLIPPED, f"clip_{side}") | dict.fromkeys(("dppo_tv", "dppo_kl"), f"delta_{side}")
+    return verl_loss(arguments, value, values)
+
+
+def verl_clip_both(value: Any, values: Values) -> Overrides | Note:
+    """Set both bounds of the clip."""
+    low, high = (verl_clip(side, value, values) for side in ("low", "high"))
+    return low | high if isinstance(low, dict) and isinstance(high, dict) else low
+
+
+def correction_node(nodes: list[Overrides]) -> Overrides:
+    """Override of algorithm.correction with one node, or with the product of several nodes."""
+    product = {"_target_": f"{_CORRECTIONS}Product", "corrections": nodes}
+    return {"algorithm.correction": nodes[0] if len(nodes) == 1 else product}
+
+
+_CORRECTIONS = "mrl.algorithms.corrections."
+_IMPORTANCE = f"{_CORRECTIONS}ImportanceSampling"
+_K1_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
+
+
+def verl_correction(value: Any, values: Values) -> Overrides | Note:
+    """Translate all keys algorithm.rollout_correction.*. The result is the same for each of these keys."""
+    read = lambda name, default=None: values.get(VERL_CORRECTION + name, default)  # noqa: E731
+    bypass, policy_gradient = is_on(read("bypass_mode")), str(read("loss_type")) == "reinforce"
+    nodes, overrides = [], Overrides()
+    for option, bounds in _verl_rejections(read("rollout_rs"), read("rollout_rs_threshold")):
+        nodes.append(_rejection(option, bounds))
+    if read("rollout_is") and (policy_gradient or not bypass):
+        nodes.append(_verl_weights(str(read("rollout_is")), str(read("rollout_is_threshold", 2.0))))
+        if is_on(read("rollout_is_batch_normalize")):
+            nodes[-1]["batch_normalize"] = True
+    if bypass:
+        overrides["algorithm.old_logprobs"] = "rollout"
+        nodes = [node | {"numerator": "current"} for node in nodes]
+        if policy_gradient:
+            overrides["algorithm.loss._target_"] = "mrl.algorithms.losses.PolicyGradient"
+    if not nodes and not overrides:
+        return Note("no correction is the default", needed=False)
+    return overrides | (correction_node(nodes) if nodes else {})
+
+
+def _verl_rejections(options: Any, thresholds: Any) -> list[tuple[str, list[float]]]:
+    """Return (option, bounds) for each option of rollout_rs. A bound is one number, or two numbers joined by `_`."""
+    names = [name.strip() for name in str(options or "").split(",") if name.strip()]
+    texts = [text.strip() for text in str(thresholds).split(",")]
+    texts = texts * len(names) if len(texts) == 1 else texts
+    return [(name, [float(x) for x in text.split("_")]) for name, text in zip(names, texts, strict=True)]
+
+
+def _rejection(option: str, bounds: list[float]) -> Overrides:
+    """Return the node for one option of verl's rollout_rs, such as seq_mean_k1 or token_k3."""
+    level, _, kind = option.rpartition("_")
+    if kind != "k1":
+        name = level.removeprefix("seq_")
+        return {"_target_": f"{_CORRECTIONS}Rejection", "level": name, "kind": kind, "high": bounds[0]}
+    low, high = bounds if len(bounds) == 2 else (1 / bounds[0], bounds[0])  # bounds of pi_rollout / pi_old
+    return {"_target_": _IMPORTANCE, "level": _K1_LEVELS[level], "mode": "reject", "low": 1 / high, "high": 1 / low}
+
+
+def _verl_weights(level: str, threshold: str) -> Overrides:
+    """Return the node for verl's rollout_is. A threshold of two numbers joined by `_` masks; one number truncates."""
+    low, _, high = threshold.rpartition("_")
+    bounds = {"mode": "mask", "low": float(low), "high": float(high)} if low else {"mode": "truncate", "high": float(high)}
+    return {"_target_": _IMPORTANCE, "level": level, **bounds}
+
+
+def trl_correction(value: Any, values: Values) -> Overrides | Note:
+    """Translate the keys vllm_importance_sampling_* and off_policy_mask_threshold together."""
+    prefix, nodes = "vllm_importance_sampling_", list[Overrides]()
+    if is_on(values.get(f"{prefix}correction", False)):
+        level, _, mode = str(values.get(f"{prefix}mode", "sequence_mask")).partition("_")
+        high = values.get(f"{prefix}clip_max", values.get(f"{prefix}cap", 3.0))
+        low = values.get(f"{prefix}clip_min")
+        bounds = {"low": float(low or 0.0), "high": float("inf") if high is None else float(high)}
+        nodes.append({"_target_": _IMPORTANCE, "level": level, "mode": mode, **bounds})
+    if (delta := values.get("off_policy_mask_threshold")) is not None:
+        nodes.append({"_target_": f"{_CORRECTIONS}OffPolicyMask", "delta": float(delta)})
+    return correction_node(nodes) if nodes else Note("off is the default", needed=False)
+
+
+def trl_clip(name: str, value: Any, values: Values) -> Overrides:
+    """Set an argument of PPOClip. With top_entropy_quantile, PPOClip is an argument of the loss TopEntropy."""
+    inner = ".loss" if float(values.get("top_entropy_quantile") or 1.0) < 1 else ""
+    return {f"algorithm.loss{inner}.{name}": value}
+
+
+def trl_kl_kind(values: Values) -> str:
+    """Name of trl's KL estimate: k3, or k3 times the ratio pi / pi_old with use_bias_correction_kl."""
+    return "unbiased" if is_on(values.get("use_bias_correction_kl", False)) else "k3"

@@ -331,6 +331,9 @@ METRICS: dict[str, Metric] = {
         ".5f",
         good="near the fraction that the algorithm asks for",
     ),
+    "loss/response_weight": Metric(
+        "", "mean weight that VESPO gives the response of a token", ".4f", good="near 1; near 0 the samples are too old"
+    ),
     "loss/sft": Metric(
         "nats", "mean cross-entropy per response token in supervised fine-tuning", label="loss", good="falls"
     ),
@@ -339,6 +342,9 @@ METRICS: dict[str, Metric] = {
     "advantage/mean": Metric("", "mean advantage per trained token", good="near 0"),
     "advantage/std": Metric(
         "", "standard deviation of the advantages over trained tokens", good="above 0; at 0 nothing is learned"
+    ),
+    "advantage/drawn_fraction": Metric(
+        "", "fraction of the responses that algorithm.resampling draws at least once", ".4f", good="constant"
     ),
     "critic/loss": Metric("", "half the mean squared error of the values", ".2e", good="falls"),
     "critic/value_mean": Metric("", "mean of the critic's values for the sampled tokens", good="near the mean return"),

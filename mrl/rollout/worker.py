@@ -246,7 +246,7 @@ class RolloutWorker:
         all_columns = {**computed, **result.columns}
         self._write_samples(step + 1, groups, all_columns)
         rejected = result.rejected | self._all_filtered
-        return AdvantageResult(ray.put(all_columns), result.zero_advantage, rejected, result.metrics)
+        return AdvantageResult(ray.put(all_columns), result.zero_advantage, rejected, result.metrics, result.counts)
 
     def _write_samples(self, step: int, groups: Sequence[Group], columns: Mapping[str, Column]) -> None:
         """Write samples of the step. Their rewards are spread evenly between the best and the worst. `columns`: name -> [R]."""

@@ -93,11 +93,12 @@ def step_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int |
 
 
 def _loss_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None) -> NDArray[np.float64]:
-    """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalised over `denominator_rows`."""
-    weights = np.zeros(len(batch.prompt_lengths))
-    weights[batch.denominator_rows] = token_weights(
-        batch.sampled_lengths[batch.denominator_rows], aggregation, max_response_tokens
-    )
+    """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalised over `denominator_rows`.
+
+    A row that is n times in `denominator_rows` has the sum of the weights of n rows.
+    """
+    weights, counted = np.zeros(len(batch.prompt_lengths)), batch.denominator_rows
+    np.add.at(weights, counted, token_weights(batch.sampled_lengths[counted], aggregation, max_response_tokens))
     return weights
 
 
@@ -111,7 +112,7 @@ def _metrics(
     batch: TrainBatch, units: list[PackingUnit], replicas: list[tuple[NDArray[np.int64], ...]]
 ) -> dict[str, float]:
     lengths = batch.prompt_lengths + batch.response_lengths
-    denominator_tokens, trained = max(1, lengths[batch.denominator_rows].sum()), lengths[batch.rows].sum()
+    denominator_tokens, trained = max(1, lengths[np.unique(batch.denominator_rows)].sum()), lengths[batch.rows].sum()
     computed = sum(unit.tokens for unit in units)
     replica_of = {row: replica for replica, micros in enumerate(replicas) for rows in micros for row in rows.tolist()}
     loads = np.zeros(len(replicas))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import GAE, GRPO, OnPolicyDistillation, ReinforcePlusPlus, ReMax
+from mrl.algorithms.filters import PolicyFiltration
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import ClipCov, KLCov, PPOClip, covariances
@@ -224,3 +225,22 @@ def test_a_token_whose_log_probability_is_unknown_has_no_penalty():
     known = np.arange(12) != 3
     kl = (columns["old_logprobs"].astype(float) - columns["ref_logprobs"])[known]
     assert found.metrics["policy/kl_reward"] == pytest.approx(kl.mean())
+
+
+def test_resampling_draws_from_the_responses_in_the_loss_with_the_seed_of_the_step():
+    truncated = [False, False, True, False, False, False, False]
+    scored, columns = make_scored(truncated=truncated), make_columns(12)
+    plain = AdvantagePipeline(ReinforcePlusPlus(), ClipCov(0.3, -10, 10), whiten=True, mask_truncated=True)
+    pipeline = replace(plain, resampling=PolicyFiltration(per_group=False))
+    found, again, other = (pipeline(scored, columns, 0.0, [3, step]) for step in (4, 4, 5))
+    counts, without = found.counts, plain(scored, columns, 0.0, [3, 4])
+    assert counts.sum() == 4, "as many as there are responses with tokens that are not truncated"
+    assert not counts[[1, 2, 5]].any() and counts.max() > 1
+    np.testing.assert_array_equal(found.rejected, counts == 0)
+    np.testing.assert_array_equal(counts, again.counts)
+    assert (counts != other.counts).any()
+    assert found.metrics["advantage/drawn_fraction"] == (counts > 0).mean()
+    check(found.metrics)
+    assert without.counts is None and "advantage/drawn_fraction" not in without.metrics
+    for name, column in without.columns.items():  # the resampling changes no column
+        np.testing.assert_array_equal(found.columns[name], column)

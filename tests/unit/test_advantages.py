@@ -17,11 +17,13 @@ from mrl.algorithms.advantages import (
     RLOO,
     LogMeanExp,
     OnPolicyDistillation,
+    OptimalTokenBaseline,
     PassAtK,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
 )
+from mrl.algorithms.corrections import ImportanceSampling
 from mrl.algorithms.inputs import AdvantageInputs, Advantages, broadcast_to_tokens
 
 
@@ -38,8 +40,23 @@ def make_batch(seed: int, sizes: list[int], shuffled: bool = True) -> AdvantageI
     token_rewards[ends] += rng.integers(0, 3, count) / 2
     names = ("values", "old_logprobs", "teacher_logprobs")
     columns = {name: rng.normal(size=lengths.sum()).astype(np.float32) for name in names}
+    columns |= policy_columns(seed, int(lengths.sum()))
     parts = {"right": rng.integers(0, 2, count).astype(float), "short": rng.normal(size=count)}
     return AdvantageInputs(token_rewards, groups, lengths, columns, rng.normal(size=count), parts)
+
+
+def policy_columns(seed, total, vocabulary=7):
+    """Columns of a random distribution for each token: of the sampled token, and of the whole vocabulary."""
+    rng = np.random.default_rng([seed, 1])
+    logits = rng.normal(size=(total, vocabulary))
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    old = np.log(probabilities[np.arange(total), rng.integers(0, vocabulary, total)])
+    columns = {
+        "old_logprobs": old,
+        "sum_pi_squared": (probabilities**2).sum(1),
+        "rollout_logprobs": old + rng.normal(scale=0.5, size=total),
+    }
+    return {name: values.astype(np.float32) for name, values in columns.items()}
 
 
 def loop_rewards(batch):
@@ -106,6 +123,29 @@ def loop_gae(batch, gamma, lam):
     return found
 
 
+def loop_otb(batch, zero_tail=True, ratio_bound=None):
+    old, squares = (batch.columns[name].astype(float) for name in ("old_logprobs", "sum_pi_squared"))
+    rollout, to_go = batch.columns["rollout_logprobs"].astype(float), loop_to_go(batch, batch.token_rewards, 1.0)
+    weights, start, spans = np.zeros(len(old)), 0, []
+    for length in batch.lengths:
+        spans.append(range(start, start + length))
+        running = 0.0
+        for t in spans[-1]:
+            ratio = min(math.exp(old[t] - rollout[t]), ratio_bound) if ratio_bound else 1.0
+            running += (1 - 2 * math.exp(old[t]) + squares[t]) * ratio**2
+            weights[t] = running
+        start += length
+    found = np.zeros(len(old))
+    for row, span in enumerate(spans):
+        for index, t in enumerate(span):
+            same = [s[index] for r, s in enumerate(spans) if batch.groups[r] == batch.groups[row] and index < len(s)]
+            baseline = sum(weights[u] * to_go[u] for u in same) / sum(weights[u] for u in same)
+            if len(same) == 1:
+                baseline = 0.0 if zero_tail else to_go[t]
+            found[t] = to_go[t] - baseline
+    return found
+
+
 def others_mean(r, i):
     rest = r[:i] + r[i + 1 :]
     return mean(rest) if rest else r[i]
@@ -133,6 +173,12 @@ BATCHWISE = {
     "remax": (ReMax(), lambda b: np.array(loop_rewards(b)) - b.greedy_rewards),
     "remax_to_go": (ReMax(to_go=True), lambda b: loop_to_go(b, b.token_rewards, 1.0) - b.greedy_rewards[b.rows]),
     "reinforce_pp": (ReinforcePlusPlus(0.9), lambda b: loop_to_go(b, b.token_rewards, 0.9)),
+    "otb": (OptimalTokenBaseline(), loop_otb),
+    "otb_without_tail": (OptimalTokenBaseline(zero_tail=False), lambda b: loop_otb(b, zero_tail=False)),
+    "otb_corrected": (
+        OptimalTokenBaseline(correction=ImportanceSampling(high=1.3)),
+        lambda b: loop_otb(b, ratio_bound=1.3),
+    ),
     "gae": (GAE(0.97, 0.8), lambda b: loop_gae(b, 0.97, 0.8)),
     "distill": (
         OnPolicyDistillation(coef=0.5),
@@ -190,18 +236,18 @@ def test_the_order_of_rows_does_not_matter(name, sizes, seed):
     )
 
 
-@pytest.mark.parametrize("name", [*GROUPED, "grpo_batch", "gpg", "gdpo"])
+@pytest.mark.parametrize("name", [*GROUPED, "grpo_batch", "gpg", "gdpo", "otb_without_tail"])
 def test_a_response_alone_in_its_group_has_advantage_zero(name):
     batch = make_batch(0, [1, 1, 1])
     assert (estimate(name, batch) == 0).all()
 
 
-@pytest.mark.parametrize("name", [*GROUPED, "grpo_batch", "gpg"])
+@pytest.mark.parametrize("name", [*GROUPED, "grpo_batch", "gpg", "otb"])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7])
 @pytest.mark.parametrize("size", [3, 7, 10])
 def test_equal_rewards_give_exactly_zero(name, reward, size):
     """Exactly, because training skips responses of advantage 0."""
-    batch = AdvantageInputs(np.full(size, reward), np.zeros(size, int), np.ones(size, int))
+    batch = AdvantageInputs(np.full(size, reward), np.zeros(size, int), np.ones(size, int), policy_columns(0, size))
     assert (estimate(name, batch) == 0).all()
 
 
@@ -230,6 +276,36 @@ def test_gae_returns_are_advantages_and_values():
     np.testing.assert_allclose(full.returns, loop_to_go(batch, batch.token_rewards, 1.0), atol=1e-12)  # Monte Carlo
     one_step = GAE(0.9, 0.0)(batch)
     np.testing.assert_allclose(one_step.advantages, loop_gae(batch, 0.9, 0.0))
+
+
+def test_the_optimal_token_baseline_has_less_variance_than_the_mean_of_the_group():
+    """Two kinds of responses of one token: likely ones with reward 1 and small gradients, and unlikely ones with reward 0."""
+    rng = np.random.default_rng(0)
+    probabilities = np.array([0.9, 0.1])
+    chosen = (rng.random(4000) > 0.9).astype(int)
+    old, squares = np.log(probabilities[chosen]), np.full(4000, (probabilities**2).sum())
+    batch = AdvantageInputs(
+        (chosen == 0).astype(float),
+        np.zeros(4000, int),
+        np.ones(4000, int),
+        {"old_logprobs": old, "sum_pi_squared": squares},
+    )
+    gradient = (np.eye(2) - probabilities)[chosen]  # of log pi, with respect to the logits
+    np.testing.assert_allclose((gradient**2).sum(1), 1 - 2 * np.exp(old) + squares)
+    spread = lambda advantages: (gradient * advantages[:, None]).var(0).sum()  # noqa: E731
+    otb, mean_of_group = OptimalTokenBaseline()(batch), GRPO(scale_rewards="none")(batch)
+    assert spread(otb) < 0.2 * spread(mean_of_group)
+    np.testing.assert_allclose((gradient * otb[:, None]).mean(0), (gradient * mean_of_group[:, None]).mean(0), atol=0.02)
+
+
+def test_tokens_that_only_the_longest_response_has_have_no_baseline():
+    batch = AdvantageInputs(np.array([0, 1.0, 0, 0, 0, 2.0]), np.zeros(2, int), np.array([2, 4]), policy_columns(1, 6))
+    np.testing.assert_allclose(OptimalTokenBaseline()(batch)[4:], [2.0, 2.0])
+    assert (OptimalTokenBaseline(zero_tail=False)(batch)[4:] == 0).all()
+    assert not OptimalTokenBaseline().group_relative and OptimalTokenBaseline(zero_tail=False).group_relative
+    assert OptimalTokenBaseline().needs == {"old_logprobs", "sum_pi_squared"}
+    corrected = OptimalTokenBaseline(correction=ImportanceSampling())
+    assert corrected.needs == {"old_logprobs", "sum_pi_squared", "rollout_logprobs"}
 
 
 def test_opo_has_less_variance_than_the_mean_as_baseline():

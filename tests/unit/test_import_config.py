@@ -3,8 +3,10 @@
 import pytest
 
 from mrl.cli import main
+from mrl.algorithms.parts import build_algorithm
 from mrl.config import hydra_entry
 from mrl.config.counterparts import SOURCES, translate
+from mrl.config.search_path import quote
 from mrl.config.translation_rules import Note
 from mrl.config.validate import is_known, unknown_key_message
 
@@ -194,3 +196,149 @@ def test_a_file_that_is_no_config_is_refused(text, said, tmp_path, capsys):
 )
 def test_the_message_for_a_foreign_key_names_the_key_of_mrl(key, meant):
     assert f"'{meant}'" in unknown_key_message(key)
+
+
+ACTOR, ROLLOUT_CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
+IMPORTANCE, REJECTION = "mrl.algorithms.corrections.ImportanceSampling", "mrl.algorithms.corrections.Rejection"
+FOREIGN = {  # name -> (trainer, its keys, overrides of mrl)
+    "the scale of verl's advantages": (
+        "verl",
+        {"algorithm.norm_adv_by_std_in_grpo": False},
+        {"algorithm.advantage.scale_rewards": "none"},
+    ),
+    "the scale of trl's rewards": ("trl", {"scale_rewards": "batch"}, {"algorithm.advantage.scale_rewards": "batch"}),
+    "trl's rewards without scale": ("trl", {"scale_rewards": False}, {"algorithm.advantage.scale_rewards": "none"}),
+    "a trust region": (
+        "verl",
+        {f"{ACTOR}policy_loss.loss_mode": "dppo_kl", f"{ACTOR}clip_ratio": 0.05, f"{ACTOR}clip_ratio_c": 10.0},
+        {
+            "algorithm": "dppo_kl",
+            "algorithm.loss.delta_low": 0.05,
+            "algorithm.loss.delta_high": 0.05,
+            "algorithm.loss.max_ratio": 10.0,
+        },
+    ),
+    "a loss without clip": (
+        "verl",
+        {f"{ACTOR}policy_loss.loss_mode": "dro", f"{ACTOR}policy_loss.dro_beta": 0.1, f"{ACTOR}clip_ratio_low": 0.2},
+        {"algorithm": "dro", "algorithm.loss.beta": 0.1},
+    ),
+    "an optimal baseline": ("verl", {"algorithm.adv_estimator": "tir_optimal_token_baseline"}, {"algorithm": "otb"}),
+    "a KL estimator": (
+        "verl",
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "abs", "algorithm.kl_ctrl.kl_coef": 0.1},
+        {"algorithm.kl_in_reward": {"_target_": "mrl.algorithms.kl.KLPenalty", "coef": 0.1, "kind": "abs"}},
+    ),
+    "policy filtration": (
+        "verl",
+        {"algorithm.adv_estimator": "gae", "algorithm.use_pf_ppo": True, "algorithm.pf_ppo.reweight_method": "max_min"},
+        {
+            "algorithm": "ppo",
+            "algorithm.resampling._target_": "mrl.algorithms.filters.PolicyFiltration",
+            "algorithm.resampling.per_group": False,
+            "algorithm.resampling.method": "max_min",
+        },
+    ),
+    "weights and a rejection": (
+        "verl",
+        {
+            f"{ROLLOUT_CORRECTION}rollout_is": "token",
+            f"{ROLLOUT_CORRECTION}rollout_is_threshold": "0.5_5.0",
+            f"{ROLLOUT_CORRECTION}rollout_is_batch_normalize": True,
+            f"{ROLLOUT_CORRECTION}rollout_rs": "seq_mean_k1,seq_max_k3",
+            f"{ROLLOUT_CORRECTION}rollout_rs_threshold": "0.5_4.0,0.02",
+        },
+        {
+            "algorithm.correction": {
+                "_target_": "mrl.algorithms.corrections.Product",
+                "corrections": [
+                    {"_target_": IMPORTANCE, "level": "geometric", "mode": "reject", "low": 0.25, "high": 2.0},
+                    {"_target_": REJECTION, "level": "max", "kind": "k3", "high": 0.02},
+                    {
+                        "_target_": IMPORTANCE,
+                        "level": "token",
+                        "mode": "mask",
+                        "low": 0.5,
+                        "high": 5.0,
+                        "batch_normalize": True,
+                    },
+                ],
+            }
+        },
+    ),
+    "the bypass mode": (
+        "verl",
+        {
+            f"{ROLLOUT_CORRECTION}bypass_mode": True,
+            f"{ROLLOUT_CORRECTION}loss_type": "reinforce",
+            f"{ROLLOUT_CORRECTION}rollout_is": "sequence",
+        },
+        {
+            "algorithm.old_logprobs": "rollout",
+            "algorithm.loss._target_": "mrl.algorithms.losses.PolicyGradient",
+            "algorithm.correction": {
+                "_target_": IMPORTANCE,
+                "level": "sequence",
+                "mode": "truncate",
+                "high": 2.0,
+                "numerator": "current",
+            },
+        },
+    ),
+    "the bypass mode with a clip": (
+        "verl",
+        {f"{ROLLOUT_CORRECTION}bypass_mode": True, f"{ROLLOUT_CORRECTION}rollout_is": "sequence"},
+        {"algorithm.old_logprobs": "rollout"},
+    ),
+    "trl's correction": (
+        "trl",
+        {"vllm_importance_sampling_correction": True, "off_policy_mask_threshold": 0.5},
+        {
+            "algorithm.correction": {
+                "_target_": "mrl.algorithms.corrections.Product",
+                "corrections": [
+                    {"_target_": IMPORTANCE, "level": "sequence", "mode": "mask", "low": 0.0, "high": 3.0},
+                    {"_target_": "mrl.algorithms.corrections.OffPolicyMask", "delta": 0.5},
+                ],
+            }
+        },
+    ),
+    "the tokens with the largest entropy": (
+        "trl",
+        {"top_entropy_quantile": 0.3, "epsilon": 0.1, "epsilon_high": 0.4, "delta": 2.0},
+        {
+            "algorithm": "top_entropy",
+            "algorithm.loss.fraction": 0.3,
+            "algorithm.loss.loss.clip_low": 0.1,
+            "algorithm.loss.loss.clip_high": 0.4,
+            "algorithm.loss.loss.dual_clip": 2.0,
+        },
+    ),
+    "a smooth weight": (
+        "trl",
+        {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 1.0},
+        {"algorithm": "vespo", "algorithm.loss.k_positive": 1.5, "algorithm.loss.lambda_negative": 1.0},
+    ),
+    "an unbiased KL": (
+        "trl",
+        {"beta": 0.1, "use_bias_correction_kl": True},
+        {"algorithm.kl_in_loss": {"_target_": "mrl.algorithms.kl.KLPenalty", "coef": 0.1, "kind": "unbiased"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_the_settings_of_algorithms_become_parts_that_build(name):
+    source, values, overrides = FOREIGN[name]
+    found = translate(source, values)
+    assert found.overrides == overrides and not found.unknown and not found.no_counterpart
+    words = [f"{key}={quote(value)}" for key, value in overrides.items()]
+    build_algorithm(hydra_entry.compose_config(hydra_entry.check_overrides([*words, "run.dir=x"])))
+
+
+def test_settings_that_have_no_effect_are_not_translated():
+    unused = {f"{ACTOR}clip_ratio_c": 3.0, f"{ACTOR}policy_loss.loss_mode": "gspo", "algorithm.pf_ppo.weight_pow": 2.0}
+    found = translate("verl", unused | {f"{ROLLOUT_CORRECTION}rollout_is_threshold": 2.0, "algorithm.use_pf_ppo": False})
+    assert found.overrides == {"algorithm": "gspo"} and len(found.not_needed) == 4 and not found.no_counterpart
+    mismatched = {f"{ROLLOUT_CORRECTION}rollout_rs": "token_k1,token_k2", f"{ROLLOUT_CORRECTION}rollout_rs_threshold": "2,1,3"}
+    assert translate("verl", mismatched).no_counterpart[0][1] == "the value cannot be read"
