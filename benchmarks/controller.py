@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +148,21 @@ class SimulatedRanks:
         """Return the answer of one rank to a method call."""
         return getattr(self, method)(rank, *args, **kwargs)
 
-    def compute_logprobs(
-        self, rank: int, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
-    ) -> Handle | None:
+    def compute_columns(
+        self,
+        rank: int,
+        block: TokenBlock,
+        rank_batches: Sequence[RankBatch],
+        temperature: float,
+        names: Sequence[str],
+    ) -> dict[str, Handle | None]:
         """Return zeros on one rank of each replica."""
         at = self.dims.coords(rank)
         if at.tp or at.cp or at.pp < self.dims.pp - 1:
-            return None
+            return dict.fromkeys(names)
         rows = np.concatenate([np.empty(0, np.int64), *rank_batches[at.dp].micro_batches])
-        return ray.put(ColumnPart(rows, np.zeros(block.sampled_lengths[rows].sum(), np.float32)))
+        values = np.zeros(block.sampled_lengths[rows].sum(), np.float32)
+        return {name: ray.put(ColumnPart(rows, values)) for name in names}
 
     def update(
         self, rank: int, block: TokenBlock, rank_batches: Sequence[Sequence[RankBatch]], **options: Any
@@ -369,7 +376,7 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
         yield Trainer(
             prompts=prompts.stream(size.prompts, 0, True),
             rollout=RolloutManager(worker, FixedEngines()),
-            scorers={"old_logprobs": actor.compute_logprobs},
+            scorers=[partial(actor.compute_columns, names=["old_logprobs"])],
             actor=actor,
             critic=None,
             kl=KLControl({}),

@@ -9,16 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.advantages import Advantage
-from mrl.algorithms.inputs import AdvantageColumns, AdvantageInputs, Advantages, ScoredBatch, broadcast_to_tokens
 from mrl.algorithms.filters import Resampling
+from mrl.algorithms.inputs import (
+    AdvantageColumns,
+    AdvantageInputs,
+    Advantages,
+    ScoredBatch,
+    broadcast_to_tokens,
+    join_extra_columns,
+    needs_of,
+)
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.losses import Loss, PolicyLoss
+from mrl.algorithms.losses import Loss
 from mrl.core.types import Column
 
 
 @dataclass(frozen=True)
 class AdvantagePipeline:
-    """Computes the columns that the losses need: advantages, returns, and the policy loss's own columns (Loss.extra_columns).
+    """Computes the columns that the losses need: advantages, returns, and the extra columns of the loss and the correction.
 
     A column [R] has one number for each of the R sampled tokens.
 
@@ -33,7 +41,7 @@ class AdvantagePipeline:
     """
 
     advantage: Advantage
-    loss: Loss  # the policy loss; only its `extra_columns` and `needs` are used
+    loss: Loss  # the objective or a policy loss; only its `extra_columns` and `needs` are used
     kl: KLPenalty | None = None  # penalty that is subtracted from the rewards
     whiten: bool = False  # normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
     mask_truncated: bool = False  # exclude responses that were cut at the token limit (overlong filtering)
@@ -42,7 +50,7 @@ class AdvantagePipeline:
     @property
     def needs(self) -> frozenset[str]:
         """Names of the columns that the caller must pass, and "greedy_rewards" if the advantage estimator reads them."""
-        needs = getattr(self.advantage, "needs", frozenset()) | getattr(self.loss, "needs", frozenset())
+        needs = needs_of(self.advantage) | needs_of(self.loss)
         return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
 
     def __call__(
@@ -111,9 +119,8 @@ class AdvantagePipeline:
         self, batch: AdvantageInputs, advantages: Column, in_loss: NDArray[np.bool_], rng: np.random.Generator
     ) -> dict[str, Column]:
         """Return the extra columns [R] of the loss, computed from the tokens with `in_loss` true. All other tokens get 0."""
-        compute = getattr(self.loss, "extra_columns", PolicyLoss().extra_columns)
-        columns = {}
-        for name, values in compute(_select_responses(batch, in_loss), advantages[in_loss], rng).items():
+        selected, columns = _select_responses(batch, in_loss), {}
+        for name, values in join_extra_columns([self.loss], selected, advantages[in_loss], rng).items():
             columns[name] = np.zeros(len(in_loss), np.float32)
             columns[name][in_loss] = values
         return columns

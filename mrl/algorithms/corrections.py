@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.algorithms.inputs import MAX_LOG_RATIO, AdvantageInputs, LossInputs, bounded_exp
+from mrl.algorithms.inputs import (
+    MAX_LOG_RATIO,
+    AdvantageInputs,
+    LossInputs,
+    bounded_exp,
+    join_extra_columns,
+    needs_of,
+)
 from mrl.core.types import Column
 
 if TYPE_CHECKING:  # the driver builds and checks corrections without torch
@@ -21,7 +28,10 @@ if TYPE_CHECKING:  # the driver builds and checks corrections without torch
 
 
 class Correction(Protocol):
-    """Interface of a correction. `algorithm.correction._target_` may name any callable of this form."""
+    """Interface of a correction. `algorithm.correction._target_` may name any callable of this form.
+
+    A correction may declare `needs` and `extra_columns`, as a policy loss may (see mrl.algorithms.losses.Loss).
+    """
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a correction weight for each token loss [R], and metrics: name -> values [R].
@@ -274,15 +284,11 @@ class Product:
     @property
     def needs(self) -> frozenset[str]:
         """Names of the columns that any of the corrections reads."""
-        return frozenset[str]().union(*(getattr(correction, "needs", ()) for correction in self.corrections))
+        return frozenset[str]().union(*map(needs_of, self.corrections))
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
         """Return the extra columns of all corrections."""
-        columns: dict[str, Column] = {}
-        for correction in self.corrections:
-            if hasattr(correction, "extra_columns"):
-                columns |= correction.extra_columns(batch, advantages, rng)
-        return columns
+        return join_extra_columns(self.corrections, batch, advantages, rng)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weights [R], and metrics. A token counts as truncated or rejected if any correction truncates or rejects it."""

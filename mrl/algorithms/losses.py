@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs, bounded_exp
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, bounded_exp, join_extra_columns, needs_of
 from mrl.core.types import Column
 
 if TYPE_CHECKING:  # the driver builds and checks losses without torch
@@ -38,7 +38,7 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the columns that the loss reads, out of old_logprobs, ref_logprobs, values and teacher_logprobs."""
+        """Names of the columns that the loss reads (see mrl.algorithms.parts.COLUMNS)."""
         ...
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -353,14 +353,14 @@ class TopEntropy:
 
     @property
     def needs(self) -> frozenset[str]:
-        return getattr(self.loss, "needs", frozenset()) | {"entropies"}
+        return needs_of(self.loss) | {"entropies"}
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
         """Return the columns of the other loss, and the column `top_entropy`: 1 for the selected tokens, 0 for others."""
         entropies = batch.columns["entropies"]
         threshold = np.quantile(entropies, 1 - self.fraction) if len(entropies) else 0.0
-        compute = getattr(self.loss, "extra_columns", PolicyLoss().extra_columns)
-        return compute(batch, advantages, rng) | {"top_entropy": (entropies >= threshold).astype(np.float32)}
+        columns = join_extra_columns([self.loss], batch, advantages, rng)
+        return columns | {"top_entropy": (entropies >= threshold).astype(np.float32)}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = self.loss(inputs)

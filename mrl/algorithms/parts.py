@@ -6,15 +6,28 @@ from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.corrections import ImportanceSampling, compares_old_policy
 from mrl.algorithms.filters import Filter
+from mrl.algorithms.inputs import needs_of
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.objective import Objective
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
 
-SCORED_COLUMNS = frozenset(
-    {"old_logprobs", "ref_logprobs", "values", "teacher_logprobs", "entropies", "sum_pi_squared", "rollout_logprobs"}
-)
-"""Columns (one number per sampled token) that models compute. Each part of an algorithm declares the columns that it needs."""
+POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
+"""Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head that it is.
+
+The actor computes all of these columns that are needed in one forward pass."""
+COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "teacher_logprobs", "rollout_logprobs"})
+"""Columns (one number per sampled token) that the parts of an algorithm may name in `needs`. Models compute them, if needed.
+
+    old_logprobs      log-probability of the token under the policy before the first optimizer step on the rollout
+    entropies         entropy, in nats, of the distribution of this policy that predicts the token
+    sum_pi_squared    sum of the squared probabilities of this distribution over the vocabulary
+    ref_logprobs      log-probability under the reference
+    teacher_logprobs  log-probability under the teacher
+    values            value that the critic predicts before the token
+    rollout_logprobs  log-probability that the engine reported; NaN if it reported none. No model computes this column
+
+All distributions are softmax(logits / rollout.temperature)."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +37,7 @@ class AlgorithmParts:
     objective: Objective
     advantage_pipeline: AdvantagePipeline
     rollout_filter: Filter | None  # decides which groups are trained; None: all groups are trained
-    needs: frozenset[str]  # what a step must compute for the parts: names in SCORED_COLUMNS, and "greedy_rewards"
+    needs: frozenset[str]  # what the parts read: names in COLUMNS, and "greedy_rewards"
     penalties: dict[str, KLPenalty]  # the configured KL penalties; possible keys: "reward", "loss"
 
 
@@ -47,15 +60,15 @@ def build_algorithm(config: Config) -> AlgorithmParts:
         raise ValueError(
             f"algorithm.kl_in_reward: {type(advantage).__name__} does not use token rewards; use algorithm.kl_in_loss."
         )
-    if "values" in needs and "values" not in getattr(advantage, "needs", frozenset()):
+    if "values" in needs and "values" not in needs_of(advantage):
         raise ValueError(
-            "algorithm.loss needs values of a critic, but algorithm.advantage computes no returns that the critic could learn; "
+            "algorithm.loss or algorithm.correction needs values of a critic, but algorithm.advantage computes no returns that the critic could learn; "
             "choose an advantage estimator that computes returns, such as GAE."
         )
-    if unknown := needs - SCORED_COLUMNS - {"greedy_rewards"}:
+    if unknown := needs - COLUMNS - {"greedy_rewards"}:
         raise ValueError(
-            f"algorithm: the advantage estimator or the loss needs {', '.join(sorted(unknown))}, which no model computes; models "
-            f"compute {', '.join(sorted(SCORED_COLUMNS))}."
+            f"algorithm: a part names {', '.join(sorted(unknown))} in its attribute `needs`; expected names out of "
+            f"{', '.join(sorted(COLUMNS))} and greedy_rewards."
         )
     rollout_filter = instantiate_callable(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
     penalties = {"reward": reward_penalty, "loss": objective.kl}

@@ -12,6 +12,7 @@ import numpy as np
 from models.megatron_overrides import LAYOUT_FIELDS
 from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.checkpoint.resume import ResumePoint, model_sizes
 from mrl.checkpoint.run_dir import SampleLedger, lock_run_dir, read_run_record
 from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_step
@@ -25,7 +26,7 @@ from mrl.controller.trainer import Phases, Trainer, TrainingResult, TrainingSche
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.sample_file import best_and_worst_text, recent_samples
-from mrl.core.types import Handle, Rollouts
+from mrl.core.types import Rollouts
 from mrl.diagnostics.engine_check import EngineCheck, EngineReport
 from mrl.diagnostics.parity import ParityCheck
 from mrl.diagnostics.replay import ReplayResult, StepReplay
@@ -43,7 +44,7 @@ from mrl.tracking.learning_health import LearningHealth, read_first_steps
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.workers.group import StepRecording, WorkerGroup
-from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
+from mrl.workers.model_trainers import ActorTrainer, Columns, CriticTrainer, TeacherScorer, UpdateRunner
 from mrl.workers.trace_comparison import ParityDifference
 from parallel import spans
 from parallel.dims import ParallelDims
@@ -193,7 +194,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
             built = Trainer(
                 prompts=plan.train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle),
                 rollout=processes.rollout,
-                scorers={name: compute for name, compute in models.scorers.items() if name in plan.algorithm.needs},
+                scorers=models.scorers,
                 actor=models.actor,
                 critic=models.critic,
                 kl=KLControl(plan.algorithm.penalties),
@@ -328,7 +329,7 @@ class _Models(NamedTuple):
 
     actor: ActorTrainer
     critic: CriticTrainer | None
-    scorers: dict[str, Callable[[Rollouts], list[Handle]]]  # name of a column [R] -> function that computes the column
+    scorers: list[Callable[[Rollouts], Columns]]  # forward passes that compute the columns which the algorithm needs
 
 
 def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointStore) -> _Models:
@@ -349,18 +350,19 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
         config.rollout.temperature,
         algorithm.skip_zero_advantage,
     )
-    critic, scorers = (
-        None,
-        dict[str, Any](old_logprobs=actor.compute_logprobs, ref_logprobs=actor.compute_reference_logprobs),
-    )
+    needs, critic = plan.algorithm.needs, None
+    scorers: list[Callable[[Rollouts], Columns]] = []
+    if names := [name for name in POLICY_COLUMNS if name in needs]:
+        scorers.append(partial(actor.compute_columns, names=names))
+    if "ref_logprobs" in needs:
+        scorers.append(actor.compute_reference_logprobs)
     if plan.critic:
         critic = _build_critic(plan.critic, groups["critic"], updates)
-        scorers["values"] = critic.compute_values
+        scorers.append(critic.compute_values)
     if plan.teacher:
-        teacher = TeacherScorer(groups["teacher"], plan.teacher.packing, config.rollout.temperature)
-        scorers["teacher_logprobs"] = teacher.compute_logprobs
-    if algorithm.old_logprobs == "rollout":
-        del scorers["old_logprobs"]
+        scorers.append(
+            TeacherScorer(groups["teacher"], plan.teacher.packing, config.rollout.temperature).compute_logprobs
+        )
     return _Models(actor, critic, scorers)
 
 

@@ -181,8 +181,8 @@ class Trainer:
 
     prompts: PromptStream
     rollout: RolloutSource
-    # Name of a column [R] -> function that computes the column.
-    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]
+    # Forward passes. Each computes one or several columns: name of a column [R] -> handles of its parts.
+    scorers: Sequence[Callable[[Rollouts], Mapping[str, list[Handle]]]]
     actor: PolicyUpdater
     critic: ValueUpdater | None
     kl: KLControl  # coefficients of the KL penalties in the reward and in the loss
@@ -208,7 +208,7 @@ class Trainer:
         metrics = rollouts.metrics(version=step)
 
         with self.phase("score"):  # trainer ranks compute the log-probabilities and values [R] that the algorithm needs
-            columns = {name: compute(rollouts) for name, compute in self.scorers.items()}
+            columns = {name: parts for compute in self.scorers for name, parts in compute(rollouts).items()}
 
         with self.phase("advantage"):  # the rollout worker, which holds the tokens, computes advantages [R]
             estimates = self.rollout.estimate(columns, self.kl.coef("reward"), step)

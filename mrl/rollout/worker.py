@@ -240,9 +240,13 @@ class RolloutWorker:
         assert self._collected, "collect() must be called before estimate()"
         groups, scored, rollout_logprobs = self._collected
         computed = {name: assemble_column(ray.get(parts), scored.lengths) for name, parts in columns.items()}
-        old = {"old_logprobs": rollout_logprobs} if self.spec.rollout_logprobs_as_old else {}
+        pipeline, from_engine = self.spec.advantage_pipeline, {}
+        if "rollout_logprobs" in pipeline.needs:
+            from_engine["rollout_logprobs"] = rollout_logprobs
+        if self.spec.rollout_logprobs_as_old:
+            from_engine["old_logprobs"] = rollout_logprobs
         with spans.span("advantages"):
-            result = self.spec.advantage_pipeline(scored, computed | old, kl_coef, [self.spec.seed, step])
+            result = pipeline(scored, computed | from_engine, kl_coef, [self.spec.seed, step])
         all_columns = {**computed, **result.columns}
         self._write_samples(step + 1, groups, all_columns)
         rejected = result.rejected | self._all_filtered

@@ -50,9 +50,19 @@ class MegatronActor(MegatronModel):
             reports.append(reduce_statistics(statistics, {"optim/grad_norm": grad_norm, "seconds": seconds}))
         return reports
 
+    def compute_columns(
+        self, block: TokenBlock, batch: RankBatch, temperature: float, names: Sequence[str]
+    ) -> dict[str, list[Tensor]]:
+        """Compute several columns in one forward pass. `names`: names of outputs of `head`.
+
+        Returns name -> values [R] of the sampled tokens of each micro-batch. Only the last pipeline stage has them.
+        """
+        outputs = self.compute_outputs(block, batch, partial(self.head, temperature=temperature, names=names))
+        return {name: [output[index] for output in outputs] for index, name in enumerate(names)}
+
     def compute_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
         """Return for each micro-batch the log-probabilities [R] of its sampled tokens. Only the last pipeline stage has them."""
-        return self.compute_column(block, batch, partial(self.head, temperature=temperature))
+        return self.compute_columns(block, batch, temperature, ["logprobs"])["logprobs"]
 
     def compute_reference_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
         """Do the same as `compute_logprobs`, under the weights of the reference policy."""
@@ -67,11 +77,19 @@ class MegatronActor(MegatronModel):
         micro: MicroBatch,
         temperature: float,
         entropy_gradient: bool = False,
+        names: Sequence[str] = ("logprobs", "entropies"),
     ) -> Tensor:
-        """Return [2, local R]: log-probability of each sampled token, and entropy of the distribution at its position."""
+        """Return [number of names, local R]: for each sampled token, the outputs that `names` selects.
+
+            logprobs        log-probability of the token
+            entropies       entropy, in nats, of the distribution that predicts the token
+            sum_pi_squared  sum of the squared probabilities of this distribution; without gradient
+
+        The distribution is softmax(logits / temperature).
+        """
         selected = gather_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predictor_index)
         weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
-        logprobs, entropies = linear_logprobs(
+        logprobs, entropies, sum_pi_squared = linear_logprobs(
             selected,
             weight,
             micro.targets,
@@ -79,9 +97,12 @@ class MegatronActor(MegatronModel):
             self.vocab_size,
             temperature,
             self.spec.logprob_chunk,
-            needs_entropy=True,
+            needs_entropy="entropies" in names,
+            needs_sum_pi_squared="sum_pi_squared" in names,
         )
-        return torch.stack([logprobs, entropies if entropy_gradient else entropies.detach()])
+        entropies = entropies if entropy_gradient else entropies.detach()
+        outputs = dict(logprobs=logprobs, entropies=entropies, sum_pi_squared=sum_pi_squared)
+        return torch.stack([outputs[name] for name in names])
 
 
 def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, MicroBatchStatistics]:
@@ -94,7 +115,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         entropy=entropy,
         rollout_logprobs=micro.rollout_logprobs,
         responses=micro.responses,
-        columns=micro.columns,
+        columns={**micro.columns, "rollout_logprobs": micro.rollout_logprobs},
     )
     per_token, loss_statistics = loss(inputs)
     loss_weights = micro.weights.to(per_token.dtype)
@@ -140,7 +161,7 @@ class MegatronCritic(MegatronModel):
 
     def compute_values(self, block: TokenBlock, batch: RankBatch) -> list[Tensor]:
         """Return for each micro-batch the value before each sampled token: [R]. Only the last pipeline stage returns them."""
-        return self.compute_column(block, batch, self.head)
+        return [output[0] for output in self.compute_outputs(block, batch, self.head)]
 
     def head(
         self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch

@@ -172,21 +172,29 @@ class WorkerGroup:
 
     # Training.
 
-    def compute_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Compute log-probabilities [R] of all rows. Returns for each replica a handle to the results of the replica's rows."""
-        return self._compute(TrainWorker.compute_logprobs, batch, packing, dict(temperature=temperature))
+    def compute_columns(
+        self, batch: TrainBatch, packing: Packing, temperature: float, names: Sequence[str]
+    ) -> dict[str, list[Handle]]:
+        """Compute columns [R] of all rows in one forward pass. `names`: outputs of MegatronActor.head.
+
+        Returns name -> a handle for each replica, which refers to the results of the replica's rows.
+        """
+        parts = self._compute(TrainWorker.compute_columns, batch, packing, dict(temperature=temperature, names=names))
+        return {name: [part[name] for part in parts if part[name] is not None] for name in names}
 
     def compute_reference_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
+        """Compute log-probabilities [R] of all rows under the weights of the reference policy.
+
+        Returns for each replica a handle to the results of the replica's rows.
+        """
         return self._compute(TrainWorker.compute_reference_logprobs, batch, packing, dict(temperature=temperature))
 
     def compute_values(self, batch: TrainBatch, packing: Packing) -> list[Handle]:
         """Compute values [R] of all rows. Returns for each replica a handle to the results of the replica's rows."""
         return self._compute(TrainWorker.compute_values, batch, packing, {})
 
-    def _compute(
-        self, method: Callable, batch: TrainBatch, packing: Packing, options: Mapping[str, Any]
-    ) -> list[Handle]:
+    def _compute(self, method: Callable, batch: TrainBatch, packing: Packing, options: Mapping[str, Any]) -> list[Any]:
+        """Call a method that runs a forward pass on every rank. Returns the results that are not None."""
         partition = partition_step(batch, self.dims, packing, "token_mean")
         parts = self._call_ranks(method, (batch.block, ray.put(partition.rank_batches)), options)
         return [part for part in parts if part is not None]

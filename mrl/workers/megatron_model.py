@@ -104,11 +104,11 @@ class MegatronModel:
         reduce = partial(all_reduce_sum, group=groups.cp_group())
         return [MicroBatch.build(block, rows, batch, self._pack, reduce) for rows in batch.micro_batches]
 
-    def compute_column(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
-        """Run a forward pass without gradients. Returns row 0 of the head's output for each micro-batch: [R].
+    def compute_outputs(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
+        """Run a forward pass without gradients. Returns the head's output for each micro-batch: [number of outputs, R].
 
-        Each context-parallel rank computes a part [local R] of this row, and returns the whole row. Only the last pipeline
-        stage returns rows; the other stages return an empty list.
+        Each context-parallel rank computes a part [number of outputs, local R], and returns the whole output. Only the last
+        pipeline stage returns outputs; the other stages return an empty list.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -116,16 +116,16 @@ class MegatronModel:
         def return_output(output: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
             return output.sum(), output
 
-        micros, columns = self.micro_batches(block, batch), []
+        micros, whole_outputs = self.micro_batches(block, batch), []
         with torch.no_grad():
             outputs = run_forward_backward(self.chunks, micros, head, return_output, forward_only=True)
         for output, micro in zip(outputs, micros[: len(outputs)], strict=True):
-            column = output.new_zeros(micro.num_sampled)
-            column[micro.local_sampled] = output[0]
+            whole = output.new_zeros(len(output), micro.num_sampled)
+            whole[:, micro.local_sampled] = output
             if self.spec.dims.cp > 1:
-                torch.distributed.all_reduce(column, group=groups.cp_group())
-            columns.append(column)
-        return columns
+                torch.distributed.all_reduce(whole, group=groups.cp_group())
+            whole_outputs.append(whole)
+        return whole_outputs
 
     def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
         """Join the columns [R] of all micro-batches. Only one rank of the replica returns the result, the other ranks None.

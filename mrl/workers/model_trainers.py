@@ -1,6 +1,6 @@
 """The driver's part in training: selects rows and learning rates of optimizer steps, and turns reports into metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,11 +11,15 @@ from numpy.typing import NDArray
 from mrl.algorithms import corrections
 from mrl.algorithms.losses import ValueLoss
 from mrl.algorithms.objective import Objective
+from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Handle, Rollouts, TrainBatch, UpdateReport
 from mrl.workers.dp_partition import Packing, split_mini_batches, step_weights
 from mrl.workers.group import WorkerGroup
 from parallel.trainer_config import OptimConfig
+
+type Columns = dict[str, list[Handle]]
+"""Name of a column [R] -> handles of its parts. Each replica has computed one part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +84,16 @@ class ActorTrainer:
     temperature: float  # sampling temperature
     skip_zero_advantage: bool  # whether to leave out rows that cannot change the gradient
 
-    def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] under the current weights."""
-        return self.group.compute_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
+    def compute_columns(self, rollouts: Rollouts, names: Sequence[str]) -> Columns:
+        """Compute columns [R] under the current weights, in one forward pass. `names`: keys of POLICY_COLUMNS."""
+        outputs = [POLICY_COLUMNS[name] for name in names]
+        found = self.group.compute_columns(train_batch(rollouts), self.updates.packing, self.temperature, outputs)
+        return {name: found[output] for name, output in zip(names, outputs, strict=True)}
 
-    def compute_reference_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] under the reference policy."""
-        return self.group.compute_reference_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
+    def compute_reference_logprobs(self, rollouts: Rollouts) -> Columns:
+        """Compute the column `ref_logprobs`: log-probabilities under the reference policy."""
+        batch, packing = train_batch(rollouts), self.updates.packing
+        return dict(ref_logprobs=self.group.compute_reference_logprobs(batch, packing, self.temperature))
 
     def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
         """Run the optimizer steps on all rows that are not left out, and return their metrics."""
@@ -123,9 +130,9 @@ class CriticTrainer:
     loss: ValueLoss
     updates: UpdateRunner
 
-    def compute_values(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute the value before each sampled token: [R]."""
-        return self.group.compute_values(train_batch(rollouts), self.updates.packing)
+    def compute_values(self, rollouts: Rollouts) -> Columns:
+        """Compute the column `values`: the value before each sampled token."""
+        return dict(values=self.group.compute_values(train_batch(rollouts), self.updates.packing))
 
     def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int) -> Metrics:
         """Run the optimizer steps on all rows that are not rejected. The targets are the returns."""
@@ -141,9 +148,10 @@ class TeacherScorer:
     packing: Packing
     temperature: float
 
-    def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] of the sampled tokens under the teacher."""
-        return self.group.compute_logprobs(train_batch(rollouts), self.packing, self.temperature)
+    def compute_logprobs(self, rollouts: Rollouts) -> Columns:
+        """Compute the column `teacher_logprobs`: log-probabilities of the sampled tokens under the teacher."""
+        found = self.group.compute_columns(train_batch(rollouts), self.packing, self.temperature, ["logprobs"])
+        return dict(teacher_logprobs=found["logprobs"])
 
 
 def train_batch(

@@ -180,19 +180,26 @@ class TrainWorker:
         self.model.copy_weights_to_reference()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
-    def compute_logprobs(
-        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
-    ) -> Handle | None:
-        """Compute log-probabilities [R] of this replica's rows. One rank of the replica returns a handle, the others None."""
+    def compute_columns(
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, names: Sequence[str]
+    ) -> dict[str, Handle | None]:
+        """Compute columns [R] of this replica's rows in one forward pass. `names`: outputs of MegatronActor.head.
+
+        One rank of the replica returns a handle for each name, the others None.
+        """
         with track_activity("computing log-probabilities"), span("log-probabilities"):
             batch = self._own_batch(rank_batches)
-            return self._put_column(self.model.compute_logprobs(block, batch, temperature), batch)
+            columns = self.model.compute_columns(block, batch, temperature, names)
+            return {name: self._put_column(columns[name], batch) for name in names}
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_reference_logprobs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> Handle | None:
-        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
+        """Compute log-probabilities [R] of this replica's rows under the weights of the reference policy.
+
+        One rank of the replica returns a handle, the others None.
+        """
         with track_activity("computing reference log-probabilities"), span("reference log-probabilities"):
             batch = self._own_batch(rank_batches)
             return self._put_column(self.model.compute_reference_logprobs(block, batch, temperature), batch)

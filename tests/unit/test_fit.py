@@ -111,7 +111,7 @@ def trainer(world: World, **schedule) -> Trainer:
     return Trainer(
         prompts=PromptStream(10, 3, seed=0, shuffle=True),
         rollout=world,
-        scorers={},
+        scorers=[],
         actor=world,
         critic=None,
         kl=KLControl({}),
