@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.config import hydra_entry
-from mrl.config.counterparts import SOURCES, Translation, nearest_key, translate
+from mrl.config.counterparts import SOURCES
+from mrl.config.translation import Translation, nearest_key, translate
 from mrl.rollout.agents.tools import Calculator
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")

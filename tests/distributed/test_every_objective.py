@@ -24,6 +24,7 @@ from parallel.trainer_config import OptimConfig
 pytestmark = pytest.mark.extended
 
 ALGORITHMS = sorted(path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml"))
+REJECTION = "algorithm.correction={_target_:mrl.algorithms.corrections.Rejection,level:max,kind:k2,high:0.3}"
 TERMS = ["++algorithm.kl_in_loss.kind=k3", "algorithm.entropy_coef=0.1"]
 ONE = ParallelDims()
 LAYOUTS = [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2)]
@@ -91,7 +92,10 @@ def steps(run_ranks, tmp_path_factory) -> tuple[Path, dict[str, Step], dict[str,
     block, groups = groups_of_responses()
     (now,) = run_ranks(ONE, logprobs, folder, block)
     overrides_of = {name: [f"algorithm={name}"] for name in ALGORITHMS} | {
-        "grpo with every term": ["algorithm=grpo", *TERMS]
+        "grpo with every term": ["algorithm=grpo", *TERMS],
+        "a rejection": ["algorithm=grpo", REJECTION],
+        "normalized weights": ["algorithm=grpo", "correction=decoupled_seq_is", "++algorithm.correction.batch_normalize=true"],
+        "the engine as old policy": ["algorithm=grpo", "correction=bypass_pg_is"],
     }
     steps = {}
     for name, overrides in overrides_of.items():

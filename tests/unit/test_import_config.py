@@ -5,8 +5,9 @@ import pytest
 from mrl.cli import main
 from mrl.algorithms.parts import build_algorithm
 from mrl.config import hydra_entry
-from mrl.config.counterparts import SOURCES, translate
+from mrl.config.counterparts import SOURCES
 from mrl.config.search_path import quote
+from mrl.config.translation import translate
 from mrl.config.translation_rules import Note
 from mrl.config.validate import is_known, unknown_key_message
 
