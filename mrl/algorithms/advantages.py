@@ -345,7 +345,7 @@ class OptimalTokenBaseline:
 
     With `zero_tail`, B[t] is 0 if only one response of the group has a token t. Without `zero_tail`, the advantage of such a
     token is 0. With `correction`, the terms of W are multiplied by the squares of the weights of this correction, for samples
-    of another policy than the old policy.
+    of another policy than the old policy. A token whose old log-probability is NaN adds 0 to W.
     """
 
     zero_tail: bool = True
@@ -365,7 +365,7 @@ class OptimalTokenBaseline:
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [R]."""
         old, squares = (inputs.columns[name].astype(np.float64) for name in ("old_logprobs", "sum_pi_squared"))
-        energy = np.maximum(1 - 2 * np.exp(old) + squares, 0.0)
+        energy = np.nan_to_num(np.maximum(1 - 2 * np.exp(old) + squares, 0.0))
         if self.correction:
             energy = energy * self.correction.step_weights(inputs) ** 2
         weights = sums_so_far(energy, inputs.lengths)

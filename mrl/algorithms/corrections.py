@@ -73,7 +73,7 @@ class ImportanceSampling:
     the step, before the step is divided into mini-batches: over the tokens with level=token, and over the responses otherwise.
     Tokens and responses that the mode masks count as 0. The following do not count: truncated responses that
     algorithm.mask_truncated excludes, the veto, other corrections, and, with level=token, tokens for which the engine reported
-    no log-probability. If the mean is 0, the weights are not divided.
+    no log-probability. If the mean is below 1e-8, the weights are not divided, as in verl.
 
     Published methods are settings of this class:
 
@@ -121,7 +121,7 @@ class ImportanceSampling:
         else:
             weights = weights[np.cumsum(batch.lengths) - 1]  # one for each response
         mean = weights.mean() if len(weights) else 0.0
-        return {self._scale_column: np.full(len(advantages), 1 / mean if mean > 0 else 1.0, np.float32)}
+        return {self._scale_column: np.full(len(advantages), 1 / mean if mean > 1e-8 else 1.0, np.float32)}
 
     @property
     def _scale_column(self) -> str:

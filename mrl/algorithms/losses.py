@@ -181,7 +181,10 @@ class DPPO(PolicyLoss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         new, old = inputs.logprobs.detach(), inputs.old_logprobs
         divergence = (new.exp() - old.exp()).abs() if self.divergence == "tv" else binary_kl(old, new)
-        too_likely, too_unlikely = (new > old) & (divergence > self.delta_high), (new < old) & (divergence > self.delta_low)
+        too_likely, too_unlikely = (
+            (new > old) & (divergence > self.delta_high),
+            (new < old) & (divergence > self.delta_low),
+        )
         outside = too_likely.where(inputs.advantages > 0, too_unlikely)
         weight = bounded_exp(new - old).clamp(max=self.max_ratio).masked_fill(outside, 0.0)
         return -weight * inputs.advantages * inputs.logprobs, {"loss/clip_fraction": outside.float()}
@@ -212,7 +215,9 @@ class DRO(PolicyLoss):
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
-            raise ValueError(f"beta={self.beta}: must be greater than 0; without a penalty, use the loss PolicyGradient.")
+            raise ValueError(
+                f"beta={self.beta}: must be greater than 0; without a penalty, use the loss PolicyGradient."
+            )
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         square = (inputs.logprobs - inputs.old_logprobs) ** 2
@@ -326,7 +331,7 @@ class KLCov(PolicyLoss):
 
 @dataclass(frozen=True)
 class TopEntropy:
-    """Another policy loss, but 0 for all tokens except those with the largest entropy (Wang et al. 2025, "Beyond the 80/20 rule").
+    """Another policy loss, but 0 for all tokens except those with the largest entropy (Wang et al. 2025, arXiv 2506.01939).
 
     A token has a loss if its entropy is at least the (1 - fraction) quantile of the entropies of all tokens of the step that are
     in the loss. Entropies are those before the first optimizer step, so the selection depends neither on micro-batches nor on

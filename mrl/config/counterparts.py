@@ -125,7 +125,9 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}clip_ratio": verl_clip_both,
     f"{_ACTOR}clip_ratio_low": partial(verl_clip, "low"),
     f"{_ACTOR}clip_ratio_high": partial(verl_clip, "high"),
-    f"{_ACTOR}clip_ratio_c": partial(verl_loss, {"vanilla": "dual_clip", "dppo_tv": "max_ratio", "dppo_kl": "max_ratio"}),
+    f"{_ACTOR}clip_ratio_c": partial(
+        verl_loss, {"vanilla": "dual_clip", "dppo_tv": "max_ratio", "dppo_kl": "max_ratio"}
+    ),
     f"{_ACTOR}tau_pos": partial(verl_loss, {"sapo": "tau_positive"}),
     f"{_ACTOR}tau_neg": partial(verl_loss, {"sapo": "tau_negative"}),
     f"{_ACTOR}entropy_coeff": "algorithm.entropy_coef",
@@ -405,7 +407,7 @@ TRL: dict[str, Rule] = {
 
 
 SOURCES: dict[str, dict[str, Rule]] = {"verl": VERL, "slime": SLIME, "trl": TRL}
-TARGETS = {  # key of another trainer whose rule is a function -> the mrl key that the hint names
+_TARGETS = {  # key of another trainer whose rule is a function -> the mrl key that the hint names
     "data.train_files": "data.train",
     "data.val_files": "data.test",
     f"{_ACTOR}ppo_mini_batch_size": "algorithm.mini_batches",
@@ -431,3 +433,19 @@ TARGETS = {  # key of another trainer whose rule is a function -> the mrl key th
     "epsilon": "algorithm.loss.clip_low",
     "per_device_train_batch_size": "rollout.prompts_per_step",
 }
+
+
+def counterpart_of(key: str) -> tuple[str, str] | None:
+    """Return (mrl key, other trainer) for a key that has the name of a verl, slime or trl key; None if there is none.
+
+    The key may lack its first parts, as in `rollout.n`, and may begin with dashes, as in `--rm-type`.
+    """
+    name = key.lstrip("-+").replace("-", "_")
+    for source, rules in SOURCES.items():
+        for foreign, rule in rules.items():
+            known = foreign.replace("-", "_")
+            if known == name or known.endswith(f".{name}"):
+                target = rule if isinstance(rule, str) else _TARGETS.get(foreign)
+                if target:
+                    return target, source
+    return None

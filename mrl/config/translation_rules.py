@@ -253,7 +253,7 @@ def verl_correction(value: Any, values: Values) -> Overrides | Note:
     """Translate all keys algorithm.rollout_correction.*. The result is the same for each of these keys."""
     read = lambda name, default=None: values.get(VERL_CORRECTION + name, default)  # noqa: E731
     bypass, policy_gradient = is_on(read("bypass_mode")), str(read("loss_type")) == "reinforce"
-    nodes, overrides = [], Overrides()
+    nodes, overrides = list[dict[str, Any]](), dict[str, Any]()
     for option, bounds in _verl_rejections(read("rollout_rs"), read("rollout_rs_threshold")):
         nodes.append(_rejection(option, bounds))
     if read("rollout_is") and (policy_gradient or not bypass):
@@ -291,13 +291,15 @@ def _rejection(option: str, bounds: list[float]) -> Overrides:
 def _verl_weights(level: str, threshold: str) -> Overrides:
     """Return the node for verl's rollout_is. A threshold of two numbers joined by `_` masks; one number truncates."""
     low, _, high = threshold.rpartition("_")
-    bounds = {"mode": "mask", "low": float(low), "high": float(high)} if low else {"mode": "truncate", "high": float(high)}
+    bounds = (
+        {"mode": "mask", "low": float(low), "high": float(high)} if low else {"mode": "truncate", "high": float(high)}
+    )
     return {"_target_": _IMPORTANCE, "level": level, **bounds}
 
 
 def trl_correction(value: Any, values: Values) -> Overrides | Note:
     """Translate the keys vllm_importance_sampling_* and off_policy_mask_threshold together."""
-    prefix, nodes = "vllm_importance_sampling_", list[Overrides]()
+    prefix, nodes = "vllm_importance_sampling_", list[dict[str, Any]]()
     if is_on(values.get(f"{prefix}correction", False)):
         level, _, mode = str(values.get(f"{prefix}mode", "sequence_mask")).partition("_")
         high = values.get(f"{prefix}clip_max", values.get(f"{prefix}cap", 3.0))

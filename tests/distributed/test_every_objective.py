@@ -94,7 +94,11 @@ def steps(run_ranks, tmp_path_factory) -> tuple[Path, dict[str, Step], dict[str,
     overrides_of = {name: [f"algorithm={name}"] for name in ALGORITHMS} | {
         "grpo with every term": ["algorithm=grpo", *TERMS],
         "a rejection": ["algorithm=grpo", REJECTION],
-        "normalized weights": ["algorithm=grpo", "correction=decoupled_seq_is", "++algorithm.correction.batch_normalize=true"],
+        "normalized weights": [
+            "algorithm=grpo",
+            "correction=decoupled_seq_is",
+            "++algorithm.correction.batch_normalize=true",
+        ],
         "the engine as old policy": ["algorithm=grpo", "correction=bypass_pg_is"],
     }
     steps = {}

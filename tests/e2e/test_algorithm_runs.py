@@ -25,7 +25,9 @@ def replays(start_mrl, quickstart, recorded):
 
     def run(*overrides: str):
         recorded_steps = f"rollout.replay={recorded.folder / 'rollouts'}"
-        done = start_mrl("train", *quickstart, recorded_steps, "trainer.max_steps=4", "optim.lr=1e-4", *overrides).finish()
+        done = start_mrl(
+            "train", *quickstart, recorded_steps, "trainer.max_steps=4", "optim.lr=1e-4", *overrides
+        ).finish()
         assert done.process.returncode == 0, done.output()
         return done
 

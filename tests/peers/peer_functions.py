@@ -138,7 +138,7 @@ def verl_correction(
 ) -> tuple[NDArray, NDArray]:
     """Return verl's importance weights [R] and whether each token is kept [R].
 
-    `settings`: fields of RolloutCorrectionConfig, in place of a preset. `current`: the numerator of the ratio is the current policy.
+    `settings`: fields of RolloutCorrectionConfig, in place of a preset. `current`: the numerator is the current policy.
     """
     from verl.trainer.config import RolloutCorrectionConfig
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask

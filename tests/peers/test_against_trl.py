@@ -32,7 +32,13 @@ LOSSES = {
     "vespo_with_other_constants": (
         VESPO(1.0, 0.5, 0.0, 1.0),
         "token_mean",
-        {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.0, "vespo_lambda_neg": 1.0},
+        {
+            "loss_type": "vespo",
+            "vespo_k_pos": 1.0,
+            "vespo_lambda_pos": 0.5,
+            "vespo_k_neg": 0.0,
+            "vespo_lambda_neg": 1.0,
+        },
     ),
     "k3": (Objective(PPOClip(), kl=KLPenalty(0.3, "k3")), "sequence_mean", {"beta": 0.3}),
     "unbiased_kl": (
@@ -46,7 +52,7 @@ LOSSES = {
 
 def case_with_entropies(seed: int):
     case = make_case(seed, lengths=(3, 1, 5, 2, 4) * 2)
-    case.columns["entropies"] = np.random.default_rng(seed).exponential(size=30)
+    case.columns["entropies"] = np.random.default_rng(seed).exponential(size=30).astype(np.float32)
     return case
 
 

@@ -295,7 +295,9 @@ def test_the_optimal_token_baseline_has_less_variance_than_the_mean_of_the_group
     spread = lambda advantages: (gradient * advantages[:, None]).var(0).sum()  # noqa: E731
     otb, mean_of_group = OptimalTokenBaseline()(batch), GRPO(scale_rewards="none")(batch)
     assert spread(otb) < 0.2 * spread(mean_of_group)
-    np.testing.assert_allclose((gradient * otb[:, None]).mean(0), (gradient * mean_of_group[:, None]).mean(0), atol=0.02)
+    np.testing.assert_allclose(
+        (gradient * otb[:, None]).mean(0), (gradient * mean_of_group[:, None]).mean(0), atol=0.02
+    )
 
 
 def test_tokens_that_only_the_longest_response_has_have_no_baseline():
@@ -306,6 +308,18 @@ def test_tokens_that_only_the_longest_response_has_have_no_baseline():
     assert OptimalTokenBaseline().needs == {"old_logprobs", "sum_pi_squared"}
     corrected = OptimalTokenBaseline(correction=ImportanceSampling())
     assert corrected.needs == {"old_logprobs", "sum_pi_squared", "rollout_logprobs"}
+
+
+def test_a_token_whose_log_probability_is_unknown_adds_nothing_to_the_weights_of_the_baseline():
+    batch = make_batch(3, [3, 3])
+    first = np.cumsum(batch.lengths) - batch.lengths
+    unknown = {name: values.copy() for name, values in batch.columns.items()}
+    unknown["old_logprobs"][first[0]] = np.nan
+    certain = unknown | {name: values.copy() for name, values in unknown.items()}
+    certain["old_logprobs"][first[0]], certain["sum_pi_squared"][first[0]] = 0.0, 1.0  # 1 - 2 + 1 = 0
+    found, expected = (OptimalTokenBaseline()(replace(batch, columns=columns)) for columns in (unknown, certain))
+    np.testing.assert_array_equal(found, expected)
+    assert np.isfinite(found).all()
 
 
 def test_opo_has_less_variance_than_the_mean_as_baseline():

@@ -145,7 +145,7 @@ def test_nested_plug_ins_are_built():
 @pytest.mark.parametrize("algorithm", ["grpo", "policy_gradient"])
 def test_every_correction_is_a_part_of_an_algorithm(name, algorithm):
     """The parts build. A correction for the engine's log-probabilities as old log-probabilities compares the current policy."""
-    words = [f"algorithm={algorithm}", f"correction={name}", "run.dir=unused"]
+    words = ["experiment=quickstart", f"algorithm={algorithm}", f"correction={name}", "run.dir=unused"]
     parts = build_algorithm(compose_config(check_overrides(words)))
     bypass, plain = name.startswith("bypass"), name.startswith("bypass_pg") or algorithm == "policy_gradient"
     assert parts.objective.rollout_logprobs_as_old == bypass
@@ -153,7 +153,7 @@ def test_every_correction_is_a_part_of_an_algorithm(name, algorithm):
     assert (parts.objective.correction is None) == (name in ("none", "bypass_ppo_clip"))
     if parts.objective.correction is not None:
         assert compares_old_policy(parts.objective.correction) != bypass
-        loss, _ = parts.objective(loss_inputs(make_case(0)))
+        loss, _ = parts.objective(loss_inputs(make_case(0, spread=1e-4)))
         assert loss.isfinite().all() and loss.any()
 
 

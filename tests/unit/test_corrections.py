@@ -116,7 +116,7 @@ def test_batch_normalized_weights_have_the_mean_one_over_the_step(level, mode):
     np.testing.assert_allclose(correction.step_weights(batch_of(case)), plain, rtol=1e-6)
     each = plain if level == "token" else [plain[span.start] for span in case.spans()]
     mean = sum(each) / len(each)
-    assert abs(mean - 1) > 0.01
+    assert abs(mean - 1) > 1e-3
     column = correction.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0))
     case.columns.update(column)
     weights, numbers = correction(loss_inputs(case))
@@ -159,7 +159,9 @@ def test_a_product_passes_on_what_its_corrections_need():
     case = make_case(3)
     first, second = ImportanceSampling(batch_normalize=True), ImportanceSampling("sequence", batch_normalize=True)
     both = Product([Rejection(0.5), first, second])
-    assert both.needs == {"old_logprobs", "rollout_logprobs"} and Product([Rejection(0.5), OffPolicyMask()]).needs == set()
+    assert (
+        both.needs == {"old_logprobs", "rollout_logprobs"} and Product([Rejection(0.5), OffPolicyMask()]).needs == set()
+    )
     columns = both.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0))
     case.columns.update(columns)
     inputs = loss_inputs(case)
@@ -254,7 +256,10 @@ def test_a_product_multiplies_weights_and_reports_either_cause():
         ({"low": 2.0, "high": 2.0}, "expected 0 <= low < high"),
         ({"low": -1.0}, "expected 0 <= low < high"),
         ({"numerator": "new"}, "numerator='new': expected one of old, current"),
-        ({"mode": "reject", "batch_normalize": True}, "batch_normalize needs mode=truncate or mode=mask, and numerator=old"),
+        (
+            {"mode": "reject", "batch_normalize": True},
+            "batch_normalize needs mode=truncate or mode=mask, and numerator=old",
+        ),
         ({"numerator": "current", "batch_normalize": True}, "and numerator=old"),
     ],
 )

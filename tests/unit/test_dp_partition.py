@@ -41,7 +41,9 @@ def cases(draw) -> Case:
     count = len(groups)
     prompts = np.array(draw(st.lists(st.integers(1, 12), min_size=len(sizes), max_size=len(sizes))))[groups]
     responses = np.array(draw(st.lists(st.integers(1, 20), min_size=count, max_size=count)))
-    denominator_rows = draw(st.lists(st.integers(0, count - 1), min_size=1).map(sorted))  # some rows count several times
+    denominator_rows = draw(
+        st.lists(st.integers(0, count - 1), min_size=1).map(sorted)
+    )  # some rows count several times
     different = sorted(set(denominator_rows))
     rows = [row for row in different if draw(st.booleans())] if draw(st.booleans()) else different
     # the other rows have advantage 0

@@ -2,12 +2,12 @@
 
 import pytest
 
-from mrl.cli import main
 from mrl.algorithms.parts import build_algorithm
+from mrl.cli import main
+from mrl.commands.import_config import translate
 from mrl.config import hydra_entry
 from mrl.config.counterparts import SOURCES
 from mrl.config.search_path import quote
-from mrl.config.translation import translate
 from mrl.config.translation_rules import Note
 from mrl.config.validate import is_known, unknown_key_message
 
@@ -334,12 +334,19 @@ def test_the_settings_of_algorithms_become_parts_that_build(name):
     found = translate(source, values)
     assert found.overrides == overrides and not found.unknown and not found.no_counterpart
     words = [f"{key}={quote(value)}" for key, value in overrides.items()]
-    build_algorithm(hydra_entry.compose_config(hydra_entry.check_overrides([*words, "run.dir=x"])))
+    build_algorithm(
+        hydra_entry.compose_config(hydra_entry.check_overrides(["experiment=quickstart", *words, "run.dir=x"]))
+    )
 
 
 def test_settings_that_have_no_effect_are_not_translated():
     unused = {f"{ACTOR}clip_ratio_c": 3.0, f"{ACTOR}policy_loss.loss_mode": "gspo", "algorithm.pf_ppo.weight_pow": 2.0}
-    found = translate("verl", unused | {f"{ROLLOUT_CORRECTION}rollout_is_threshold": 2.0, "algorithm.use_pf_ppo": False})
+    found = translate(
+        "verl", unused | {f"{ROLLOUT_CORRECTION}rollout_is_threshold": 2.0, "algorithm.use_pf_ppo": False}
+    )
     assert found.overrides == {"algorithm": "gspo"} and len(found.not_needed) == 4 and not found.no_counterpart
-    mismatched = {f"{ROLLOUT_CORRECTION}rollout_rs": "token_k1,token_k2", f"{ROLLOUT_CORRECTION}rollout_rs_threshold": "2,1,3"}
+    mismatched = {
+        f"{ROLLOUT_CORRECTION}rollout_rs": "token_k1,token_k2",
+        f"{ROLLOUT_CORRECTION}rollout_rs_threshold": "2,1,3",
+    }
     assert translate("verl", mismatched).no_counterpart[0][1] == "the value cannot be read"
