@@ -350,11 +350,11 @@ class TopEntropy:
 
     @property
     def zero_without_advantage(self) -> bool:
-        return self.loss.zero_without_advantage
+        return getattr(self.loss, "zero_without_advantage", False)
 
     @property
     def uses_entropy(self) -> bool:
-        return self.loss.uses_entropy
+        return getattr(self.loss, "uses_entropy", False)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -9,10 +9,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from mrl.config.counterparts import counterpart_of
 from mrl.config.process_schema import ClusterConfig
 from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_plain_secrets
-from mrl.config.counterparts import counterpart_of
 
 PARTIAL_LAYOUTS = ("critic.parallel", "teacher.parallel")
 """Free-form sections that may only contain keys of ParallelConfig."""

@@ -57,10 +57,10 @@ def test_every_step_trains(run_of, name):
 
 def test_one_process_has_the_losses_of_two_replicas(run_of, replays):
     """The mean weight and the entropies are those of the whole step, and not of the tokens of one replica."""
-    for name in ("normalized weights", "top_entropy"):
+    for name, metric in {"normalized weights": "correction/weight_mean", "top_entropy": "loss/clip_fraction"}.items():
         for found, expected in zip(replays(*RUNS[name]).metrics(), run_of(name).metrics(), strict=True):
-            for metric in ("loss/policy", "optim/grad_norm", "correction/weight_mean", "loss/clip_fraction"):
-                assert found.get(metric) == pytest.approx(expected.get(metric), abs=2e-5, rel=2e-5), (name, metric)
+            for each in ("loss/policy", "optim/grad_norm", metric):
+                assert found[each] == pytest.approx(expected[each], abs=2e-5, rel=2e-5), (name, each)
 
 
 def test_policy_filtration_draws_the_same_responses_after_a_resume(run_of, replays):

@@ -164,11 +164,8 @@ LOSSES |= {
     f"top_entropy_{name}": (TopEntropy(loss), lambda *args, inner=reference: top_entropy(*args, inner=inner))
     for name, (loss, reference) in LOSSES.items()
 }
-ONE_ADVANTAGE = ("gmpo", "top_entropy_gmpo")
-WITH_OTHER_TOKENS = (
-    "top_entropy_gspo",
-    "top_entropy_gmpo",
-)  # the loss of a token has a gradient at tokens without loss  # meant for responses whose tokens all have the same
+ONE_ADVANTAGE = ("gmpo", "top_entropy_gmpo")  # meant for responses whose tokens all have the same
+SPREAD_OUT = ("top_entropy_gspo", "top_entropy_gmpo")  # the loss of a token has gradients at all tokens of its response
 
 
 def total(reference, case, x, frozen, weights):
@@ -327,7 +324,9 @@ def test_zero_without_advantage_is_declared_correctly(name):
     assert loss.zero_without_advantage == zero
 
 
-POLICY_GRADIENTS = [n for n in LOSSES if n not in SPREAD_OUT and not n.endswith("cross_entropy") and "clip_cov" not in n]
+POLICY_GRADIENTS = [
+    n for n in LOSSES if n not in SPREAD_OUT and not n.endswith("cross_entropy") and "clip_cov" not in n
+]
 
 
 @pytest.mark.parametrize("name", POLICY_GRADIENTS)
