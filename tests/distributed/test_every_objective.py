@@ -55,7 +55,7 @@ def off_policy(block: TokenBlock, groups: NDArray, now: NDArray, objective: Obje
 
 def spec_of(path, dims: ParallelDims, share_prompts: bool = False) -> ModelSpec:
     # Adam's first step divides each gradient by itself: without eps, round-off would become a full step.
-    return ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share_prompts)
+    return ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-5), {}, share_prompts=share_prompts)
 
 
 def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
