@@ -40,7 +40,7 @@ def linear_logprobs(  # noqa: PLR0913  terms of one formula
     needs_entropy: bool = False,
     needs_sum_pi_squared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # log-probabilities [T], entropies [T] in nats, sums of squared probabilities [T]
-    """Compute the log-probability of each target, and the entropy and sum_j p_j^2 of p = softmax(hidden @ weight.T / temperature).
+    """Compute the log-probability of each target, and entropy and sum_j p_j^2 of p = softmax(hidden @ weight.T / temperature).
 
     A result that is not needed is zeros. Matrix products read the dtype of the inputs. Everything else and the results are in
     float32 (float64 for float64 inputs). Log-probabilities and entropies are differentiable with respect to `hidden` and

@@ -18,10 +18,12 @@ from mrl.algorithms.inputs import (
     broadcast_to_tokens,
     join_extra_columns,
     needs_of,
+    to_numbers,
 )
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
 from mrl.core.types import Column
+from mrl.core.user_code import describe_plug_in
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,14 @@ class AdvantagePipeline:
         """
         rewards, metrics = self._token_rewards(scored, columns, kl_coef)
         batch = _advantage_inputs(scored, rewards, columns)
-        result = self.advantage(batch)
-        result = result if isinstance(result, Advantages) else Advantages(result)
-        advantages = broadcast_to_tokens(result.advantages, batch).astype(np.float64)
+        advantages, returns = self._estimate(batch)
         rejected = scored.truncated & self.mask_truncated
         in_loss = ~np.repeat(rejected, scored.lengths)  # [R] whether the token is in the loss
         if self.whiten:
             advantages = _whiten(advantages, in_loss)
         loss_columns = {"advantages": advantages.astype(np.float32)}
-        if result.returns is not None:
-            loss_columns["returns"] = result.returns.astype(np.float32)
+        if returns is not None:
+            loss_columns["returns"] = returns.astype(np.float32)
         loss_columns |= self._extra_columns(batch, loss_columns["advantages"], in_loss, np.random.default_rng(seed))
         rows = np.repeat(np.arange(len(scored.lengths)), scored.lengths)
         num_nonzero = np.bincount(rows, loss_columns["advantages"] != 0, minlength=len(scored.lengths))
@@ -93,9 +93,38 @@ class AdvantagePipeline:
     ) -> NDArray[np.int64]:
         """Return [B]: how often each response counts in the loss; 0 for a response that is not one of the `candidates` [B]."""
         counts = np.zeros(len(candidates), np.int64)
-        rng = np.random.default_rng(seed)
-        counts[candidates] = resampling(scored.rewards[candidates], scored.groups[candidates], rng)
+        drawn = resampling(scored.rewards[candidates], scored.groups[candidates], np.random.default_rng(seed))
+        source = f"algorithm.resampling: {describe_plug_in(resampling)}"
+        numbers = to_numbers(drawn, source)
+        if numbers.shape != (candidates.sum(),) or (numbers < 0).any() or (numbers % 1).any():
+            raise ValueError(
+                f"{source} returned an array of shape {numbers.shape} with values from {numbers.min(initial=0)}; expected a "
+                f"whole number of 0 or more for each of {candidates.sum()} responses."
+            )
+        counts[candidates] = numbers
         return counts
+
+    def _estimate(self, batch: AdvantageInputs) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+        """Call the advantage estimator. Returns advantages [R], and returns [R] if it has computed any.
+
+        Raises ValueError if a result has a wrong shape or a number that is not finite.
+        """
+        result, source = self.advantage(batch), f"algorithm.advantage: {describe_plug_in(self.advantage)}"
+        result = result if isinstance(result, Advantages) else Advantages(result)
+        advantages = broadcast_to_tokens(to_numbers(result.advantages, source), batch, source).astype(np.float64)
+        if result.returns is None:
+            if "values" in needs_of(self.advantage):
+                raise ValueError(
+                    f"{source} needs values, but returned no returns: return Advantages(advantages, returns)."
+                )
+            return advantages, None
+        returns = to_numbers(result.returns, f"{source} (returns)")
+        if returns.shape != batch.rows.shape:
+            raise ValueError(
+                f"{source} returned returns of shape {returns.shape}; expected one number for each of the {len(batch.rows)} "
+                "sampled tokens."
+            )
+        return advantages, returns
 
     def _token_rewards(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float

@@ -127,6 +127,7 @@ LOSSES = {
     "dro": {"algorithm": "dro"},
     "gpg": {"algorithm.loss._target_": "mrl.algorithms.losses.PolicyGradient"},
     "vespo": {"algorithm": "vespo"},
+    "luspo": {"algorithm": "luspo"},
     "bnpo": {"algorithm.aggregation": "token_mean"},
     "dapo": {"algorithm.aggregation": "token_mean"},
     "grpo": {"algorithm.aggregation": "sequence_mean"},
@@ -135,7 +136,9 @@ LOSSES = {
 AGGREGATIONS = {
     "token_mean": {"algorithm.aggregation": "token_mean"},
     "seq_mean_token_mean": {"algorithm.aggregation": "sequence_mean"},
+    "seq_mean_token_sum": {"algorithm.aggregation": "sequence_sum"},
     "seq_mean_token_sum_norm": {"algorithm.aggregation": "fixed_length"},
+    "token_sum": {"algorithm.aggregation": "token_sum"},
 }
 TRL_SCALES = {n: {SCALE: n} for n in ("group", "batch", "none")} | {"true": {SCALE: "group"}, "false": {SCALE: "none"}}
 VERL_KL = {
@@ -320,3 +323,15 @@ def trl_clip(name: str, value: Any, values: Values) -> Overrides:
 def trl_kl_kind(values: Values) -> str:
     """Name of trl's KL estimate: k3, or k3 times the ratio pi / pi_old with use_bias_correction_kl."""
     return "unbiased" if is_on(values.get("use_bias_correction_kl", False)) else "k3"
+
+
+def trl_adaptive_entropy(value: Any, values: Values) -> Overrides | Note:
+    """Translate trl's adaptive entropy control, with trl's defaults."""
+    if not is_on(value):
+        return Note("off is the default", needed=False)
+    defaults = {
+        "target": ("entropy_target", 0.2),
+        "step": ("entropy_coef_delta", 0.005),
+        "max_coef": ("entropy_coef_max", 1.0),
+    }
+    return {"algorithm.adaptive_entropy": {name: values.get(key, default) for name, (key, default) in defaults.items()}}

@@ -18,6 +18,7 @@ PARTIAL_LAYOUTS = ("critic.parallel", "teacher.parallel")
 """Free-form sections that may only contain keys of ParallelConfig."""
 RENAMED_KEYS = {
     "tracking.wandb": "tracking.backends",
+    "critic.value_clip": "critic.loss.clip",
     "algorithm.lr": "optim.lr",
     "algorithm.lr_schedule": "optim.lr_schedule",
     "algorithm.lr_decay_steps": "optim.lr_decay_steps",
@@ -95,7 +96,7 @@ def is_known(key: str) -> bool:
 
 
 def _is_free_form(field: Field) -> bool:
-    return "dict" in str(field.type).lower()
+    return field.type is Any or "dict" in str(field.type).lower()
 
 
 def unknown_key_message(key: str, groups: Sequence[str] = ()) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.algorithms.kl import KLControl
+from mrl.algorithms.parts import Coefficients
 from mrl.checkpoint.run_dir import SampleLedger
 from mrl.checkpoint.saver import CheckpointSaver
 from mrl.core.metrics import Metrics
@@ -52,8 +52,11 @@ class RolloutSource(Protocol):
 class PolicyUpdater(Protocol):
     """Optimizer steps of the actor."""
 
-    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
-        """Train on the rollouts. `step` is the number of earlier steps of the run that trained the actor."""
+    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, coefs: Mapping[str, float]) -> Metrics:
+        """Train on the rollouts. `step` is the number of earlier steps of the run that trained the actor.
+
+        `coefs`: name of a term of the loss (kl_loss, entropy) -> its coefficient.
+        """
         ...
 
     def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> Sequence[NDArray[np.float64]]:
@@ -185,7 +188,7 @@ class Trainer:
     scorers: Sequence[Callable[[Rollouts], Mapping[str, list[Handle]]]]
     actor: PolicyUpdater
     critic: ValueUpdater | None
-    kl: KLControl  # coefficients of the KL penalties in the reward and in the loss
+    coefs: Coefficients  # coefficients of the KL penalties and of the entropy bonus
     weight_sync: WeightPusher
     phase: "Phases"
     tracker: Tracker
@@ -211,17 +214,18 @@ class Trainer:
             columns = {name: parts for compute in self.scorers for name, parts in compute(rollouts).items()}
 
         with self.phase("advantage"):  # the rollout worker, which holds the tokens, computes advantages [R]
-            estimates = self.rollout.estimate(columns, self.kl.coef("reward"), step)
-        metrics |= {**estimates.metrics, **self.kl.metrics()}
+            coefs = self.coefs.current()
+            estimates = self.rollout.estimate(columns, coefs.get("kl_reward", 0.0), step)
+        metrics |= {**estimates.metrics, **self.coefs.metrics()}
 
         token_weights: Sequence[NDArray[np.float64]] = ()
         with self.phase("update"):  # trainer ranks fetch their rows and train
             if self.critic:
                 metrics |= self.critic.update(rollouts, estimates, step)
             if (actor_step := step - self.schedule.critic_steps) >= 0:
-                metrics |= self.actor.update(rollouts, estimates, actor_step, self.kl.coef("loss"))
+                metrics |= self.actor.update(rollouts, estimates, actor_step, coefs)
                 token_weights = self.actor.token_weights(rollouts, estimates)
-                self.kl.adapt(metrics, len(rollouts.groups))
+                self.coefs.adapt(metrics, len(rollouts.groups))
 
         with self.phase("weight_sync"):  # trainer ranks send the shards of their weights to the engines
             metrics |= self.weight_sync.push(version=step + 1)
@@ -309,7 +313,7 @@ class Trainer:
         progress = {
             name: value for name, value in vars(self.progress).items() if name not in ("state_after_step", "step_s")
         }
-        parts = dict(prompts=self.prompts, rollouts=self.rollout, kl=self.kl)
+        parts = dict(prompts=self.prompts, rollouts=self.rollout, coefficients=self.coefs)
         return dict(progress=progress, **{name: part.state_dict() for name, part in parts.items()})
 
     def load_state_dict(self, state: State) -> None:
@@ -318,7 +322,7 @@ class Trainer:
             setattr(self.progress, name, value)
         self.prompts.load_state_dict(state["prompts"])
         self.rollout.load_state_dict(state["rollouts"])
-        self.kl.load_state_dict(state["kl"])
+        self.coefs.load_state_dict(state["coefficients"])
         self.progress.state_after_step = dict(state)
         self.tracker.rewind(self.progress.step, evaluated=bool(self.progress.after))
         self.ledger.rewind(self.progress.step)

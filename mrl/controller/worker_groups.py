@@ -205,9 +205,7 @@ class SupervisedStage:
             lr = self.optim.lr_at(step)
             lengths = (prompt_lengths, self.response_lengths, self.sampled_lengths)
             batch = TrainBatch(self.block, *lengths, None, rows, rows)
-            (report,) = self.group.update(
-                [batch], self.packing, aggregation="token_mean", lrs=[lr], loss=CrossEntropy(), temperature=1.0
-            )
+            (report,) = self.group.update([batch], self.packing, lrs=[lr], loss=CrossEntropy(), temperature=1.0)
             loss = report.sums["loss"]  # with token_mean, the weights of all tokens sum to 1
             grad_norm = report.maxima["optim/grad_norm"]
             tracker.log(step + 1, {"loss/sft": loss, "optim/grad_norm": grad_norm, "optim/lr": lr})

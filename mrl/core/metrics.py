@@ -379,6 +379,13 @@ METRICS: dict[str, Metric] = {
         good="constant, unless it is adapted",
         reduction="last",
     ),
+    "policy/entropy_coef": Metric(
+        "",
+        "coefficient of the entropy bonus that the step used; 0 while an adaptive bonus is not active",
+        ".2e",
+        good="constant, unless it is adapted",
+        reduction="last",
+    ),
     "policy/entropy_mean": Metric(
         "nats",
         "mean entropy of the distributions that predicted the trained tokens",

@@ -10,9 +10,11 @@ from torch import Tensor
 from models.architecture import ModelSpec
 from mrl.algorithms import corrections
 from mrl.algorithms.inputs import LossInputs
-from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.algorithms.losses import Loss, ValueLossFunction
+from mrl.algorithms.objective import Objective, check_token_values
 from mrl.core.types import RankBatch, TokenBlock, UpdateReport
-from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
+from mrl.core.user_code import describe_plug_in
+from mrl.workers.megatron_model import NONFINITE, MegatronModel, MicroBatchStatistics, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
 from parallel.logprobs import linear_logprobs
@@ -40,12 +42,13 @@ class MegatronActor(MegatronModel):
         NonFiniteGradientError if a gradient is not finite.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
+        source = loss.source if isinstance(loss, Objective) else describe_plug_in(loss)
         reports = []
         for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
             micros = self.micro_batches(block, batch)
             start = time.perf_counter()
             statistics = self.accumulate_gradients(micros, head, partial(policy_loss, loss=loss), batch)
-            grad_norm = self.optimizer_step(lr, index)
+            grad_norm = self.optimizer_step(lr, index, statistics, source)
             seconds = time.perf_counter() - start
             reports.append(reduce_statistics(statistics, {"optim/grad_norm": grad_norm, "seconds": seconds}))
         return reports
@@ -118,7 +121,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         columns={**micro.columns, "rollout_logprobs": micro.rollout_logprobs},
     )
     per_token, loss_statistics = loss(inputs)
-    loss_weights = micro.weights.to(per_token.dtype)
+    loss_weights, nonfinite = _loss_weights(per_token, logprobs, micro)
     total = (per_token * loss_weights).sum()
     mismatch = (inputs.old_logprobs - micro.rollout_logprobs).abs()
     unknown = mismatch.isnan()  # no engine reported a log-probability of the token
@@ -131,9 +134,25 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         "tokens": torch.tensor(len(logprobs)),
         **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),
         "weight": loss_weights.sum(),
+        NONFINITE: nonfinite,
         **{name: (value * loss_weights).sum() for name, value in loss_statistics.items()},
     }
     return total, MicroBatchStatistics(sums, {"mismatch_abs": largest_mismatch})
+
+
+def _loss_weights(per_token: Tensor, outputs: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the loss weight of each token [local R], and the number of tokens whose loss is not finite, as a scalar.
+
+    A token whose loss is not finite, although the model's output for it is, gets the weight NaN. Then the gradient is NaN too, so
+    that the optimizer step is refused. Raises ValueError if the loss does not depend on the outputs.
+    """
+    if outputs.requires_grad and not per_token.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it must be computed from inputs.logprobs (policy loss) or values (value loss), without "
+            "detach()."
+        )
+    broken = outputs.detach().isfinite() & ~per_token.detach().isfinite()
+    return micro.weights.to(per_token.dtype).masked_fill(broken, float("nan")), broken.double().sum()
 
 
 class MegatronCritic(MegatronModel):
@@ -143,18 +162,19 @@ class MegatronCritic(MegatronModel):
         super().__init__(spec, head="value")
 
     def update(
-        self, block: TokenBlock, batches: Sequence[RankBatch], loss: ValueLoss, lrs: Sequence[float]
+        self, block: TokenBlock, batches: Sequence[RankBatch], loss: ValueLossFunction, lrs: Sequence[float]
     ) -> list[UpdateReport]:
         """Run one optimizer step for each mini-batch, on this replica's rows. The target is the column `returns`.
 
         Raises NonFiniteGradientError if a gradient is not finite.
         """
+        source = f"critic.loss: {describe_plug_in(loss)}"
         reports = []
         for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
             micros = self.micro_batches(block, batch)
             start = time.perf_counter()
             statistics = self.accumulate_gradients(micros, self.head, partial(value_loss, loss=loss), batch)
-            grad_norm = self.optimizer_step(lr, index)
+            grad_norm = self.optimizer_step(lr, index, statistics, source)
             seconds = time.perf_counter() - start
             reports.append(reduce_statistics(statistics, {"critic/grad_norm": grad_norm, "seconds": seconds}))
         return reports
@@ -171,12 +191,14 @@ class MegatronCritic(MegatronModel):
         return output_layer(gathered.index_select(0, micro.predictor_index))[None]
 
 
-def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tensor, MicroBatchStatistics]:
+def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLossFunction) -> tuple[Tensor, MicroBatchStatistics]:
     """Return the micro-batch's part of the loss, and its statistics. `output` [1, local R] comes from MegatronCritic.head."""
     values, returns = output[0], micro.columns["returns"]
-    loss_weights = micro.weights.to(values.dtype)
-    total = (loss(values, returns, micro.columns.get("values", values.detach())) * loss_weights).sum()
-    sums = {"loss": total.detach(), "tokens": torch.tensor(len(values))}
+    result = loss(values, returns, micro.columns.get("values", values.detach()))
+    per_token, _ = check_token_values((result, {}), values, "critic.loss", loss)
+    loss_weights, nonfinite = _loss_weights(per_token, values, micro)
+    total = (per_token * loss_weights).sum()
+    sums = {"loss": total.detach(), "tokens": torch.tensor(len(values)), NONFINITE: nonfinite}
     columns = {"values": values.detach(), "returns": returns, "errors": (returns - values).detach()}
     for name, column in columns.items():
         sums |= {name: column.sum(), f"{name}_squared": (column**2).sum()}

@@ -31,7 +31,7 @@ from mrl.workers.micro_batch import MicroBatch
 from parallel import checkpoint, groups
 from parallel.attention import supports_varlen
 from parallel.checkpoint_writer import CheckpointSave
-from parallel.collectives import all_reduce_sum
+from parallel.collectives import all_reduce_sum, object_group
 from parallel.device import capabilities, device
 from parallel.offload import ModelOffloader, WeightsOnHost
 from parallel.optimizer import build_optimizer, set_learning_rate, wrap_ddp
@@ -49,6 +49,20 @@ class MicroBatchStatistics:
 
     sums: dict[str, Tensor]  # summed over micro-batches, ranks and replicas
     maxima: dict[str, Tensor] = field(default_factory=dict)  # reduced to the maximum over micro-batches and ranks
+
+
+NONFINITE = "nonfinite"
+"""Name of the sum that counts the tokens whose loss is not finite, although the model's output is."""
+
+
+def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss: str) -> str:
+    """Return a sentence if a gradient is not finite because of the loss, otherwise "". All ranks call this."""
+    own = sum(micro.sums[NONFINITE].item() for micro in statistics)
+    counts: list[float] = [0.0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(counts, own, group=object_group())
+    if not any(counts):
+        return ""
+    return f"The loss of at least {max(counts):.0f} sampled tokens is not finite, although the output of the model is ({loss})."
 
 
 def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[str, float]) -> UpdateReport:
@@ -164,11 +178,13 @@ class MegatronModel:
                 all_reduce_gradients=all_reduce,
             )
 
-    def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
+    def optimizer_step(
+        self, lr: float, mini_batch: int = 0, statistics: Sequence[MicroBatchStatistics] = (), loss: str = ""
+    ) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 
-        If the norm is not finite, all ranks raise NonFiniteGradientError, which contains the index `mini_batch`. The weights
-        are then unchanged.
+        If the norm is not finite, all ranks raise NonFiniteGradientError, which contains the index `mini_batch`. If `statistics`
+        show that the loss is the reason, the error also contains `loss`, which names the loss. The weights are then unchanged.
         """
         with span("optimizer step"):
             set_learning_rate(self.optimizer, lr)
@@ -176,7 +192,7 @@ class MegatronModel:
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
-                raise NonFiniteGradientError(mini_batch, norm)
+                raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss))
             stepped, norm, _ = self.optimizer.step()
         assert stepped, "Megatron skips a step only because of a loss scale, and none is used"
         return float(norm)

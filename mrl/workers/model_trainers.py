@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms import corrections
-from mrl.algorithms.losses import ValueLoss
-from mrl.algorithms.objective import Objective
+from mrl.algorithms.losses import ValueLossFunction
+from mrl.algorithms.objective import Objective, TokenWeighting
 from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Handle, Rollouts, TrainBatch, UpdateReport
@@ -28,8 +28,6 @@ class UpdateRequest:
 
     steps: list[TrainBatch]  # one for each mini-batch, in order
     lrs: list[float]  # learning rate of each optimizer step
-    aggregation: str  # value of algorithm.aggregation
-    max_response_tokens: int  # largest number of tokens of a response; some values of `aggregation` need it
     options: Mapping[str, Any]  # further arguments of the model's `update`: loss and temperature
 
 
@@ -50,8 +48,7 @@ class UpdateRunner:
 
     optimizer: OptimConfig
     packing: Packing
-    aggregation: str  # see UpdateRequest
-    max_response_tokens: int  # see UpdateRequest
+    weighting: TokenWeighting  # computes the weight of each token in the loss
     mini_batches: int = 1  # optimizer steps in each epoch
     epochs: int = 1  # passes over a rollout
     observer: UpdateObserver | None = None
@@ -67,10 +64,9 @@ class UpdateRunner:
         steps = self.split(batch)
         first = step * self.mini_batches * self.epochs
         lrs = [self.optimizer.lr_at(first + index) for index in range(len(steps))]
-        normalisation = dict(aggregation=self.aggregation, max_response_tokens=self.max_response_tokens)
-        update = UpdateRequest(steps=steps, lrs=lrs, **normalisation, options=options)
+        update = UpdateRequest(steps=steps, lrs=lrs, options=options)
         with self.observer.watch(group, update, step) if self.observer else nullcontext([]) as reports:
-            reports += group.update(steps, self.packing, **normalisation, lrs=lrs, **options)
+            reports += group.update(steps, self.packing, weighting=self.weighting, lrs=lrs, **options)
         return reports, lrs[-1]
 
 
@@ -95,9 +91,12 @@ class ActorTrainer:
         batch, packing = train_batch(rollouts), self.updates.packing
         return dict(ref_logprobs=self.group.compute_reference_logprobs(batch, packing, self.temperature))
 
-    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
-        """Run the optimizer steps on all rows that are not left out, and return their metrics."""
-        objective = self.objective.with_kl_coef(kl_coef)
+    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, coefs: Mapping[str, float]) -> Metrics:
+        """Run the optimizer steps on all rows that are not left out, and return their metrics.
+
+        `coefs`: name of a term of the loss (kl_loss, entropy) -> its coefficient.
+        """
+        objective = self.objective.with_coefs(coefs)
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages))
         reports, lr = self.updates.run(self.group, batch, step, loss=objective, temperature=self.temperature)
         zero_fraction = float(advantages.zero_advantage.mean())
@@ -109,8 +108,7 @@ class ActorTrainer:
         The loss weight is 0 for rows that are left out.
         """
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages))
-        updates = self.updates
-        return [step_weights(step, updates.aggregation, updates.max_response_tokens) for step in updates.split(batch)]
+        return [step_weights(step, self.updates.weighting) for step in self.updates.split(batch)]
 
     def _trained_rows(self, advantages: AdvantageResult) -> NDArray[np.bool_]:
         """Return for each row whether it is trained: [B]."""
@@ -127,7 +125,7 @@ class CriticTrainer:
     """Trains the critic of a worker group to predict returns."""
 
     group: WorkerGroup
-    loss: ValueLoss
+    loss: ValueLossFunction
     updates: UpdateRunner
 
     def compute_values(self, rollouts: Rollouts) -> Columns:
@@ -178,7 +176,7 @@ def train_batch(
     )
 
 
-ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight")
+ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight", "nonfinite")
 """Names of the sums in the report of every optimizer step of the actor. All other sums come from the loss."""
 ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")
 """Names of the maxima that have their own metric. All other maxima are averaged over the optimizer steps."""

@@ -6,7 +6,7 @@ A trace records the values that the step computes.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from megatron.core.distributed import DistributedDataParallel
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.core.types import RankBatch, TokenBlock
 from mrl.workers.actor_critic import MegatronActor, MegatronCritic, policy_loss, value_loss
-from mrl.workers.megatron_model import MegatronModel, reduce_statistics
+from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.trace_comparison import (
     EMBEDDING,
@@ -29,19 +29,20 @@ from mrl.workers.trace_comparison import (
     merge_sketches,
 )
 from parallel import groups
+from parallel.schedule import LossFunction, OutputHead
 
 
 def trace_step(
     model: MegatronActor | MegatronCritic,
     block: TokenBlock,
     batch: RankBatch,
-    loss: Loss | None,
+    loss: Loss | ValueLossFunction,
     lr: float,
     temperature: float,
 ) -> StepTrace:
     """Run one optimizer step, and trace the step and the outputs before and after the step. All ranks call this.
 
-    The outputs are log-probabilities or values. `loss` is None for a critic. The block should have a column old_logprobs.
+    The outputs are log-probabilities or values. A critic has a value loss. The block should have a column old_logprobs.
     Without this column, the probability ratio is always 1, and the loss would be the same for all outputs.
     """
     outputs = forward_outputs(model, block, batch, temperature)
@@ -63,7 +64,11 @@ def trace_step(
 
 
 def trace_layers(
-    model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, loss: Loss | None, temperature: float
+    model: MegatronActor | MegatronCritic,
+    block: TokenBlock,
+    batch: RankBatch,
+    loss: Loss | ValueLossFunction,
+    temperature: float,
 ) -> StepTrace:
     """Trace everything before the optimizer step, and the hidden states between layers. All ranks call this.
 
@@ -96,16 +101,22 @@ def forward_outputs(
 
 
 def _accumulate(
-    model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, loss: Loss | None, temperature: float
+    model: MegatronActor | MegatronCritic,
+    block: TokenBlock,
+    batch: RankBatch,
+    loss: Loss | ValueLossFunction,
+    temperature: float,
 ) -> float:
     """Accumulate the complete gradients on every replica, and return this rank's part of the loss.
 
     Only ranks of the last pipeline stage that have tensor-parallel rank 0 return a part. The other ranks return 0.
     """
+    head: OutputHead
+    loss_function: LossFunction[MicroBatchStatistics]
     if isinstance(model, MegatronCritic):
-        head, loss_function = model.head, partial(value_loss, loss=ValueLoss())
+        head, loss_function = model.head, partial(value_loss, loss=cast(ValueLossFunction, loss))
     else:
-        assert loss is not None, "an actor needs a loss"
+        loss = cast(Loss, loss)
         head = partial(model.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         loss_function = partial(policy_loss, loss=loss)
     micros = model.micro_batches(block, batch)

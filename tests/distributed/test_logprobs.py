@@ -92,7 +92,14 @@ def each_fused(rank: int, cases: list[Case]) -> list[tuple[np.ndarray, ...]]:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_values_and_gradients_equal_log_softmax(run_ranks, tp):
-    chunks = [(1, True, True), (3, True, True), (4, True, False), (100, True, True), (4, False, False), (4, False, True)]
+    chunks = [
+        (1, True, True),
+        (3, True, True),
+        (4, True, False),
+        (100, True, True),
+        (4, False, False),
+        (4, False, True),
+    ]
     cases = [
         make_case(temperature=temperature, chunk_size=size, needs_entropy=entropy, needs_sum_pi_squared=squares)
         for size, entropy, squares in chunks
@@ -100,7 +107,9 @@ def test_values_and_gradients_equal_log_softmax(run_ranks, tp):
     ]
     for case, *results in zip(cases, *run_ranks(ParallelDims(tp=tp), each_fused, cases), strict=True):
         compare(results, case, atol=1e-5, rtol=2e-5)
-        assert all((result[i] == results[0][i]).all() for result in results for i in range(3)), "one answer on all ranks"
+        assert all((result[i] == results[0][i]).all() for result in results for i in range(3)), (
+            "one answer on all ranks"
+        )
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(24, 24), (17, 24), (3, 8), (1, 4)])

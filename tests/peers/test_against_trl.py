@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from loss_cases import loss_and_gradient, make_case
 from peer_functions import trl_advantages, trl_loss
 
@@ -11,7 +10,7 @@ from mrl.algorithms.corrections import OffPolicyMask
 from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import CISPO, SAPO, PPOClip, TopEntropy
-from mrl.algorithms.objective import Objective, token_weights
+from mrl.algorithms.objective import AGGREGATIONS, Objective, TokenWeighting
 from mrl.algorithms.sequence_losses import GSPO, VESPO
 
 pytestmark = pytest.mark.extended
@@ -26,6 +25,11 @@ LOSSES = {
     "dr_grpo": (PPOClip(0.2, 0.3), "fixed_length", CLIP | {"loss_type": "dr_grpo"}),
     "two_sided": (PPOClip(0.2, 0.3, dual_clip=1.5), "sequence_mean", CLIP | {"delta": 1.5}),
     "gspo": (GSPO(0.1, 0.2), "sequence_mean", {"epsilon": 0.1, "importance_sampling_level": "sequence"}),
+    "luspo": (
+        GSPO(0.1, 0.2),
+        "sequence_sum",
+        {"epsilon": 0.1, "importance_sampling_level": "sequence", "loss_type": "luspo"},
+    ),
     "cispo": (CISPO(1.0, 0.4), "token_mean", {"epsilon_high": 1.4, "loss_type": "cispo"}),
     "sapo": (SAPO(1.0, 1.5), "sequence_mean", {"loss_type": "sapo", "sapo_temperature_neg": 1.5}),
     "vespo": (VESPO(), "token_mean", {"loss_type": "vespo"}),
@@ -50,6 +54,11 @@ LOSSES = {
 }
 
 
+def weighted(case, aggregation: str) -> np.ndarray:
+    """Return the loss weight [R] of each token in mrl."""
+    return TokenWeighting(AGGREGATIONS[aggregation], MAX_TOKENS)(case.lengths, case.lengths)[case.rows]
+
+
 def case_with_entropies(seed: int):
     case = make_case(seed, lengths=(3, 1, 5, 2, 4) * 2)
     case.columns["entropies"] = np.random.default_rng(seed).exponential(size=30).astype(np.float32)
@@ -62,7 +71,7 @@ def test_losses_and_gradients_are_those_of_trl(peer, name, seed):
     loss, aggregation, settings = LOSSES[name]
     case = case_with_entropies(seed)
     expected, slope = peer(trl_loss, case, settings)
-    weights = token_weights(case.lengths, aggregation, MAX_TOKENS)[case.rows]
+    weights = weighted(case, aggregation)
     value, gradient = loss_and_gradient(loss, case, weights)
     assert value == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(gradient, slope, rtol=1e-6, atol=1e-9)
@@ -78,7 +87,7 @@ def test_the_tokens_with_the_largest_entropy_are_those_of_trl(peer, name, fracti
     case.columns.update(loss.extra_columns(batch, case.advantages, np.random.default_rng(0)))
     assert 0 < case.columns["top_entropy"].sum() < 30
     expected, slope = peer(trl_loss, case, settings | {"top_entropy_quantile": fraction})
-    weights = token_weights(case.lengths, aggregation, MAX_TOKENS)[case.rows]
+    weights = weighted(case, aggregation)
     value, gradient = loss_and_gradient(loss, case, weights)
     assert value == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(gradient, slope, rtol=1e-6, atol=1e-9)
@@ -103,15 +112,3 @@ def test_advantages_of_several_rewards_are_those_of_trl(peer, seed):
     parts = {"first": rewards[:, 0], "second": rewards[:, 1]}
     batch = AdvantageInputs(rewards.sum(1), np.repeat(np.arange(3), 4), np.ones(12, int), parts=parts)
     np.testing.assert_allclose(GDPO()(batch), expected, rtol=1e-6, atol=1e-9)
-
-
-def test_a_long_response_has_the_weight_of_its_length(peer):
-    """LUSPO: GSPO whose loss of a response is multiplied by the length. fixed_length divides it by a constant, too."""
-    case = case_with_entropies(1)
-    settings = {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.1}
-    expected, slope = peer(trl_loss, case, settings)
-    weights = token_weights(case.lengths, "fixed_length", MAX_TOKENS)[case.rows] * MAX_TOKENS
-    value, gradient = loss_and_gradient(GSPO(0.1, 0.2), case, weights)
-    assert value == pytest.approx(expected, rel=1e-9)
-    np.testing.assert_allclose(gradient, slope, rtol=1e-9, atol=1e-12)
-    assert torch.get_default_dtype() == torch.float32, "the peers run in a process of their own"

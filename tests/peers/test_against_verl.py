@@ -50,7 +50,7 @@ from mrl.algorithms.losses import (
     PPOClip,
     ValueLoss,
 )
-from mrl.algorithms.objective import Objective, token_weights
+from mrl.algorithms.objective import AGGREGATIONS, Objective, TokenWeighting
 from mrl.algorithms.parts import build_objective
 from mrl.algorithms.sequence_losses import GMPO, GSPO, GSPOToken
 from mrl.config.hydra_entry import CONF, check_overrides, compose_config
@@ -160,7 +160,13 @@ def test_gpg_counts_groups_of_equal_rewards_and_verl_responses_with_reward_zero(
 # Losses
 
 TOKEN, SEQUENCE, FIXED = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-AGGREGATIONS = {TOKEN: "token_mean", SEQUENCE: "sequence_mean", FIXED: "fixed_length"}
+VERL_AGGREGATIONS = {
+    TOKEN: "token_mean",
+    SEQUENCE: "sequence_mean",
+    FIXED: "fixed_length",
+    "seq-mean-token-sum": "sequence_sum",
+    "token-sum": "token_sum",
+}
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
 # name -> (loss of mrl, verl's aggregation, name in verl, fields of verl's ActorConfig, fields of verl's PolicyLossConfig)
 LOSSES = {
@@ -191,8 +197,9 @@ LOSSES = {
 
 
 def weighted(case, aggregation: str) -> np.ndarray:
-    """Return the loss weight [R] of each token in mrl."""
-    return token_weights(case.lengths, aggregation, int(max(case.lengths)))[case.rows]
+    """Return the loss weight [R] of each token in mrl, for an aggregation of verl. The length limit is the longest length."""
+    weighting = TokenWeighting(AGGREGATIONS[VERL_AGGREGATIONS[aggregation]], int(max(case.lengths)))
+    return weighting(case.lengths, case.lengths)[case.rows]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -201,7 +208,7 @@ def test_losses_and_gradients_are_those_of_verl(peer, name, seed):
     loss, aggregation, mode, settings, policy_loss = LOSSES[name]
     case = make_case(seed)
     expected, slope = peer(verl_loss, mode, case, aggregation, settings, policy_loss)
-    value, gradient = loss_and_gradient(loss, case, weighted(case, AGGREGATIONS[aggregation]))
+    value, gradient = loss_and_gradient(loss, case, weighted(case, aggregation))
     assert value == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(gradient, slope, rtol=1e-6, atol=1e-9)
 
@@ -226,7 +233,7 @@ def test_covariances_select_the_tokens_of_verl(peer, loss, mode, policy_loss, se
     case.columns.update(loss.extra_columns(batch, case.advantages, np.random.default_rng(0)))
     assert 0 < next(iter(loss.extra_columns(batch, case.advantages, np.random.default_rng(0)).values())).sum() < 15
     expected, slope = peer(verl_loss, mode, case, TOKEN, {}, policy_loss)
-    value, gradient = loss_and_gradient(loss, case, weighted(case, "token_mean"))
+    value, gradient = loss_and_gradient(loss, case, weighted(case, TOKEN))
     assert value == pytest.approx(expected, rel=1e-9)
     np.testing.assert_allclose(gradient, slope, rtol=1e-9, atol=1e-12)
 
@@ -239,16 +246,14 @@ def test_the_covariances_of_verl_change_within_a_step(peer):
     loss = KLCov(fraction=0.3, kl="abs")
     case.columns.update(loss.extra_columns(batch, case.advantages, np.random.default_rng(0)))
     expected, _ = peer(verl_loss, "kl_cov", case, TOKEN, {}, dict(kl_cov_ratio=0.3, ppo_kl_coef=1.0))
-    assert abs(loss_and_gradient(loss, case, weighted(case, "token_mean"))[0] - expected) > 1e-3
+    assert abs(loss_and_gradient(loss, case, weighted(case, TOKEN))[0] - expected) > 1e-3
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", VERL_AGGREGATIONS)
 def test_aggregations_are_those_of_verl(peer, aggregation):
     case, losses = make_case(0), np.random.default_rng(0).normal(size=15)
-    expected = peer(verl_aggregate, case.lengths, losses, aggregation, 9)
-    assert (token_weights(case.lengths, AGGREGATIONS[aggregation], 9)[case.rows] * losses).sum() == pytest.approx(
-        expected
-    )
+    expected = peer(verl_aggregate, case.lengths, losses, aggregation, int(max(case.lengths)))
+    assert (weighted(case, aggregation) * losses).sum() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("clip", [0.2, 1e9])

@@ -265,3 +265,24 @@ def test_resampling_draws_from_the_responses_in_the_loss_with_the_seed_of_the_st
     assert without.counts is None and "advantage/drawn_fraction" not in without.metrics
     for name, column in without.columns.items():  # the resampling changes no column
         np.testing.assert_array_equal(found.columns[name], column)
+
+
+def every_second(rewards, groups, rng):
+    return np.arange(len(rewards)) % 2 * 2
+
+
+def one_too_many(rewards, groups, rng):
+    return np.ones(len(rewards) + 1)
+
+
+def half(rewards, groups, rng):
+    return np.full(len(rewards), 0.5)
+
+
+def test_a_resampling_may_be_a_function_and_what_it_returns_is_checked():
+    scored, pipeline = make_scored(), AdvantagePipeline(GRPO(), PPOClip())
+    found = replace(pipeline, resampling=every_second)(scored, {}, 0.0, [0])
+    assert found.counts.tolist() == [0, 0, 2, 0, 2, 0, 0] and found.rejected.tolist() == (found.counts == 0).tolist()
+    for wrong, shape in ((one_too_many, 6), (half, 5)):
+        with pytest.raises(ValueError, match=rf"{wrong.__name__}.* returned an array of shape \({shape},\).*of 5 responses"):
+            replace(pipeline, resampling=wrong)(scored, {}, 0.0, [0])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.algorithms.kl import KLControl
+from mrl.algorithms.parts import Coefficients
 from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Rollouts
@@ -55,7 +55,7 @@ class World:
         self.reach("evaluate")
         return {"": 0.5}
 
-    def update(self, rollouts, estimates, step, kl_coef):
+    def update(self, rollouts, estimates, step, coefs):
         self.reach("update")
         self.trained = [*self.trained[: self.weights], rollouts.block]
         self.weights += 1
@@ -114,7 +114,7 @@ def trainer(world: World, **schedule) -> Trainer:
         scorers=[],
         actor=world,
         critic=None,
-        kl=KLControl({}),
+        coefs=Coefficients({}),
         weight_sync=world,
         phase=Phases(),
         tracker=world,

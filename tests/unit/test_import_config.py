@@ -70,6 +70,9 @@ gradient_accumulation_steps: 4
 max_completion_length: 512
 beta: 0.04
 loss_type: dr_grpo
+entropy_coef: 0.001
+use_adaptive_entropy: true
+entropy_target: 0.3
 reward_funcs: [accuracy]
 bf16: true
 max_steps: 100
@@ -117,6 +120,8 @@ EXPECTED = {
         "algorithm.kl_in_loss={_target_:mrl.algorithms.kl.KLPenalty,coef:0.04,kind:k3}",
         "algorithm.aggregation=fixed_length",
         "algorithm.advantage.scale_rewards=none",
+        "algorithm.entropy_coef=0.001",
+        "algorithm.adaptive_entropy={target:0.3,step:0.005,max_coef:1.0}",
         "model.dtype=bfloat16",
         "optim.warmup_steps=10",
     },

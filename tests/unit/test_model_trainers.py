@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.corrections import MISMATCH_SUMS
-from mrl.algorithms.kl import KLControl, KLPenalty
+from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import PPOClip
-from mrl.algorithms.objective import Objective
+from mrl.algorithms.objective import Objective, TokenWeighting
+from mrl.algorithms.parts import Coefficients
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step, step_weights
@@ -18,9 +19,9 @@ from parallel.trainer_config import OptimConfig
 class Group:
     """Stand-in for a worker group: partitions the steps, and makes up the reports."""
 
-    def update(self, steps, packing, *, aggregation, max_response_tokens, lrs, loss, temperature):
+    def update(self, steps, packing, *, weighting, lrs, loss, temperature):
         self.steps, self.lrs = steps, lrs
-        return [self._report(step, partition_step(step, ParallelDims(), packing, aggregation)) for step in steps]
+        return [self._report(step, partition_step(step, ParallelDims(), packing, weighting)) for step in steps]
 
     @staticmethod
     def _report(step, partition) -> UpdateReport:
@@ -58,10 +59,10 @@ def update(
     result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {}, drawn)
     group = Group()
     updates = UpdateRunner(
-        OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), "token_mean", 100, mini_batches, epochs
+        OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), TokenWeighting(), mini_batches, epochs
     )
     policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
-    return policy.update(rollouts, result, step=2, kl_coef=0.0), group
+    return policy.update(rollouts, result, step=2, coefs={}), group
 
 
 def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():
@@ -106,7 +107,7 @@ def test_a_row_that_is_drawn_twice_is_trained_once_with_twice_the_weight():
     _, group = update([1, -1, 0, 2], mini_batches=1, rejected=(1,), counts=[2, 0, 1, 3])
     (step,) = group.steps
     assert step.rows.tolist() == [0, 3] and step.denominator_rows.tolist() == [0, 0, 2, 3, 3, 3]
-    weights = step_weights(step, "token_mean")  # the lengths are 1, 2, 3, 4; row 2 has advantage 0
+    weights = step_weights(step, TokenWeighting())  # the lengths are 1, 2, 3, 4; row 2 has advantage 0
     np.testing.assert_allclose(weights, np.array([2, 0, 0, 3]) / (2 * 1 + 3 + 3 * 4))
 
 
@@ -143,9 +144,9 @@ def test_a_step_that_rejects_every_row_adapts_no_kl_coefficient():
     ]
     metrics = _actor_metrics(reports)
     assert "policy/kl_ref" not in metrics
-    kl = KLControl({"loss": KLPenalty(0.3, target=0.1)})
-    kl.adapt(metrics, samples=100)
-    assert kl.coef("loss") == 0.3
+    coefs = Coefficients({"kl_loss": KLPenalty(0.3, target=0.1)})
+    coefs.adapt(metrics, samples=100)
+    assert coefs.current() == {"kl_loss": 0.3}
 
 
 def test_the_mismatch_is_averaged_over_the_tokens_that_the_engine_reported():
