@@ -212,23 +212,28 @@ class PassAtK:
     """Best reward of the group minus the second best, for the best response; 0 for all others (Tang et al. 2025).
 
     This is the paper's leave-one-out baseline for the objective "best reward among all responses to a prompt". If two
-    responses have the best reward, the advantage of both is 0.
+    responses have the best reward, the advantage of both is 0. With `normalize_std`, the advantage is divided by the standard
+    deviation of the group plus `eps`, as verl does by default.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
+    normalize_std: bool = False
+    eps: float = 1e-4
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
-        index = GroupStatistics(inputs.groups).index
-        order = np.lexsort((inputs.rewards, index))  # sorted by group, then by reward; the best of a group comes last
-        is_best = np.diff(index[order], append=-1) != 0
-        has_second = np.diff(index[order], prepend=-1) == 0  # the previous row belongs to the same group
+        groups = GroupStatistics(inputs.groups)
+        order = np.lexsort(
+            (inputs.rewards, groups.index)
+        )  # sorted by group, then by reward; the best of a group comes last
+        is_best = np.diff(groups.index[order], append=-1) != 0
+        has_second = np.diff(groups.index[order], prepend=-1) == 0  # the previous row belongs to the same group
         rewards = inputs.rewards[order]
         gap = np.diff(rewards, prepend=rewards[:1])
         advantages = np.zeros(len(order))
         advantages[order] = np.where(is_best & has_second, gap, 0.0)
-        return advantages
+        return advantages / (groups.std(inputs.rewards) + self.eps) if self.normalize_std else advantages
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,10 @@ from functools import partial
 
 from mrl.config.translation_rules import (
     AGENT,
-    AGGREGATIONS,
     ALGORITHMS,
     EPOCHS,
     FULL_RECOMPUTE,
     KL,
-    LOSS_MODE,
-    LOSSES,
     OTHER_BACKEND,
     PACKED,
     SCALE,
@@ -23,10 +20,16 @@ from mrl.config.translation_rules import (
     SLIME_KL,
     TOP_K,
     TOP_P,
+    TRL_LOSSES,
     TRL_SCALES,
+    VERL_ACTOR,
     VERL_CORRECTION,
+    VERL_ESTIMATOR,
     VERL_FILTRATION,
     VERL_KL,
+    VERL_LOSS_ARGUMENTS,
+    VERL_LOSS_MODE,
+    VERL_SCALE,
     Note,
     Rule,
     choice,
@@ -44,19 +47,27 @@ from mrl.config.translation_rules import (
     switch,
     trackers,
     trl_adaptive_entropy,
-    trl_clip,
     trl_correction,
     trl_kl_kind,
+    trl_level,
+    trl_loss_argument,
     trl_prompts,
+    trl_top_entropy,
+    verl_aggregation,
     verl_clip,
-    verl_clip_both,
     verl_correction,
-    verl_loss,
+    verl_estimator,
+    verl_filter_metric,
+    verl_gdpo_weights,
+    verl_loss_argument,
+    verl_loss_mode,
+    verl_loss_scale,
     verl_optim_rules,
+    verl_scale,
     warmup_steps,
 )
 
-_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
+_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout.", VERL_ACTOR
 SIGNS = ("positive", "negative")
 
 VERL: dict[str, Rule] = {
@@ -123,26 +134,15 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}use_dynamic_bsz": PACKED,
     f"{_ACTOR}ppo_epochs": "algorithm.epochs",
     f"{_ACTOR}grad_clip": "optim.clip_grad",
-    f"{_ACTOR}clip_ratio": verl_clip_both,
-    f"{_ACTOR}clip_ratio_low": partial(verl_clip, "low"),
-    f"{_ACTOR}clip_ratio_high": partial(verl_clip, "high"),
-    f"{_ACTOR}clip_ratio_c": partial(
-        verl_loss, {"vanilla": "dual_clip", "dppo_tv": "max_ratio", "dppo_kl": "max_ratio"}
-    ),
-    f"{_ACTOR}tau_pos": partial(verl_loss, {"sapo": "tau_positive"}),
-    f"{_ACTOR}tau_neg": partial(verl_loss, {"sapo": "tau_negative"}),
+    f"{_ACTOR}clip_ratio": verl_clip,
+    **{f"{_ACTOR}{key}": partial(verl_loss_argument, key) for key in VERL_LOSS_ARGUMENTS},
     f"{_ACTOR}entropy_coeff": "algorithm.entropy_coef",
     f"{_ACTOR}use_kl_loss": partial(kl_penalty, "loss", f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type", VERL_KL),
     f"{_ACTOR}kl_loss_coef": Note("part of algorithm.kl_in_loss", needed=False),
     f"{_ACTOR}kl_loss_type": Note("part of algorithm.kl_in_loss", needed=False),
-    f"{_ACTOR}loss_agg_mode": partial(choice, "aggregation", AGGREGATIONS),
-    LOSS_MODE: partial(choice, "loss", LOSSES),
-    f"{_ACTOR}policy_loss.clip_cov_ratio": partial(verl_loss, {"clip_cov": "fraction"}),
-    f"{_ACTOR}policy_loss.clip_cov_lb": partial(verl_loss, {"clip_cov": "low"}),
-    f"{_ACTOR}policy_loss.clip_cov_ub": partial(verl_loss, {"clip_cov": "high"}),
-    f"{_ACTOR}policy_loss.kl_cov_ratio": partial(verl_loss, {"kl_cov": "fraction"}),
-    f"{_ACTOR}policy_loss.ppo_kl_coef": partial(verl_loss, {"kl_cov": "coef"}),
-    f"{_ACTOR}policy_loss.dro_beta": partial(verl_loss, {"dro": "beta"}),
+    f"{_ACTOR}loss_agg_mode": verl_aggregation,
+    f"{_ACTOR}loss_scale_factor": verl_loss_scale,
+    VERL_LOSS_MODE: verl_loss_mode,
     f"{_ACTOR}calculate_sum_pi_squared": Note("computed if an advantage estimator needs it", needed=False),
     **layout_rules(f"{_ACTOR}megatron."),
     f"{_ACTOR}megatron.override_transformer_config.*": "megatron.*",
@@ -155,8 +155,10 @@ VERL: dict[str, Rule] = {
     "critic.ppo_epochs": "critic.epochs",
     "critic.ppo_micro_batch_size_per_gpu": SIZES,
     **layout_rules("critic.megatron.", "critic.parallel"),
-    "algorithm.adv_estimator": partial(choice, "estimator", ALGORITHMS),
-    "algorithm.norm_adv_by_std_in_grpo": partial(switch, {SCALE: "group"}, {SCALE: "none"}),
+    VERL_ESTIMATOR: verl_estimator,
+    VERL_SCALE: verl_scale,
+    "algorithm.gdpo_reward_keys": verl_gdpo_weights,
+    "algorithm.gdpo_reward_weights": Note("part of algorithm.advantage.weights", needed=False),
     "algorithm.gamma": lambda value, values: gae_argument("gamma", value, values),
     "algorithm.lam": lambda value, values: gae_argument("lam", value, values),
     "algorithm.use_kl_in_reward": partial(
@@ -171,7 +173,7 @@ VERL: dict[str, Rule] = {
         switch, {"rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"}, None
     ),
     "algorithm.filter_groups.max_num_gen_batches": "rollout.max_sampling_rounds",
-    "algorithm.filter_groups.metric": Note("mrl's filter compares the rewards of a group"),
+    "algorithm.filter_groups.metric": verl_filter_metric,
     f"{VERL_CORRECTION}rollout_is": verl_correction,
     f"{VERL_CORRECTION}rollout_rs": verl_correction,
     f"{VERL_CORRECTION}bypass_mode": verl_correction,
@@ -364,24 +366,21 @@ TRL: dict[str, Rule] = {
     ),
     "use_bias_correction_kl": Note("part of algorithm.kl_in_loss", needed=False),
     "epsilon": lambda value, values: (
-        trl_clip("clip_low", value, values)
-        | ({} if values.get("epsilon_high") else trl_clip("clip_high", value, values))
+        trl_loss_argument("clip_low", value, values)
+        | ({} if values.get("epsilon_high") else trl_loss_argument("clip_high", value, values))
     ),
-    "epsilon_high": partial(trl_clip, "clip_high"),
-    "delta": partial(trl_clip, "dual_clip"),
-    "top_entropy_quantile": lambda value, values: (
-        {"algorithm": "top_entropy", "algorithm.loss.fraction": value}
-        if float(value) < 1
-        else Note("1.0 trains all tokens, which is the default", needed=False)
-    ),
-    "sapo_temperature_pos": "algorithm.loss.tau_positive",
-    "sapo_temperature_neg": "algorithm.loss.tau_negative",
-    **{f"vespo_{name}_{sign[:3]}": f"algorithm.loss.{name}_{sign}" for name in ("k", "lambda") for sign in SIGNS},
-    "loss_type": partial(choice, "loss", LOSSES),
+    "epsilon_high": partial(trl_loss_argument, "clip_high"),
+    "delta": partial(trl_loss_argument, "dual_clip"),
+    "top_entropy_quantile": trl_top_entropy,
+    **{f"sapo_temperature_{sign[:3]}": partial(trl_loss_argument, f"tau_{sign}") for sign in SIGNS},
+    **{
+        f"vespo_{name}_{sign[:3]}": partial(trl_loss_argument, f"{name}_{sign}")
+        for name in ("k", "lambda")
+        for sign in SIGNS
+    },
+    "loss_type": partial(choice, "loss", TRL_LOSSES),
     "scale_rewards": partial(choice, "scale", TRL_SCALES),
-    "importance_sampling_level": partial(
-        choice, "level", {"token": Note("the default", needed=False), "sequence": {"algorithm": "gspo"}}
-    ),
+    "importance_sampling_level": trl_level,
     "entropy_coef": "algorithm.entropy_coef",
     "mask_truncated_completions": "algorithm.mask_truncated",
     "use_adaptive_entropy": trl_adaptive_entropy,
@@ -392,7 +391,7 @@ TRL: dict[str, Rule] = {
     "vllm_importance_sampling_correction": trl_correction,
     "vllm_importance_sampling_*": Note("part of algorithm.correction", needed=False),
     "off_policy_mask_threshold": trl_correction,
-    "use_vllm": Note("mrl samples with SGLang", needed=False),
+    "use_vllm": trl_correction,
     "vllm_mode": partial(
         choice, "mode", {"colocate": {"placement": "colocated"}, "server": {"placement": "disaggregated"}}
     ),
@@ -421,7 +420,7 @@ _TARGETS = {  # key of another trainer whose rule is a function -> the mrl key t
     f"{_ACTOR}use_kl_loss": "algorithm.kl_in_loss",
     f"{_ACTOR}kl_loss_coef": "algorithm.kl_in_loss.coef",
     f"{_ACTOR}loss_agg_mode": "algorithm.aggregation",
-    "algorithm.adv_estimator": "algorithm",
+    VERL_ESTIMATOR: "algorithm",
     "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",
     "algorithm.filter_groups.enable": "rollout.filter",
     "custom_reward_function.path": "reward.path",

@@ -8,9 +8,10 @@ from typing import Any
 from mrl.config.process_schema import TrackingBackend
 
 KL = "mrl.algorithms.kl.KLPenalty"
-LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
-VERL_CORRECTION = "algorithm.rollout_correction."
-SCALE = "algorithm.advantage.scale_rewards"
+VERL_ACTOR, VERL_CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
+VERL_LOSS_MODE = f"{VERL_ACTOR}policy_loss.loss_mode"
+VERL_ESTIMATOR, VERL_SCALE = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+SCALE, LOSS, AGGREGATION = "algorithm.advantage.scale_rewards", "algorithm.loss._target_", "algorithm.aggregation"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,12 @@ def kl_penalty(
     name = kinds.get(str(values.get(kind, "k3" if term == "loss" else "k1")).lower())
     if name is None:
         return Note(f"mrl has no KL estimator {values[kind]!r}")
-    return {f"algorithm.kl_in_{term}": {"_target_": KL, "coef": values.get(coef, 0.001), "kind": name}}
+    penalty = {"_target_": KL, "coef": values.get(coef, 0.001), "kind": name}
+    control = coef.removesuffix("kl_coef")
+    if term == "reward" and values.get(f"{control}type") == "adaptive":
+        penalty["target"] = values.get(f"{control}target_kl", 0.1)
+        penalty["horizon"] = values.get(f"{control}horizon", 10_000)
+    return {f"algorithm.kl_in_{term}": penalty}
 
 
 def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Overrides | Note:
@@ -114,31 +120,62 @@ ALGORITHMS = {
     "reinforce_plus_plus_baseline": {"algorithm": "reinforce_pp_baseline"},
     "on_policy_distillation": {"algorithm": "distill"},
 }
-LOSSES = {
-    "vanilla": Note("the loss of the algorithm", needed=False),
-    "gspo": {"algorithm": "gspo"},
-    "clip_cov": {"algorithm": "clip_cov"},
-    "kl_cov": {"algorithm": "kl_cov"},
-    "geo_mean": {"algorithm": "gmpo"},
+_TOKEN_LOSSES, _SEQUENCE_LOSSES = "mrl.algorithms.losses.", "mrl.algorithms.sequence_losses."
+_SEQUENCE_MEAN = {AGGREGATION: "sequence_mean"}
+VERL_LOSSES: dict[str, Overrides] = {  # loss_mode -> its loss, and its aggregation if it always has the same one
+    "vanilla": {LOSS: f"{_TOKEN_LOSSES}PPOClip"},
+    "gspo": {LOSS: f"{_SEQUENCE_LOSSES}GSPO", **_SEQUENCE_MEAN},
+    "geo_mean": {LOSS: f"{_SEQUENCE_LOSSES}GMPO", **_SEQUENCE_MEAN},
+    "sapo": {LOSS: f"{_TOKEN_LOSSES}SAPO", **_SEQUENCE_MEAN},
+    "cispo": {LOSS: f"{_TOKEN_LOSSES}CISPO"},
+    "gpg": {LOSS: f"{_TOKEN_LOSSES}PolicyGradient"},
+    "clip_cov": {LOSS: f"{_TOKEN_LOSSES}ClipCov"},
+    "kl_cov": {LOSS: f"{_TOKEN_LOSSES}KLCov", "algorithm.loss.kl": "abs"},
+    "dppo_tv": {LOSS: f"{_TOKEN_LOSSES}DPPO", "algorithm.loss.divergence": "tv"},
+    "dppo_kl": {LOSS: f"{_TOKEN_LOSSES}DPPO", "algorithm.loss.divergence": "kl"},
+    "dro": {LOSS: f"{_TOKEN_LOSSES}DRO"},
+}
+_CLIPPED, _DPPO = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov"), ("dppo_tv", "dppo_kl")
+VERL_LOSS_ARGUMENTS: dict[str, dict[str, str]] = {  # key of verl's actor -> loss_mode -> argument of the loss in mrl
+    "clip_ratio_low": dict.fromkeys(_CLIPPED, "clip_low") | dict.fromkeys(_DPPO, "delta_low"),
+    "clip_ratio_high": dict.fromkeys(_CLIPPED, "clip_high") | dict.fromkeys(_DPPO, "delta_high"),
+    "clip_ratio_c": {"vanilla": "dual_clip"} | dict.fromkeys(_DPPO, "max_ratio"),
+    "tau_pos": {"sapo": "tau_positive"},
+    "tau_neg": {"sapo": "tau_negative"},
+    "policy_loss.clip_cov_ratio": {"clip_cov": "fraction"},
+    "policy_loss.clip_cov_lb": {"clip_cov": "low"},
+    "policy_loss.clip_cov_ub": {"clip_cov": "high"},
+    "policy_loss.kl_cov_ratio": {"kl_cov": "fraction"},
+    "policy_loss.ppo_kl_coef": {"kl_cov": "coef"},
+    "policy_loss.dro_beta": {"dro": "beta"},
+}
+_CLIP_BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+VERL_LOSS_DEFAULTS: dict[str, dict[str, float]] = {  # loss_mode -> verl's defaults where mrl has others
+    **dict.fromkeys(("gspo", "geo_mean", "cispo", "clip_cov"), _CLIP_BOUNDS),
+    **{mode: {"clip_ratio_c": 3.0} for mode in _DPPO},
+    "kl_cov": {"policy_loss.ppo_kl_coef": 0.1},
+}
+TRL_LOSSES = {
     "cispo": {"algorithm": "cispo"},
     "sapo": {"algorithm": "sapo"},
-    "dppo_tv": {"algorithm": "dppo_tv"},
-    "dppo_kl": {"algorithm": "dppo_kl"},
-    "dro": {"algorithm": "dro"},
-    "gpg": {"algorithm.loss._target_": "mrl.algorithms.losses.PolicyGradient"},
     "vespo": {"algorithm": "vespo"},
     "luspo": {"algorithm": "luspo"},
-    "bnpo": {"algorithm.aggregation": "token_mean"},
-    "dapo": {"algorithm.aggregation": "token_mean"},
-    "grpo": {"algorithm.aggregation": "sequence_mean"},
-    "dr_grpo": {"algorithm.aggregation": "fixed_length", SCALE: "none"},
+    "bnpo": {AGGREGATION: "token_mean"},
+    "dapo": {AGGREGATION: "token_mean"},
+    "grpo": {AGGREGATION: "sequence_mean"},
+    "dr_grpo": {AGGREGATION: "fixed_length"},
 }
-AGGREGATIONS = {
-    "token_mean": {"algorithm.aggregation": "token_mean"},
-    "seq_mean_token_mean": {"algorithm.aggregation": "sequence_mean"},
-    "seq_mean_token_sum": {"algorithm.aggregation": "sequence_sum"},
-    "seq_mean_token_sum_norm": {"algorithm.aggregation": "fixed_length"},
-    "token_sum": {"algorithm.aggregation": "token_sum"},
+_TRL_LOSS_CLASSES = {
+    "cispo": f"{_TOKEN_LOSSES}CISPO",
+    "sapo": f"{_TOKEN_LOSSES}SAPO",
+    "vespo": f"{_SEQUENCE_LOSSES}VESPO",
+}
+VERL_AGGREGATIONS = {
+    "token_mean": {AGGREGATION: "token_mean"},
+    "seq_mean_token_mean": {AGGREGATION: "sequence_mean"},
+    "seq_mean_token_sum": {AGGREGATION: "sequence_sum"},
+    "seq_mean_token_sum_norm": {AGGREGATION: "fixed_length"},
+    "token_sum": {AGGREGATION: "token_sum"},
 }
 TRL_SCALES = {n: {SCALE: n} for n in ("group", "batch", "none")} | {"true": {SCALE: "group"}, "false": {SCALE: "none"}}
 VERL_KL = {
@@ -219,26 +256,88 @@ def trl_prompts(completions: int, values: Values) -> Overrides:
     return {"rollout.prompts_per_step": max(1, completions // int(str(values.get("num_generations", 8))))}
 
 
-def verl_loss(arguments: Mapping[str, str], value: Any, values: Values) -> Overrides | Note:
-    """Set an argument of the loss. `arguments`: loss_mode -> name of the argument in mrl. Other losses do not use it."""
-    mode = str(values.get(LOSS_MODE, "vanilla")).lower()
-    name = arguments.get(mode)
+def verl_estimator(value: Any, values: Values) -> Overrides | Note:
+    """Select the config of an advantage estimator, with the loss that verl combines with every estimator."""
+    found = choice("estimator", ALGORITHMS, value, values)
+    if isinstance(found, Note):
+        return found
+    if str(value).lower() == "grpo_passk":
+        found = found | {"algorithm.advantage.normalize_std": is_on(values.get(VERL_SCALE, True))}
+    if VERL_LOSS_MODE not in values and found["algorithm"] in ("rloo", "remax", "opo", "gpg"):  # configs without a clip
+        found = found | VERL_LOSSES[verl_mode(values)]
+    return found
+
+
+def verl_scale(value: Any, values: Values) -> Overrides | Note:
+    """Set whether GRPO divides by the standard deviation."""
+    if str(values.get(VERL_ESTIMATOR, "gae")).lower() not in ("grpo", "grpo_vectorized"):
+        return Note("only for the advantages of GRPO; for grpo_passk, part of algorithm.advantage", needed=False)
+    return {SCALE: "group" if is_on(value) else "none"}
+
+
+def verl_mode(values: Values) -> str:
+    """Return the name of verl's loss. With rollout_correction.bypass_mode, policy_loss.loss_mode has no effect."""
+    if is_on(values.get(f"{VERL_CORRECTION}bypass_mode", False)):
+        return "gpg" if values.get(f"{VERL_CORRECTION}loss_type") == "reinforce" else "vanilla"
+    return str(values.get(VERL_LOSS_MODE, "vanilla")).lower().replace("-", "_")
+
+
+def verl_loss_mode(value: Any, values: Values) -> Overrides | Note:
+    """Select the loss, with verl's defaults for the arguments that the config does not set."""
+    mode = verl_mode(values)
+    found = choice("loss", VERL_LOSSES, mode, values)
+    if isinstance(found, Note):
+        return found
+    given = {key for key in VERL_LOSS_ARGUMENTS if values.get(VERL_ACTOR + key) is not None}
+    given |= _CLIP_BOUNDS.keys() if values.get(f"{VERL_ACTOR}clip_ratio") is not None else set()
+    defaults = {key: default for key, default in VERL_LOSS_DEFAULTS.get(mode, {}).items() if key not in given}
+    return found | {f"algorithm.loss.{VERL_LOSS_ARGUMENTS[key][mode]}": default for key, default in defaults.items()}
+
+
+def verl_aggregation(value: Any, values: Values) -> Overrides | Note:
+    """Select the aggregation. Some of verl's losses always have the same one."""
+    mode = verl_mode(values)
+    if AGGREGATION in VERL_LOSSES.get(mode, {}):
+        return Note(f"the loss {mode} always has algorithm.aggregation=sequence_mean", needed=False)
+    return choice("aggregation", VERL_AGGREGATIONS, value, values)
+
+
+def verl_loss_argument(key: str, value: Any, values: Values) -> Overrides | Note:
+    """Set an argument of the loss. `key`: key of VERL_LOSS_ARGUMENTS."""
+    name = VERL_LOSS_ARGUMENTS[key].get(mode := verl_mode(values))
     return {f"algorithm.loss.{name}": value} if name else Note(f"the loss {mode} does not use it", needed=False)
 
 
-_CLIPPED = ("vanilla", "gspo", "clip_cov", "geo_mean", "cispo", "bypass_mode")
+def verl_clip(value: Any, values: Values) -> Overrides | Note:
+    """Set both bounds of the clip, except those that have keys of their own."""
+    found: Overrides = {}
+    for key in _CLIP_BOUNDS:
+        bound = verl_loss_argument(key, value, values)
+        if isinstance(bound, Note):
+            return bound
+        found |= bound if values.get(VERL_ACTOR + key) is None else {}
+    return found or Note("clip_ratio_low and clip_ratio_high decide", needed=False)
 
 
-def verl_clip(side: str, value: Any, values: Values) -> Overrides | Note:
-    """Set one bound of the clip. `side`: low or high."""
-    arguments = dict.fromkeys(_CLIPPED, f"clip_{side}") | dict.fromkeys(("dppo_tv", "dppo_kl"), f"delta_{side}")
-    return verl_loss(arguments, value, values)
+def verl_filter_metric(value: Any, values: Values) -> Overrides | Note:
+    """Select the part of the reward that the filter of groups compares."""
+    if not is_on(values.get("algorithm.filter_groups.enable", False)):
+        return Note("algorithm.filter_groups.enable is off", needed=False)
+    if value in ("reward", "score", "seq_reward", "seq_final_reward"):
+        return Note("the filter compares total rewards", needed=False)
+    return {"rollout.filter.metric": "correctness" if value == "acc" else value}
 
 
-def verl_clip_both(value: Any, values: Values) -> Overrides | Note:
-    """Set both bounds of the clip."""
-    low, high = (verl_clip(side, value, values) for side in ("low", "high"))
-    return low | high if isinstance(low, dict) and isinstance(high, dict) else low
+def verl_loss_scale(value: Any, values: Values) -> Note:
+    """Explain the length by which the aggregation fixed_length divides."""
+    same = str(value) == str(values.get("data.max_response_length"))
+    return Note("algorithm.aggregation=fixed_length divides by rollout.max_response_tokens", needed=not same)
+
+
+def verl_gdpo_weights(value: Any, values: Values) -> Overrides:
+    """Set the weights of the parts of the reward. `value`: names of the parts."""
+    weights = values.get("algorithm.gdpo_reward_weights") or [1.0] * len(value)
+    return {"algorithm.advantage.weights": dict(zip(value, weights, strict=True))}
 
 
 def correction_node(nodes: list[Overrides]) -> Overrides:
@@ -263,11 +362,13 @@ def verl_correction(value: Any, values: Values) -> Overrides | Note:
         nodes.append(_verl_weights(str(read("rollout_is")), str(read("rollout_is_threshold", 2.0))))
         if is_on(read("rollout_is_batch_normalize")):
             nodes[-1]["batch_normalize"] = True
+        if not bypass and str(values.get(VERL_ESTIMATOR)).endswith("optimal_token_baseline"):
+            overrides["algorithm.advantage.correction"] = nodes[-1]
     if bypass:
         overrides["algorithm.old_logprobs"] = "rollout"
         nodes = [node | {"numerator": "current"} for node in nodes]
         if policy_gradient:
-            overrides["algorithm.loss._target_"] = "mrl.algorithms.losses.PolicyGradient"
+            overrides |= VERL_LOSSES["gpg"]
     if not nodes and not overrides:
         return Note("no correction is the default", needed=False)
     return overrides | (correction_node(nodes) if nodes else {})
@@ -301,9 +402,12 @@ def _verl_weights(level: str, threshold: str) -> Overrides:
 
 
 def trl_correction(value: Any, values: Values) -> Overrides | Note:
-    """Translate the keys vllm_importance_sampling_* and off_policy_mask_threshold together."""
+    """Translate the keys vllm_importance_sampling_* and off_policy_mask_threshold together.
+
+    The result is the same for each of these keys and for use_vllm. With vLLM, trl corrects by default.
+    """
     prefix, nodes = "vllm_importance_sampling_", list[dict[str, Any]]()
-    if is_on(values.get(f"{prefix}correction", False)):
+    if is_on(values.get(f"{prefix}correction", values.get("use_vllm", False))):
         level, _, mode = str(values.get(f"{prefix}mode", "sequence_mask")).partition("_")
         high = values.get(f"{prefix}clip_max", values.get(f"{prefix}cap", 3.0))
         low = values.get(f"{prefix}clip_min")
@@ -314,15 +418,35 @@ def trl_correction(value: Any, values: Values) -> Overrides | Note:
     return correction_node(nodes) if nodes else Note("off is the default", needed=False)
 
 
-def trl_clip(name: str, value: Any, values: Values) -> Overrides:
-    """Set an argument of PPOClip. With top_entropy_quantile, PPOClip is an argument of the loss TopEntropy."""
+def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
+    """Set an argument of the loss. With top_entropy_quantile, the loss is an argument of the loss TopEntropy."""
     inner = ".loss" if float(values.get("top_entropy_quantile") or 1.0) < 1 else ""
     return {f"algorithm.loss{inner}.{name}": value}
 
 
+def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
+    """Restrict the loss that the other keys select to the tokens with the largest entropy."""
+    if float(value) >= 1:
+        return Note("1.0 trains all tokens, which is the default", needed=False)
+    ratio_of_response = values.get("importance_sampling_level") == "sequence"
+    default = f"{_SEQUENCE_LOSSES}GSPO" if ratio_of_response else f"{_TOKEN_LOSSES}PPOClip"
+    loss = _TRL_LOSS_CLASSES.get(str(values.get("loss_type")), default)
+    arguments = {"_target_": f"{_TOKEN_LOSSES}TopEntropy", "fraction": value, "loss._target_": loss}
+    return {f"algorithm.loss.{name}": argument for name, argument in arguments.items()}
+
+
+def trl_level(value: Any, values: Values) -> Overrides | Note:
+    """Select the ratio of the response for the level `sequence`. The loss luspo always has it."""
+    if value == "token":
+        return Note("the default", needed=False)
+    if values.get("loss_type") == "luspo":
+        return Note("part of algorithm=luspo", needed=False)
+    return {"algorithm": "gspo"} | ({} if "loss_type" in values else {AGGREGATION: "token_mean"})
+
+
 def trl_kl_kind(values: Values) -> str:
-    """Name of trl's KL estimate: k3, or k3 times the ratio pi / pi_old with use_bias_correction_kl."""
-    return "unbiased" if is_on(values.get("use_bias_correction_kl", False)) else "k3"
+    """Name of trl's KL estimate: k3 times the ratio pi / pi_old, or k3 without use_bias_correction_kl."""
+    return "unbiased" if is_on(values.get("use_bias_correction_kl", True)) else "k3"
 
 
 def trl_adaptive_entropy(value: Any, values: Values) -> Overrides | Note:

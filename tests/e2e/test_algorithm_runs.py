@@ -10,8 +10,15 @@ from run_comparison import check_equal_weights, learning_metrics
 pytestmark = pytest.mark.extended
 
 NORMALIZED = ["correction=decoupled_token_is", "++algorithm.correction.batch_normalize=true"]
+PASS_AT_K = ["algorithm.advantage._target_=mrl.algorithms.advantages.PassAtK", "algorithm.advantage.normalize_std=true"]
 RUNS = {
     "otb": ["algorithm=otb"],
+    "luspo": ["algorithm=luspo"],
+    "vespo": ["algorithm=vespo", "algorithm.old_logprobs=rollout"],
+    "dppo_kl": ["algorithm=dppo_kl", "algorithm.aggregation=token_sum"],
+    "lite_ppo": ["algorithm=lite_ppo", "++algorithm.kl_in_loss={coef: 0.01, kind: abs}"],
+    "pass@k": ["algorithm=grpo", *PASS_AT_K],
+    "rejection": ["algorithm=grpo", "correction=decoupled_k3_rs", "++algorithm.correction.high=1e-4"],
     "top_entropy": ["algorithm=top_entropy", "algorithm.loss.fraction=0.3"],
     "normalized weights": ["algorithm=dro", *NORMALIZED],
     "engine as old policy": ["algorithm=grpo", "correction=bypass_pg_geo_rs_seq_tis"],
@@ -53,14 +60,24 @@ def test_every_step_trains(run_of, name):
     assert len(steps) == 4
     assert all(math.isfinite(step["loss/policy"]) for step in steps)
     assert any(step["optim/grad_norm"] > 0 for step in steps)
+    if name == "rejection":
+        assert any(0 < step["correction/rejected_fraction"] < 1 for step in steps)
 
 
-def test_one_process_has_the_losses_of_two_replicas(run_of, replays):
-    """The mean weight and the entropies are those of the whole step, and not of the tokens of one replica."""
-    for name, metric in {"normalized weights": "correction/weight_mean", "top_entropy": "loss/clip_fraction"}.items():
-        for found, expected in zip(replays(*RUNS[name]).metrics(), run_of(name).metrics(), strict=True):
-            for each in ("loss/policy", "optim/grad_norm", metric):
-                assert found[each] == pytest.approx(expected[each], abs=2e-5, rel=2e-5), (name, each)
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    {
+        "normalized weights": ["correction/weight_mean"],
+        "top_entropy": ["loss/clip_fraction"],
+        "otb": ["advantage/std"],
+        "pf_ppo": ["advantage/drawn_fraction", "critic/loss"],
+    }.items(),
+)
+def test_one_process_has_the_losses_of_two_replicas(run_of, replays, name, metrics):
+    """Mean weights, entropies, baselines and draws are those of the whole step, and not of the tokens of one replica."""
+    for found, expected in zip(replays(*RUNS[name]).metrics(), run_of(name).metrics(), strict=True):
+        for each in ("loss/policy", "optim/grad_norm", *metrics):
+            assert found[each] == pytest.approx(expected[each], abs=2e-5, rel=2e-5), (name, each)
 
 
 def test_policy_filtration_draws_the_same_responses_after_a_resume(run_of, replays):

@@ -14,4 +14,4 @@ def peer() -> Callable:
     if missing := missing_packages():
         pytest.skip(missing)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=install) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
+        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()

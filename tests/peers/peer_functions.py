@@ -37,11 +37,19 @@ def install() -> None:
 
 
 class Padded:
-    """Arrays [R] of B responses as tensors [B, T], and the mask of their tokens."""
+    """Arrays [R] of B responses as tensors [B, T], and the mask of their tokens.
 
-    def __init__(self, lengths: NDArray) -> None:
-        self.lengths, width = torch.tensor(lengths), int(max(lengths))
-        self.bool_mask = torch.arange(width)[None] < self.lengths[:, None]
+    `gaps` [R]: number of masked tokens before each token, such as tokens of tool results, which the policy did not sample.
+    """
+
+    def __init__(self, lengths: NDArray, gaps: NDArray | None = None) -> None:
+        gaps = np.zeros(sum(lengths), int) if gaps is None else gaps
+        ends = np.cumsum(lengths)
+        positions = [np.cumsum(gaps[end - n : end] + 1) - 1 for end, n in zip(ends, lengths, strict=True)]
+        rows, columns = np.repeat(np.arange(len(lengths)), lengths), np.concatenate(positions)
+        self.lengths = torch.tensor(lengths)
+        self.bool_mask = torch.zeros(len(lengths), max(columns) + 1, dtype=torch.bool)
+        self.bool_mask[rows, columns] = True
         self.mask = self.bool_mask.to(torch.float64)
 
     def __call__(self, values: NDArray, filler: float = 0.0) -> Tensor:
@@ -62,12 +70,17 @@ def _gradient(pad: Padded, logprobs: Tensor, loss: Tensor) -> tuple[float, NDArr
 # verl
 
 
-def verl_advantages(name: str, batch: Any, settings: Mapping[str, Any]) -> NDArray:
-    """Return the advantages [R] of one of verl's estimators. `settings`: fields of AlgoConfig."""
+def verl_advantages(
+    name: str, batch: Any, settings: Mapping[str, Any], gaps: NDArray | None = None, **others: Any
+) -> NDArray:
+    """Return the advantages [R] of one of verl's estimators.
+
+    `settings`: fields of AlgoConfig. `gaps`: see Padded. `others`: further arguments of the estimator; arrays [R] are padded.
+    """
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    estimator, pad = get_adv_estimator_fn(name), Padded(batch.lengths)
+    estimator, pad = get_adv_estimator_fn(name), Padded(batch.lengths, gaps)
     config = AlgoConfig(**settings)
     columns = {name: pad(values) for name, values in batch.columns.items()}
     prompt = torch.ones(len(batch.lengths), 2)
@@ -85,6 +98,7 @@ def verl_advantages(name: str, batch: Any, settings: Mapping[str, Any]) -> NDArr
         "reward_baselines": torch.tensor(batch.greedy_rewards),
         "non_tensor_batch": batch.parts,
         "batch": {"prompts": prompt, "attention_mask": torch.cat([prompt, pad.mask], 1).long()},
+        **{name: pad(value) if isinstance(value, np.ndarray) else value for name, value in others.items()},
     }
     parameters = inspect.signature(estimator).parameters
     advantages, _ = estimator(**{name: value for name, value in available.items() if name in parameters})
@@ -155,6 +169,17 @@ def verl_correction(
     return pad.flat(given), pad.flat(mask)
 
 
+def verl_kl_coefs(coef: float, target: float, horizon: int, measured: list[float], samples: int) -> list[float]:
+    """Return verl's adaptive KL coefficient after each of the steps that measured these KL divergences."""
+    from verl.trainer.ppo.core_algos import AdaptiveKLController
+
+    controller, coefs = AdaptiveKLController(coef, target, horizon), []
+    for value in measured:
+        controller.update(value, samples)
+        coefs.append(float(controller.value))
+    return coefs
+
+
 def verl_kl(case: Any, kind: str) -> tuple[NDArray, NDArray]:
     """Return verl's KL estimates [R], and the gradient [R] of their sum."""
     from verl.trainer.ppo.core_algos import kl_penalty
@@ -200,15 +225,53 @@ def verl_filtration(rewards: NDArray, method: str, power: float, repetitions: in
 # trl
 
 
-def trl_loss(case: Any, settings: Mapping[str, Any]) -> tuple[float, NDArray]:
-    """Return the loss of trl's GRPOTrainer for a batch, and its gradient [R]. `settings`: fields of GRPOConfig.
+def trl_loss(case: Any, settings: Mapping[str, Any], weights: NDArray | None = None) -> tuple[float, NDArray]:
+    """Return the loss of trl's GRPOTrainer for a batch, and its gradient [R].
 
-    The trainer has no model: its log-probabilities and entropies are those of the case.
+    `settings`: fields of GRPOConfig. `weights` [R]: importance weights of the correction.
     """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    pad, count = Padded(case.lengths), len(case.lengths)
-    logprobs = pad(case.logprobs).requires_grad_()
+    pad = Padded(case.lengths)
+    logprobs, inputs = pad(case.logprobs).requires_grad_(), _trl_inputs(case, pad)
+    trainer = _trl_trainer(settings, logprobs, pad(case.columns["entropies"]))
+    if weights is not None:
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        inputs["importance_sampling_ratio"] = pad(weights, 1.0)
+    return _gradient(pad, logprobs, GRPOTrainer._compute_loss(trainer, None, inputs))
+
+
+def trl_entropy_steps(
+    case: Any, entropies: NDArray, settings: Mapping[str, Any]
+) -> tuple[list[float], list[float], list[NDArray]]:
+    """Return what trl's entropy bonus does in steps whose tokens have the `entropies` [steps, R].
+
+    The results are, for each step, its loss, the coefficient after it, and the gradient [R] with respect to the entropies.
+    `settings`: fields of GRPOConfig. The log-probabilities are the same in all steps.
+    """
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    pad = Padded(case.lengths)
+    trainer = _trl_trainer(settings, pad(case.logprobs), torch.empty(0))
+    losses, coefs, slopes = [], [], []
+    for values in entropies:
+        entropy = pad(values).requires_grad_()
+        trainer._get_per_token_logps_and_entropies = lambda *args, entropy=entropy, **kwargs: (
+            pad(case.logprobs).requires_grad_(),
+            entropy,
+            None,
+        )
+        loss, slope = _gradient(pad, entropy, GRPOTrainer._compute_loss(trainer, None, _trl_inputs(case, pad)))
+        losses.append(loss)
+        coefs.append(trainer.entropy_coef)
+        slopes.append(slope)
+    return losses, coefs, slopes
+
+
+def _trl_trainer(settings: Mapping[str, Any], logprobs: Tensor, entropies: Tensor) -> SimpleNamespace:
+    """Return what the loss of trl's GRPOTrainer reads of the trainer. Log-probabilities and entropies replace the model."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
     given = {
         "loss_type": "grpo",
         "epsilon": 0.2,
@@ -226,6 +289,12 @@ def trl_loss(case: Any, settings: Mapping[str, Any]) -> tuple[float, NDArray]:
         "vespo_lambda_pos": 3.0,
         "vespo_k_neg": 3.0,
         "vespo_lambda_neg": 2.0,
+        "entropy_coef": 0.0,
+        "use_adaptive_entropy": False,
+        "entropy_target": 0.2,
+        "entropy_coef_delta": 0.005,
+        "entropy_coef_min": 0.0,
+        "entropy_coef_max": 1.0,
     } | dict(settings)
     trainer = SimpleNamespace(
         **given,
@@ -237,17 +306,24 @@ def trl_loss(case: Any, settings: Mapping[str, Any]) -> tuple[float, NDArray]:
         vllm_importance_sampling_correction=False,
         aux_loss_enabled=False,
         current_gradient_accumulation_steps=1,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=given["entropy_coef"] != 0 or given["use_adaptive_entropy"],
+        _last_world_entropy=float("inf"),
+        _entropy_window_stats=None,
         _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs, pad(case.columns["entropies"]), None),
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs, entropies, None),
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
     )
     trainer.get_high_entropy_mask = lambda *args: GRPOTrainer.get_high_entropy_mask(trainer, *args)
-    firsts = np.cumsum(case.lengths) - case.lengths
-    inputs = {
-        "prompt_ids": torch.ones(count, 2, dtype=torch.long),
-        "prompt_mask": torch.ones(count, 2, dtype=torch.long),
+    return trainer
+
+
+def _trl_inputs(case: Any, pad: Padded) -> dict[str, Tensor]:
+    """Return the inputs of the loss of trl's GRPOTrainer."""
+    prompt, firsts = torch.ones(len(case.lengths), 2, dtype=torch.long), np.cumsum(case.lengths) - case.lengths
+    return {
+        "prompt_ids": prompt,
+        "prompt_mask": prompt,
         "completion_ids": torch.ones(pad.mask.shape, dtype=torch.long),
         "completion_mask": pad.mask.long(),
         "advantages": torch.tensor(case.advantages[firsts]),
@@ -256,13 +332,33 @@ def trl_loss(case: Any, settings: Mapping[str, Any]) -> tuple[float, NDArray]:
         "sampling_per_token_logps": pad(case.rollout),
         "ref_per_token_logps": pad(case.columns["ref_logprobs"]),
     }
-    return _gradient(pad, logprobs, GRPOTrainer._compute_loss(trainer, None, inputs))
 
 
 def _one_process() -> SimpleNamespace:
     """Return what accelerate's Accelerator does in a run with one process."""
     same: Callable = lambda values, *args, **kwargs: values  # noqa: E731
     return SimpleNamespace(num_processes=1, sync_gradients=True, gather=same, reduce=same, pad_across_processes=same)
+
+
+def trl_weights(case: Any, settings: Mapping[str, Any]) -> NDArray:
+    """Return the importance weights [R] of trl's GRPOTrainer. `settings`: its attributes vllm_importance_sampling_*.
+
+    As in `trl_advantages`, the statements that compute them are run alone.
+    """
+    from trl.trainer import grpo_trainer
+
+    pad = Padded(case.lengths)
+    names = {
+        "self": SimpleNamespace(
+            **{"vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 3.0} | dict(settings)
+        ),
+        "old_per_token_logps": pad(case.old),
+        "sampling_per_token_logps": pad(case.rollout),
+        "mask": pad.mask,
+    }
+    start = "                per_token_logps_diff = (old_per_token_logps"
+    _run_statements(grpo_trainer, grpo_trainer.GRPOTrainer, start, "            # Compute the per-token log", names)
+    return pad.flat(names["vllm_importance_sampling_ratio"].expand(pad.mask.shape))
 
 
 def trl_advantages(rewards: NDArray, group_size: int, settings: Mapping[str, Any]) -> NDArray:
@@ -272,9 +368,6 @@ def trl_advantages(rewards: NDArray, group_size: int, settings: Mapping[str, Any
     """
     from trl.trainer import grpo_trainer
 
-    source = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
-    start = source.index("        unscorable_mask = ")
-    end = source.index("        # Slice to keep only the local part of the data")
     names = {
         "self": SimpleNamespace(
             **{"multi_objective_aggregation": "sum_then_normalize", "scale_rewards": "group"} | dict(settings),
@@ -285,5 +378,35 @@ def trl_advantages(rewards: NDArray, group_size: int, settings: Mapping[str, Any
         "num_generations": group_size,
         "device": torch.device("cpu"),
     }
-    exec(textwrap.dedent(source[start:end]), vars(grpo_trainer), names)
+    start, end = "        unscorable_mask = ", "        # Slice to keep only the local part of the data"
+    _run_statements(grpo_trainer, grpo_trainer.GRPOTrainer, start, end, names)
     return names["advantages"].numpy()
+
+
+def trl_rloo_advantages(rewards: NDArray, group_size: int, case: Any, beta: float) -> NDArray:
+    """Return the advantages [B] of trl's RLOOTrainer, with a KL penalty of weight `beta` in the reward.
+
+    As in `trl_advantages`, the statements that compute them are run alone.
+    """
+    from trl.trainer import rloo_trainer
+
+    pad = Padded(case.lengths)
+    names = {
+        "self": SimpleNamespace(beta=beta, normalize_advantages=False),
+        "rewards": torch.tensor(rewards),
+        "num_generations": group_size,
+        "old_per_token_logps": pad(case.old),
+        "ref_per_token_logps": pad(case.columns["ref_logprobs"]),
+        "completion_mask": pad.mask,
+        "gather": lambda values: values,
+    }
+    start, end = "        # Include the KL penalty in the reward", "        is_std_zero = "
+    _run_statements(rloo_trainer, rloo_trainer.RLOOTrainer, start, end, names)
+    return names["advantages"].numpy()
+
+
+def _run_statements(module: Any, trainer: type, start: str, end: str, names: dict[str, Any]) -> None:
+    """Run the statements of a trainer's method that samples and scores, from the text `start` to the text `end`."""
+    source = inspect.getsource(trainer._generate_and_score_completions)
+    first = source.index(start)
+    exec(textwrap.dedent(source[first : source.index(end, first)]), vars(module), names)

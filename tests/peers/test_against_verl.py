@@ -5,6 +5,7 @@ Where mrl differs on purpose, a test shows the difference that the documentation
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from peer_functions import (
     verl_correction,
     verl_filtration,
     verl_kl,
+    verl_kl_coefs,
     verl_loss,
     verl_value_loss,
 )
@@ -106,6 +108,7 @@ ESTIMATORS = {
     "rloo_vectorized": (RLOO(), False, "rloo_vectorized", {}),
     "opo": (OPO(), False, "opo", {}),
     "pass_at_k": (PassAtK(), False, "grpo_passk", {"norm_adv_by_std_in_grpo": False}),
+    "pass_at_k_scaled": (PassAtK(normalize_std=True, eps=1e-6), False, "grpo_passk", {}),
     "reinforce_pp": (ReinforcePlusPlus(0.9), True, "reinforce_plus_plus", {"gamma": 0.9}),
     "reinforce_pp_baseline": (ReinforcePlusPlusBaseline(), True, "reinforce_plus_plus_baseline", {}),
     "remax": (ReMax(to_go=True), False, "remax", {}),
@@ -117,7 +120,6 @@ ESTIMATORS = {
         {"gdpo_reward_keys": ["right", "short"], "gdpo_reward_weights": [0.5, 1.0]},
     ),
     "otb": (OptimalTokenBaseline(), False, "optimal_token_baseline", {}),
-    "otb_of_several_turns": (OptimalTokenBaseline(), False, "tir_optimal_token_baseline", {}),
 }
 
 
@@ -131,6 +133,32 @@ def test_advantages_are_those_of_verl(peer, name, seed, turns):
     assert np.abs(expected).max() > 0.1
     tolerance = 1e-5 if whiten else 1e-7  # the columns of the pipeline are float32
     np.testing.assert_allclose(estimate(estimator, batch, whiten), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("zero_tail", [True, False])
+@pytest.mark.parametrize("ratio_bound", [None, 1.3])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_optimal_token_baseline_of_several_turns_is_that_of_verl(peer, zero_tail, ratio_bound, seed):
+    """Tokens of tool results lie between the sampled tokens. verl has an estimator of its own for such responses.
+
+    verl's estimator for responses of one turn compares tokens at the same position, and not with the same index.
+    """
+    batch, rng = make_batch(seed, turns=True), np.random.default_rng(seed)
+    total = len(batch.token_rewards)
+    gaps, others = np.where(rng.random(total) < 0.3, rng.integers(1, 4, total), 0), {"handle_zero_tail": zero_tail}
+    correction = None
+    if ratio_bound:
+        batch.columns["rollout_logprobs"] = batch.columns["old_logprobs"] + rng.normal(scale=0.5, size=total)
+        ratio = np.exp(batch.columns["old_logprobs"] - batch.columns["rollout_logprobs"])
+        assert (ratio > ratio_bound).any() and (ratio < ratio_bound).any()
+        correction, others["rollout_is_weights"] = ImportanceSampling(high=ratio_bound), np.minimum(ratio, ratio_bound)
+    found = OptimalTokenBaseline(zero_tail, correction)(batch)
+    verl = partial(peer, verl_advantages)
+    expected = verl("tir_optimal_token_baseline", batch, {}, gaps, **others)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    without_gaps = verl("optimal_token_baseline", batch, {}, None, **others)
+    np.testing.assert_allclose(found, without_gaps, rtol=1e-6, atol=1e-6)
+    assert np.abs(verl("optimal_token_baseline", batch, {}, gaps, **others) - found).max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "rloo_vectorized"])
@@ -295,6 +323,15 @@ def test_kl_estimates_and_gradients_are_those_of_verl(peer, name):
     np.testing.assert_allclose(
         KLPenalty(kind=KINDS[name]).values(case.logprobs, case.columns["ref_logprobs"]), expected
     )
+
+
+def test_the_adaptive_coefficient_is_that_of_verl(peer):
+    penalty, measured = KLPenalty(0.2, target=0.1, horizon=500), [0.05, 0.09, 0.1, 0.13, 0.5, 0.0]
+    expected, coef, found = peer(verl_kl_coefs, 0.2, 0.1, 500, measured, 48), 0.2, []
+    for value in measured:
+        coef = penalty.next_coef(coef, value, 48)
+        found.append(coef)
+    assert found == pytest.approx(expected, rel=1e-12) and max(found) > 0.2 > min(found)
 
 
 # Corrections

@@ -164,6 +164,7 @@ GROUPED = {
     "reinforce_pp_baseline": (ReinforcePlusPlusBaseline(), lambda r, i, n: r[i] - mean(r)),
     "opo": (OPO(), lambda r, i, n: r[i] - sum(a * b for a, b in zip(r, n, strict=True)) / sum(n)),
     "pass_at_k": (PassAtK(), lambda r, i, n: lead_over_others(r, i)),
+    "pass_at_k_scaled": (PassAtK(normalize_std=True), lambda r, i, n: lead_over_others(r, i) / (std(r) + 1e-4)),
     "log_mean_exp": (LogMeanExp(0.5), lambda r, i, n: r[i] - 0.5 * math.log(mean([math.exp(x / 0.5) for x in r]))),
 }
 BATCHWISE = {

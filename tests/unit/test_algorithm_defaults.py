@@ -23,7 +23,7 @@ DEFAULTS = {
     advantages.ReMax: {"to_go": False},  # algorithm 1: one advantage per response
     advantages.OPO: {},
     advantages.GPG: {"normalize_std": False, "eps": 1e-4},  # F_norm = 1
-    advantages.PassAtK: {},
+    advantages.PassAtK: {"normalize_std": False, "eps": 1e-4},
     advantages.LogMeanExp: {"tau": 1.0},
     advantages.GDPO: {"weights": {}, "eps": 1e-4, "normalize_batch": True},
     advantages.GAE: {"gamma": 1.0, "lam": 0.95},  # lambda of PPO
