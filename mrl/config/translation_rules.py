@@ -111,7 +111,11 @@ ALGORITHMS = {
     "cispo": {"algorithm": "cispo"},
     "gdpo": {"algorithm": "gdpo"},
     "gpg": {"algorithm": "gpg"},
-    "grpo_passk": {"algorithm": "grpo", "algorithm.advantage._target_": "mrl.algorithms.advantages.PassAtK"},
+    "grpo_passk": {
+        "algorithm": "grpo",
+        "algorithm.advantage._target_": "mrl.algorithms.advantages.PassAtK",
+        "algorithm.advantage.normalize_std": True,
+    },
     "optimal_token_baseline": {"algorithm": "otb"},
     "tir_optimal_token_baseline": {"algorithm": "otb"},
     "grpo_vectorized": {"algorithm": "grpo"},
@@ -120,6 +124,14 @@ ALGORITHMS = {
     "reinforce_plus_plus_baseline": {"algorithm": "reinforce_pp_baseline"},
     "on_policy_distillation": {"algorithm": "distill"},
 }
+_GROUP_SCALES = ({SCALE: "group"}, {SCALE: "none"})
+VERL_SCALES: dict[str, tuple[Overrides, Overrides]] = {  # estimator -> overrides with and without division by the std
+    "grpo": _GROUP_SCALES,
+    "grpo_vectorized": _GROUP_SCALES,
+    "grpo_passk": ({"algorithm.advantage.normalize_std": True}, {"algorithm.advantage.normalize_std": False}),
+}
+WITHOUT_CLIP = ("rloo", "remax", "opo", "gpg")
+"""Configs of mrl whose loss is the plain policy gradient. verl combines their estimators with PPO's clip."""
 _TOKEN_LOSSES, _SEQUENCE_LOSSES = "mrl.algorithms.losses.", "mrl.algorithms.sequence_losses."
 _SEQUENCE_MEAN = {AGGREGATION: "sequence_mean"}
 VERL_LOSSES: dict[str, Overrides] = {  # loss_mode -> its loss, and its aggregation if it always has the same one
@@ -261,18 +273,18 @@ def verl_estimator(value: Any, values: Values) -> Overrides | Note:
     found = choice("estimator", ALGORITHMS, value, values)
     if isinstance(found, Note):
         return found
-    if str(value).lower() == "grpo_passk":
-        found = found | {"algorithm.advantage.normalize_std": is_on(values.get(VERL_SCALE, True))}
-    if VERL_LOSS_MODE not in values and found["algorithm"] in ("rloo", "remax", "opo", "gpg"):  # configs without a clip
+    if VERL_LOSS_MODE not in values and found["algorithm"] in WITHOUT_CLIP:
         found = found | VERL_LOSSES[verl_mode(values)]
-    return found
+    scale = verl_scale(values[VERL_SCALE], values) if VERL_SCALE in values else {}
+    return found if isinstance(scale, Note) else found | scale
 
 
 def verl_scale(value: Any, values: Values) -> Overrides | Note:
-    """Set whether GRPO divides by the standard deviation."""
-    if str(values.get(VERL_ESTIMATOR, "gae")).lower() not in ("grpo", "grpo_vectorized"):
-        return Note("only for the advantages of GRPO; for grpo_passk, part of algorithm.advantage", needed=False)
-    return {SCALE: "group" if is_on(value) else "none"}
+    """Set whether advantages are divided by the standard deviation of the group."""
+    scales = VERL_SCALES.get(str(values.get(VERL_ESTIMATOR, "gae")).lower())
+    if scales is None:
+        return Note("the estimator does not use it", needed=False)
+    return scales[0] if is_on(value) else scales[1]
 
 
 def verl_mode(values: Values) -> str:
@@ -436,11 +448,14 @@ def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
 
 
 def trl_level(value: Any, values: Values) -> Overrides | Note:
-    """Select the ratio of the response for the level `sequence`. The loss luspo always has it."""
+    """Select the ratio of the response for the level `sequence`. Some losses always have one of both ratios."""
     if value == "token":
         return Note("the default", needed=False)
-    if values.get("loss_type") == "luspo":
-        return Note("part of algorithm=luspo", needed=False)
+    loss = str(values.get("loss_type"))
+    if loss in _TRL_LOSS_CLASSES:
+        return Note(f"mrl's loss {loss} has no other ratio")
+    if "algorithm" in TRL_LOSSES.get(loss, {}):
+        return Note(f"the loss {loss} has this ratio", needed=False)
     return {"algorithm": "gspo"} | ({} if "loss_type" in values else {AGGREGATION: "token_mean"})
 
 

@@ -277,19 +277,22 @@ def test_a_response_split_over_two_ranks_has_the_same_loss_and_gradient(name):
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "sequence_sum"])
 @pytest.mark.parametrize("seed", range(3))
-def test_gspo_is_the_objective_of_whole_responses(name, seed):
-    """Equation 5: the mean over responses of min(s A, clip(s) A), written without tokens."""
+def test_gspo_and_luspo_are_objectives_of_whole_responses(name, aggregation, seed):
+    """GSPO, eq. 5: the mean over responses of min(s A, clip(s) A), written without tokens. LUSPO multiplies it by the length."""
     case = make_case(seed)
 
     def objective(x):
         found = 0.0
         for span in case.spans():
-            s, a = sequence_ratio(case, x, span) ** (1 / (span.stop - span.start)), case.advantages[span.start]
-            found -= min(s * a, clip(s, 0.85, 1.1) * a) / len(case.lengths)
+            length, a = span.stop - span.start, case.advantages[span.start]
+            s = sequence_ratio(case, x, span) ** (1 / length)
+            scale = length if aggregation == "sequence_sum" else 1
+            found -= scale * min(s * a, clip(s, 0.85, 1.1) * a) / len(case.lengths)
         return found
 
-    weights = TokenWeighting(sequence_mean)(case.lengths, case.lengths)[case.rows]
+    weights = TokenWeighting(AGGREGATIONS[aggregation])(case.lengths, case.lengths)[case.rows]
     value, gradient = loss_and_gradient(LOSSES[name][0], case, weights)
     assert value == pytest.approx(objective(case.logprobs), rel=1e-10)
     np.testing.assert_allclose(gradient, slopes(objective, case.logprobs), rtol=1e-6, atol=1e-9)
