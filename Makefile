@@ -18,6 +18,7 @@ test: lint ## lint, then the core tests: at most 10 minutes on two cores; ARGS h
 test-all: lint browser ## lint, all tests that need no GPU, no Slurm and no hours, then the mutation score: at most 60 minutes
 	@scripts/fetch_te_python.sh
 	@scripts/fetch_perfetto.sh
+	@scripts/fetch_peers.sh
 	MRL_NEEDS_BROWSER=1 $(PYTEST) -m "$(ALL)" --hypothesis-profile=random $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutation_score.py
 

@@ -49,6 +49,7 @@ def make_case(seed: int, lengths=(3, 1, 5, 2, 4), spread: float = 0.5, per_token
     columns = {
         "clip_cov": (rng.random(total) < 0.3).astype(float),
         "kl_cov": (rng.random(total) < 0.3).astype(float),
+        "top_entropy": (np.random.default_rng([seed, 1]).random(total) < 0.5).astype(float),
         "ref_logprobs": old + rng.normal(scale=0.3, size=total),
     }
     shift, noise = rng.normal(scale=spread, size=total), rng.normal(scale=spread, size=total)

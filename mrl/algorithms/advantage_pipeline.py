@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.advantages import Advantage
+from mrl.algorithms.filters import Resampling
 from mrl.algorithms.inputs import (
     AdvantageColumns,
     AdvantageInputs,
@@ -35,6 +36,9 @@ class AdvantagePipeline:
     The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens the advantages, and computes the extra
     columns. A response without sampled tokens is ignored, also in the mean reward of its group.
 
+    With `resampling`, some responses count several times in the loss, and responses that count 0 times are rejected, after
+    all columns are computed.
+
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
     extra columns. A rejected response counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
     """
@@ -44,6 +48,7 @@ class AdvantagePipeline:
     kl: KLPenalty | None = None  # penalty that is subtracted from the rewards
     whiten: bool = False  # normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
     mask_truncated: bool = False  # exclude responses that were cut at the token limit (overlong filtering)
+    resampling: Resampling | None = None  # None: each response counts once in the loss
 
     @property
     def needs(self) -> frozenset[str]:
@@ -60,7 +65,7 @@ class AdvantagePipeline:
             scored: responses and rewards.
             columns: a column [R] for each name in `needs`.
             kl_coef: coefficient of the KL penalty in the reward.
-            seed: random seed for the extra columns of losses that select tokens at random.
+            seed: random seed for the extra columns of losses that select tokens at random, and for the resampling.
         """
         rewards, metrics = self._token_rewards(scored, columns, kl_coef)
         batch = _advantage_inputs(scored, rewards, columns)
@@ -75,9 +80,30 @@ class AdvantagePipeline:
         loss_columns |= self._extra_columns(batch, loss_columns["advantages"], in_loss, np.random.default_rng(seed))
         rows = np.repeat(np.arange(len(scored.lengths)), scored.lengths)
         num_nonzero = np.bincount(rows, loss_columns["advantages"] != 0, minlength=len(scored.lengths))
-        return AdvantageColumns(
-            loss_columns, num_nonzero == 0, rejected, metrics | _advantage_metrics(advantages[in_loss])
-        )
+        metrics |= _advantage_metrics(advantages[in_loss])
+        counts = None
+        if self.resampling:
+            counts = self._draw(self.resampling, scored, ~rejected & (scored.lengths > 0), [*seed, 1])
+            metrics["advantage/drawn_fraction"] = float((counts > 0).mean())
+            rejected = rejected | (counts == 0)
+        return AdvantageColumns(loss_columns, num_nonzero == 0, rejected, metrics, counts)
+
+    @staticmethod
+    def _draw(
+        resampling: Resampling, scored: ScoredBatch, candidates: NDArray[np.bool_], seed: Sequence[int]
+    ) -> NDArray[np.int64]:
+        """Return [B]: how often each response counts in the loss; 0 for a response that is not one of the `candidates` [B]."""
+        counts = np.zeros(len(candidates), np.int64)
+        drawn = resampling(scored.rewards[candidates], scored.groups[candidates], np.random.default_rng(seed))
+        source = f"algorithm.resampling: {describe_plug_in(resampling)}"
+        numbers = to_numbers(drawn, source)
+        if numbers.shape != (candidates.sum(),) or (numbers < 0).any() or (numbers % 1).any():
+            raise ValueError(
+                f"{source} returned an array of shape {numbers.shape} with values from {numbers.min(initial=0)}; expected a "
+                f"whole number of 0 or more for each of {candidates.sum()} responses."
+            )
+        counts[candidates] = numbers
+        return counts
 
     def with_parts(self, advantage: Advantage | None, loss: Loss | None) -> AdvantagePipeline:
         """Return the pipeline with another estimator or another policy loss. None keeps the present one.
@@ -109,7 +135,11 @@ class AdvantagePipeline:
             expanded[name][tokens] = values
         zero, rejected = np.ones(len(rows), bool), np.ones(len(rows), bool)
         zero[rows], rejected[rows] = part.zero_advantage, part.rejected
-        return AdvantageColumns(expanded, zero, rejected, part.metrics)
+        counts = None
+        if part.counts is not None:
+            counts = np.zeros(len(rows), np.int64)
+            counts[rows] = part.counts
+        return AdvantageColumns(expanded, zero, rejected, part.metrics, counts)
 
     def _estimate(self, batch: AdvantageInputs) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
         """Call the advantage estimator. Returns advantages [R], and returns [R] if it has computed any.

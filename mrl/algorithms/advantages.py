@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.algorithms.corrections import ImportanceSampling
 from mrl.algorithms.inputs import AdvantageInputs, Advantages, broadcast_to_tokens
 
 Floats = NDArray[np.float64]
@@ -77,25 +78,40 @@ class GroupStatistics:
         return np.sqrt(self.sum(self.subtract_mean(values) ** 2) / np.maximum(self.sizes - ddof, 1))
 
 
+REWARD_SCALES = ("group", "batch", "none")
+
+
 @dataclass(frozen=True)
 class GRPO:
     """Advantage (r - mean) / (std + eps), with the mean and standard deviation of the group (DeepSeekMath 2024, 4.1.2).
 
+    `scale_rewards` selects the standard deviation, as in trl:
+
+        group  that of the rewards of the group
+        batch  that of the rewards of all responses of the step (Lite PPO, Liu et al. 2025, arXiv 2508.08221)
+        none   no division (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783, 3.2)
+
     The paper does not say which standard deviation it uses. The default is the unbiased one (`ddof=1`), as in the
-    common implementations. With `normalize_std=False` there is no division, as in Dr.GRPO (Liu et al. 2025, 3.2).
+    common implementations. Raises ValueError for any other `scale_rewards`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
     eps: float = 1e-4
-    normalize_std: bool = True
+    scale_rewards: str = "group"  # "group", "batch" or "none"
     ddof: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scale_rewards not in REWARD_SCALES:
+            raise ValueError(f"scale_rewards={self.scale_rewards!r}: expected one of {', '.join(REWARD_SCALES)}.")
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
-        groups = GroupStatistics(inputs.groups)
-        centred = groups.subtract_mean(inputs.rewards)
-        return centred / (groups.std(inputs.rewards, self.ddof) + self.eps) if self.normalize_std else centred
+        centred = GroupStatistics(inputs.groups).subtract_mean(inputs.rewards)
+        if self.scale_rewards == "none":
+            return centred
+        scaled_together = inputs.groups if self.scale_rewards == "group" else np.zeros_like(inputs.groups)
+        return centred / (GroupStatistics(scaled_together).std(inputs.rewards, self.ddof) + self.eps)
 
 
 @dataclass(frozen=True)
@@ -197,23 +213,28 @@ class PassAtK:
     """Best reward of the group minus the second best, for the best response; 0 for all others (Tang et al. 2025).
 
     This is the paper's leave-one-out baseline for the objective "best reward among all responses to a prompt". If two
-    responses have the best reward, the advantage of both is 0.
+    responses have the best reward, the advantage of both is 0. With `normalize_std`, the advantage is divided by the standard
+    deviation of the group plus `eps`, as verl does by default.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
+    normalize_std: bool = False
+    eps: float = 1e-4
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
-        index = GroupStatistics(inputs.groups).index
-        order = np.lexsort((inputs.rewards, index))  # sorted by group, then by reward; the best of a group comes last
-        is_best = np.diff(index[order], append=-1) != 0
-        has_second = np.diff(index[order], prepend=-1) == 0  # the previous row belongs to the same group
+        groups = GroupStatistics(inputs.groups)
+        order = np.lexsort(
+            (inputs.rewards, groups.index)
+        )  # sorted by group, then by reward; the best of a group comes last
+        is_best = np.diff(groups.index[order], append=-1) != 0
+        has_second = np.diff(groups.index[order], prepend=-1) == 0  # the previous row belongs to the same group
         rewards = inputs.rewards[order]
         gap = np.diff(rewards, prepend=rewards[:1])
         advantages = np.zeros(len(order))
         advantages[order] = np.where(is_best & has_second, gap, 0.0)
-        return advantages
+        return advantages / (groups.std(inputs.rewards) + self.eps) if self.normalize_std else advantages
 
 
 @dataclass(frozen=True)
@@ -221,7 +242,7 @@ class LogMeanExp:
     """Reward minus tau log Z, the baseline of OPMD (Kimi k1.5 2025, 2.3.2).
 
     Z is the mean of exp(r / tau) over the group. For large tau the baseline is close to the mean reward of the group.
-    In practice the authors use the mean reward as baseline, as GRPO with `normalize_std=False` does.
+    In practice the authors use the mean reward as baseline, as GRPO with `scale_rewards=none` does.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -317,6 +338,58 @@ class ReinforcePlusPlus:
 
 
 @dataclass(frozen=True)
+class OptimalTokenBaseline:
+    """Reward to go minus a baseline for each token, with which the gradient has the smallest variance (OTB, Li et al. 2026).
+
+    The advantage of token t of response i is G[i, t] - B[t]. G[i, t] is the sum of the rewards from this token to the end. B[t]
+    is the mean of G[., t] over the responses of the group that have a token t, with the weights W[i, t]. W[i, t] is the sum of
+    1 - 2 pi + sum pi^2 over the tokens up to t. This is the squared norm of the gradient of log pi with respect to the logits:
+    pi is the old probability of the token, and sum pi^2 is over the vocabulary.
+
+    The index t counts only sampled tokens. So this class is verl's `tir_optimal_token_baseline` for responses of several turns,
+    and verl's `optimal_token_baseline` for responses of one turn.
+
+    With `zero_tail`, B[t] is 0 if only one response of the group has a token t. Without `zero_tail`, the advantage of such a
+    token is 0. With `correction`, the terms of W are multiplied by the squares of the weights of this correction, for samples
+    of another policy than the old policy. A token whose old log-probability is NaN adds 0 to W.
+    """
+
+    zero_tail: bool = True
+    correction: ImportanceSampling | None = None  # None: the samples are from the old policy
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The columns of the old policy, and the engine's log-probabilities for `correction`."""
+        of_correction = {"rollout_logprobs"} if self.correction else set[str]()
+        return frozenset({"old_logprobs", "sum_pi_squared"} | of_correction)
+
+    @property
+    def group_relative(self) -> bool:
+        """Whether the advantage of a response alone in its group is 0."""
+        return not self.zero_tail
+
+    def __call__(self, inputs: AdvantageInputs) -> Floats:
+        """Return advantages [R]."""
+        old, squares = (inputs.columns[name].astype(np.float64) for name in ("old_logprobs", "sum_pi_squared"))
+        energy = np.nan_to_num(np.maximum(1 - 2 * np.exp(old) + squares, 0.0))
+        if self.correction:
+            energy = energy * self.correction.step_weights(inputs) ** 2
+        weights = sums_so_far(energy, inputs.lengths)
+        to_go = discounted_sums(inputs.token_rewards, inputs.lengths, 1.0)
+        same_index = GroupStatistics(_group_and_index(inputs))  # compares the tokens with the same index in a group
+        shifted = same_index.subtract_first(to_go)  # equal rewards to go give exactly 0
+        total = same_index.sum(weights)
+        baseline = np.divide(same_index.sum(weights * shifted), total, out=np.zeros_like(total), where=total > 0)
+        return np.where(same_index.sizes > 1, shifted - baseline, to_go if self.zero_tail else 0.0)
+
+
+def _group_and_index(inputs: AdvantageInputs) -> NDArray[np.int64]:
+    """Return [R]: a number that two tokens share if they have the same index in responses of the same group."""
+    index = np.arange(len(inputs.rows)) - (np.cumsum(inputs.lengths) - inputs.lengths)[inputs.rows]
+    return GroupStatistics(inputs.groups).index[inputs.rows] * inputs.lengths.max(initial=1) + index
+
+
+@dataclass(frozen=True)
 class OnPolicyDistillation:
     """Advantage coef * (log p_teacher - log p_old) of each token (Lu and Thinking Machines 2025).
 
@@ -365,6 +438,13 @@ def discounted_sums(values: Floats, lengths: NDArray[np.int64], factor: float) -
         index = ends[lengths > distance] - 1 - distance
         sums[index] += factor * sums[index + 1]
     return sums
+
+
+def sums_so_far(values: Floats, lengths: NDArray[np.int64]) -> Floats:
+    """Return [R]: for each token, the sum of `values` [R] over the tokens of its response up to this token."""
+    sums = np.cumsum(values)
+    before = np.concatenate([[0.0], sums])[np.cumsum(lengths) - lengths]  # [B] sum of all earlier responses
+    return sums - np.repeat(before, lengths)
 
 
 def next_token_values(values: Floats, lengths: NDArray[np.int64]) -> Floats:

@@ -11,8 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs, bounded_exp, join_extra_columns, needs_of
+from mrl.algorithms.inputs import (
+    MAX_LOG_RATIO,
+    AdvantageInputs,
+    LossInputs,
+    bounded_exp,
+    join_extra_columns,
+    needs_of,
+)
 from mrl.core.types import Column
 
 if TYPE_CHECKING:  # the driver builds and checks corrections without torch
@@ -35,11 +43,16 @@ class Correction(Protocol):
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask", "reject")
+NUMERATORS = ("old", "current")
 
 
 @dataclass(frozen=True)
 class ImportanceSampling:
     """Weights from the ratio pi_old / pi_rollout: the trainer's probability of a sampled token, divided by the engine's.
+
+    pi_old is the probability before the first optimizer step on the response. With `numerator=current`, the numerator is the
+    probability under the current weights, without gradient. `algorithm.old_logprobs=rollout` needs this numerator, because
+    pi_old is then pi_rollout. Use it with a loss that has no ratio, such as PolicyGradient, or with mode=reject.
 
     `level` selects the ratio of a token:
 
@@ -56,6 +69,12 @@ class ImportanceSampling:
     With `veto`, all tokens of a response get weight 0 if the response has a token whose own ratio is below `veto`. The veto
     works with every level and mode.
 
+    With `batch_normalize`, the weights are divided by their mean, so that the loss keeps its scale. The mean is taken once for
+    the step, before the step is divided into mini-batches: over the tokens with level=token, and over the responses otherwise.
+    Tokens and responses that the mode masks count as 0. The following do not count: truncated responses that
+    algorithm.mask_truncated excludes, the veto, other corrections, and, with level=token, tokens for which the engine reported
+    no log-probability. If the mean is below 1e-8, the weights are not divided, as in verl.
+
     Published methods are settings of this class:
 
     - truncated importance sampling (TIS, Yao et al. 2025): mode=truncate, high=2
@@ -64,8 +83,9 @@ class ImportanceSampling:
     - the weight pi_prox / pi_behave of decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025, eq. 5):
       level=token, mode=truncate, high=inf
 
-    Rejected tokens count in the denominators of the loss; in verl they do not count. Raises ValueError for an unknown
-    level or mode, for low < 0, and for low >= high.
+    Rejected tokens count in the denominators of the loss; in verl they do not count. Raises ValueError for an unknown level,
+    mode or numerator, for low < 0, for low >= high, and for `batch_normalize` with mode=reject, whose weights are only 0 or 1,
+    or with numerator=current, whose weights are not known before the optimizer steps.
     """
 
     level: str = "token"
@@ -73,17 +93,62 @@ class ImportanceSampling:
     low: float = 0.0
     high: float = 2.0
     veto: float | None = None  # lower bound of the ratio of every single token; None: no bound
+    numerator: str = "old"  # "old" or "current"
+    batch_normalize: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known in (("level", self.level, LEVELS), ("mode", self.mode, MODES)):
-            if value not in known:
-                raise ValueError(f"{name}={value!r}: expected one of {', '.join(known)}.")
+        _check_choices(level=(self.level, LEVELS), mode=(self.mode, MODES), numerator=(self.numerator, NUMERATORS))
         if not 0 <= self.low < self.high:
             raise ValueError(f"low={self.low}, high={self.high}: expected 0 <= low < high (.inf: no bound).")
+        if self.batch_normalize and (self.mode == "reject" or self.numerator == "current"):
+            raise ValueError(
+                f"batch_normalize=True, mode={self.mode!r}, numerator={self.numerator!r}: batch_normalize needs mode=truncate or "
+                "mode=mask, and numerator=old."
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the columns from which `extra_columns` computes the mean weight of a step."""
+        return frozenset({"old_logprobs", "rollout_logprobs"}) if self.batch_normalize else frozenset()
+
+    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+        """Return a column that has 1 / (mean weight of the step) for all tokens, if `batch_normalize` is set."""
+        if not self.batch_normalize:
+            return {}
+        weights = self.step_weights(batch)
+        if self.level == "token":
+            weights = weights[~np.isnan(batch.columns["rollout_logprobs"])]
+        else:
+            weights = weights[np.cumsum(batch.lengths) - 1]  # one for each response
+        mean = weights.mean() if len(weights) else 0.0
+        return {self._scale_column: np.full(len(advantages), 1 / mean if mean > 1e-8 else 1.0, np.float32)}
+
+    @property
+    def _scale_column(self) -> str:
+        """Name of the column of `extra_columns`. Corrections with other settings have columns with other names."""
+        return f"importance_scale_{self.level}_{self.mode}_{self.low}_{self.high}"
+
+    def step_weights(self, batch: AdvantageInputs) -> NDArray[np.float64]:
+        """Return the weights [R] of all tokens of a step, without veto and before `batch_normalize`.
+
+        `batch` has the columns old_logprobs and rollout_logprobs. Where the engine reported NaN, the token's ratio is 1.
+        """
+        old, rollout = (batch.columns[name].astype(np.float64) for name in ("old_logprobs", "rollout_logprobs"))
+        log_ratio = np.where(np.isnan(rollout), 0.0, old - rollout)
+        if self.level != "token":
+            sums = np.bincount(batch.rows, log_ratio, minlength=len(batch.lengths))
+            log_ratio = (sums / batch.lengths if self.level == "geometric" else sums)[batch.rows]
+        ratio = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        inside = (ratio >= self.low) & (ratio <= self.high)
+        return {
+            "truncate": np.clip(ratio, self.low, self.high),
+            "mask": np.where(inside, ratio, 0.0),
+            "reject": inside.astype(np.float64),
+        }[self.mode]
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weights [R] without gradient, and metrics for the mean weight and the truncated and rejected fractions."""
-        log_ratio, responses = (inputs.old_logprobs - inputs.rollout_logprobs).detach(), inputs.responses
+        log_ratio, responses = _log_ratio(inputs, self.numerator), inputs.responses
         if self.level == "token":
             ratio = bounded_exp(log_ratio)
         else:
@@ -98,7 +163,22 @@ class ImportanceSampling:
             below = (log_ratio.exp() < self.veto).to(ratio.dtype)
             rejected = rejected | (responses.to_tokens(responses.sum(below)) > 0)
         weights = weights.masked_fill(rejected, 0.0)
+        if self.batch_normalize:
+            weights = weights * inputs.columns[self._scale_column]
         return weights, _metrics(weights, outside & ~rejected, rejected)
+
+
+def _log_ratio(inputs: LossInputs, numerator: str) -> Tensor:
+    """Return the log-ratio [R] of the policy that `numerator` names to the engine's policy, without gradient."""
+    policy = inputs.logprobs if numerator == "current" else inputs.old_logprobs
+    return (policy - inputs.rollout_logprobs).detach()
+
+
+def _check_choices(**choices: tuple[str, Sequence[str]]) -> None:
+    """Raise ValueError for an argument whose value is unknown. `choices`: name -> (value, known values)."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: expected one of {', '.join(known)}.")
 
 
 def _metrics(weights: Tensor, truncated: Tensor, rejected: Tensor) -> dict[str, Tensor]:
@@ -118,11 +198,63 @@ class IcePop(ImportanceSampling):
     high: float = 5.0
 
 
-def is_importance_sampling(correction: Correction) -> bool:
+REJECTION_LEVELS = ("token", "sum", "mean", "max")
+REJECTION_KINDS = ("k2", "k3")
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Rejects tokens or responses for which trainer and engine differ too much (Liu et al. 2025, "When speed kills stability").
+
+    `kind` selects the estimate of the divergence at a sampled token, where r is pi_old / pi_rollout (Schulman 2020):
+
+        k2  (log r)^2 / 2
+        k3  r - 1 - log r
+
+    `level` selects what is compared with `high`:
+
+        token  the divergence of the token; a token above `high` is rejected
+        sum    the sum over the response; all tokens of a response above `high` are rejected, as with mean and max
+        mean   the mean over the response
+        max    the largest divergence of a token of the response
+
+    ImportanceSampling with mode=reject compares r itself, which is verl's estimate k1. `numerator` is the one of
+    ImportanceSampling. Rejected tokens count in the denominators of the loss; in verl they do not count.
+
+    Raises ValueError for an unknown level, kind or numerator, and for a `high` of 0 or less.
+    """
+
+    high: float  # largest accepted divergence in nats
+    level: str = "mean"
+    kind: str = "k3"
+    numerator: str = "old"  # "old" or "current"
+
+    def __post_init__(self) -> None:
+        levels, kinds = (self.level, REJECTION_LEVELS), (self.kind, REJECTION_KINDS)
+        _check_choices(level=levels, kind=kinds, numerator=(self.numerator, NUMERATORS))
+        if self.high <= 0:
+            raise ValueError(f"high={self.high}: must be greater than 0.")
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return weights [R], each 0 or 1, and metrics."""
+        log_ratio, responses = _log_ratio(inputs, self.numerator), inputs.responses
+        divergence = log_ratio**2 / 2 if self.kind == "k2" else bounded_exp(log_ratio) - 1 - log_ratio
+        if self.level == "sum":
+            divergence = responses.to_tokens(responses.sum(divergence))
+        elif self.level == "mean":
+            divergence = responses.to_tokens(responses.mean(divergence))
+        rejected = divergence > self.high
+        if self.level == "max":  # the response has a token above `high`
+            rejected = responses.to_tokens(responses.sum(rejected.to(divergence.dtype))) > 0
+        weights = (~rejected).to(divergence.dtype)
+        return weights, _metrics(weights, rejected.new_zeros(rejected.shape), rejected)
+
+
+def compares_old_policy(correction: Correction) -> bool:
     """Return whether a correction uses the ratio pi_old / pi_rollout. With algorithm.old_logprobs=rollout this ratio is 1."""
     if isinstance(correction, Product):
-        return any(map(is_importance_sampling, correction.corrections))
-    return isinstance(correction, ImportanceSampling)
+        return any(map(compares_old_policy, correction.corrections))
+    return isinstance(correction, ImportanceSampling | Rejection) and correction.numerator == "old"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Filters that reject groups of responses. The rollout worker samples a new prompt in place of each rejected group."""
+"""Choice of the responses that are trained, by their rewards: filters of groups, and resampling of the responses of a step.
+
+The rollout worker samples a new prompt in place of each group that a filter rejects.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,3 +100,71 @@ class RewardRange:
 
     def __call__(self, rewards: NDArray[np.float64]) -> bool:
         return bool(self.low <= rewards.mean() <= self.high) if len(rewards) else False
+
+
+class Resampling(Protocol):
+    """Interface of a resampling. `algorithm.resampling._target_` may name any callable of this form."""
+
+    def __call__(
+        self, rewards: NDArray[np.float64], groups: NDArray[np.int64], rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Return [B]: how often each response counts in the loss. A response that counts 0 times is not trained.
+
+        `rewards` [B] are the rewards of the responses before KL penalties, and `groups` [B] the ids of their prompts.
+        """
+        ...
+
+
+FILTRATION_METHODS = ("pow", "max_min", "max_random")
+
+
+@dataclass(frozen=True)
+class PolicyFiltration:
+    """Draws the responses that are trained at random and with repetition, by their rewards r (PF-PPO, Zhang et al. 2024).
+
+    Rewards near the extremes are more reliable than others, so their responses are drawn more often. As many responses are drawn
+    as there are. A response that is drawn n times counts n times in the loss and in its denominators, as if the batch had n
+    copies of it; it is still computed once. Advantages are computed before, from all responses.
+
+    `method` selects the probability with which a response is drawn:
+
+        pow         proportional to |r|^power
+        max_min     equal for the responses with the largest and with the smallest reward; nearly 0 for others
+        max_random  four times as large for the responses with the largest reward as for others
+
+    The responses of each group are compared and drawn on their own. With `per_group=False`, all responses of the step are
+    compared and drawn together, as in verl. Raises ValueError for an unknown method, and for a `power` below 0.
+    """
+
+    method: str = "pow"
+    power: float = 2.0  # exponent of the method pow
+    per_group: bool = True  # False: the whole step is one group
+
+    def __post_init__(self) -> None:
+        if self.method not in FILTRATION_METHODS:
+            raise ValueError(f"method={self.method!r}: expected one of {', '.join(FILTRATION_METHODS)}.")
+        if self.power < 0:
+            raise ValueError(f"power={self.power}: must be 0 or more.")
+
+    def __call__(
+        self, rewards: NDArray[np.float64], groups: NDArray[np.int64], rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        counts = np.zeros(len(rewards), np.int64)
+        for group in np.unique(groups) if self.per_group else [None]:
+            rows = np.arange(len(rewards)) if group is None else np.flatnonzero(groups == group)
+            weights = self.weights(rewards[rows])
+            counts[rows] = rng.multinomial(len(rows), weights / weights.sum()) if len(rows) else 0
+        return counts
+
+    def weights(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return [n]: for each of n responses, the number to which its probability is proportional.
+
+        1e-8 is added, as in verl, so that responses can be drawn if all these numbers are 0.
+        """
+        largest, smallest = rewards.max(initial=-np.inf), rewards.min(initial=np.inf)
+        numbers = {
+            "pow": np.abs(rewards) ** self.power,
+            "max_min": ((rewards == largest) | (rewards == smallest)).astype(np.float64),
+            "max_random": np.where(rewards == largest, 0.4, 0.1),
+        }
+        return numbers[self.method] + 1e-8

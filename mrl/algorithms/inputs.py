@@ -85,6 +85,7 @@ class AdvantageColumns:
     zero_advantage: NDArray[np.bool_]  # [B] whether the advantage of every token is 0
     rejected: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from the loss's denominators
     metrics: Mapping[str, float]
+    counts: NDArray[np.int64] | None = None  # [B] how often the response counts in the loss; None: once
 
 
 def broadcast_to_tokens(

@@ -19,8 +19,10 @@ KL_ESTIMATORS: dict[str, Callable[[Any, Any], Any]] = {
     "k1": lambda d, exp: d,
     "k2": lambda d, exp: d**2 / 2,
     "k3": lambda d, exp: exp(-d) - 1 + d,
+    "abs": lambda d, exp: abs(d),
     "k1+": lambda d, exp: d,
     "k3+": lambda d, exp: exp(-d) - 1 + d,
+    "abs+": lambda d, exp: abs(d),
     "unbiased": lambda d, exp: exp(-d) - 1 + d,
 }
 """Name of an estimator -> function that computes its value (Schulman 2020, "Approximating KL divergence").
@@ -35,16 +37,17 @@ class KLPenalty:
     """KL penalty per token: `coef` times an estimate of KL(policy || reference).
 
     The penalty is subtracted from the rewards (algorithm.kl_in_reward) or added to the loss (algorithm.kl_in_loss). On
-    average over samples of the policy, the value of every kind except k2 is KL(policy || reference). In the loss, the
+    average over samples of the policy, the value of k1, k3 and unbiased is KL(policy || reference). In the loss, the
     kinds differ in their average gradient:
 
-        k1        no gradient on average: in the loss k1 adds only noise, so use k1 in the reward
-        k2        the gradient of KL(policy || reference)
-        k3        the gradient of KL(reference || policy), as in GRPO (DeepSeekMath 2024, eq. 4)
-        k1+, k3+  the gradient of k2, with the value of k1 or k3; the names are verl's
-        unbiased  the gradient of KL(policy || reference), also for samples of the old policy. The value is k3 times
-                  the ratio pi / pi_old, and gradients flow through both factors (DeepSeek-V3.2 2025, 3.1). In the
-                  reward, `unbiased` is k3
+        k1              no gradient on average: in the loss k1 adds only noise, so use k1 in the reward
+        k2              the gradient of KL(policy || reference)
+        k3              the gradient of KL(reference || policy), as in GRPO (DeepSeekMath 2024, eq. 4)
+        abs             twice the gradient of the total variation distance, sum |policy - reference| / 2
+        k1+, k3+, abs+  the gradient of k2, with the value of k1, k3 or abs; the names are verl's
+        unbiased        the gradient of KL(policy || reference), also for samples of the old policy. The value is k3
+                        times the ratio pi / pi_old, and gradients flow through both factors (DeepSeek-V3.2 2025, 3.1).
+                        In the reward, `unbiased` is k3
 
     With `target`, the coefficient adapts so that the measured KL per token approaches `target` (Ziegler et al. 2019,
     2.2). One training step multiplies the coefficient by a factor from 1 - c to 1 + c, where c is

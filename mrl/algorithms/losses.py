@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs, bounded_exp
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, bounded_exp, join_extra_columns, needs_of
 from mrl.core.types import Column
 
 if TYPE_CHECKING:  # the driver builds and checks losses without torch
@@ -156,25 +156,78 @@ class SAPO(PolicyLoss):
         return -inputs.advantages * (tau * (ratio - 1)).sigmoid() * 4 / tau, {}
 
 
+DIVERGENCES = ("tv", "kl")
+
+
 @dataclass(frozen=True)
 class DPPO(PolicyLoss):
     """Policy gradient with a trust region: -sg(min(r, max_ratio)) A log pi inside it, 0 outside (Qi et al. 2026).
 
-    A token is outside if A > 0 and pi - pi_old > delta_high, or if A <= 0 and pi - pi_old < -delta_low. So the trust
-    region bounds |pi - pi_old| (binary total variation) and not the ratio. Compared with a clip of the ratio, tokens of
-    low probability keep their gradient, and tokens of high probability reach the bound earlier.
+    A token is outside if A > 0, pi > pi_old and D > delta_high, or if A <= 0, pi < pi_old and D > delta_low. D is a divergence
+    between two distributions of the event "this token is sampled", whose probability is pi_old before the training step and
+    pi now. `divergence` selects D:
+
+        tv  total variation, |pi - pi_old|
+        kl  KL(old || new) = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
+
+    Compared with a clip of the ratio, tokens of low probability keep their gradient, and tokens of high probability reach the
+    bound earlier. The authors' runs have both deltas at 0.15 for tv and at 0.05 for kl. Raises ValueError for any other
+    `divergence`.
     """
 
     delta_low: float = 0.2
     delta_high: float = 0.2
     max_ratio: float = 20.0  # r is clipped to at most this value, as in verl
+    divergence: str = "tv"  # "tv" or "kl"
+
+    def __post_init__(self) -> None:
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"divergence={self.divergence!r}: expected {' or '.join(DIVERGENCES)}.")
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        detached = inputs.logprobs.detach()
-        change = detached.exp() - inputs.old_logprobs.exp()
-        outside = (change > self.delta_high).where(inputs.advantages > 0, change < -self.delta_low)
-        weight = bounded_exp(detached - inputs.old_logprobs).clamp(max=self.max_ratio).masked_fill(outside, 0.0)
+        new, old = inputs.logprobs.detach(), inputs.old_logprobs
+        divergence = (new.exp() - old.exp()).abs() if self.divergence == "tv" else binary_kl(old, new)
+        too_likely, too_unlikely = (
+            (new > old) & (divergence > self.delta_high),
+            (new < old) & (divergence > self.delta_low),
+        )
+        outside = too_likely.where(inputs.advantages > 0, too_unlikely)
+        weight = bounded_exp(new - old).clamp(max=self.max_ratio).masked_fill(outside, 0.0)
         return -weight * inputs.advantages * inputs.logprobs, {"loss/clip_fraction": outside.float()}
+
+
+def binary_kl(old: Tensor, new: Tensor) -> Tensor:
+    """Return KL(Bernoulli(e^old) || Bernoulli(e^new)) in nats. All arrays are [R]; `old` and `new` are log-probabilities.
+
+    The probability of the other event, 1 - e^x, counts as at least 1e-8, so that the result is finite.
+    """
+    log_others_old, log_others_new = ((-logprobs.expm1()).clamp(min=1e-8).log() for logprobs in (old, new))
+    return old.exp() * (old - new) - old.expm1() * (log_others_old - log_others_new)
+
+
+@dataclass(frozen=True)
+class DRO(PolicyLoss):
+    """Policy gradient with a quadratic penalty: -A log pi + beta / 2 (log r)^2 (Direct Reward Optimization).
+
+    The penalty of Richemond et al. (2024, eq. 6) and of Kimi k1.5 (2025, 2.3.2) is one square for each response, as in the
+    class OPMD. Here each token has its own square, as in Tinker and verl, so the gradient of a token depends on no other token.
+    The samples may come from any older policy. A response with advantage 0 also has a gradient, towards the old policy.
+
+    Raises ValueError for a `beta` of 0 or less.
+    """
+
+    zero_without_advantage: ClassVar[bool] = False
+    beta: float = 0.05  # a larger beta keeps the policy closer to the old policy
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(
+                f"beta={self.beta}: must be greater than 0; without a penalty, use the loss PolicyGradient."
+            )
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        square = (inputs.logprobs - inputs.old_logprobs) ** 2
+        return -inputs.advantages * inputs.logprobs + self.beta / 2 * square, {}
 
 
 @dataclass(frozen=True)
@@ -294,6 +347,49 @@ class ValueLossFunction(Protocol):
             old_values: predictions before the first optimizer step on the responses.
         """
         ...
+
+
+@dataclass(frozen=True)
+class TopEntropy:
+    """Another policy loss, but 0 for all tokens except those with the largest entropy (Wang et al. 2025, arXiv 2506.01939).
+
+    A token has a loss if its entropy is at least the (1 - fraction) quantile of the entropies of all tokens of the step that are
+    in the loss. Entropies are those before the first optimizer step, so the selection depends neither on micro-batches nor on
+    the parallel layout. The quantile is interpolated linearly between two entropies, as in trl.
+
+    Tokens without loss still count in the denominators of the loss, as in the paper. KL penalties and the entropy bonus apply
+    to all tokens. Raises ValueError for a `fraction` outside [0, 1].
+    """
+
+    loss: Loss  # the loss of the selected tokens
+    fraction: float = 0.2  # fraction of the tokens that have a loss
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"fraction={self.fraction}: expected a number from 0 to 1.")
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        return getattr(self.loss, "zero_without_advantage", False)
+
+    @property
+    def uses_entropy(self) -> bool:
+        return getattr(self.loss, "uses_entropy", False)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return needs_of(self.loss) | {"entropies"}
+
+    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+        """Return the columns of the other loss, and the column `top_entropy`: 1 for the selected tokens, 0 for others."""
+        entropies = batch.columns["entropies"]
+        threshold = np.quantile(entropies, 1 - self.fraction) if len(entropies) else 0.0
+        columns = join_extra_columns([self.loss], batch, advantages, rng)
+        return columns | {"top_entropy": (entropies >= threshold).astype(np.float32)}
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = self.loss(inputs)
+        return loss.masked_fill(inputs.columns["top_entropy"] == 0, 0.0), metrics
 
 
 @dataclass(frozen=True)

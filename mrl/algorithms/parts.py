@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import Advantage
-from mrl.algorithms.corrections import ImportanceSampling, is_importance_sampling
+from mrl.algorithms.corrections import ImportanceSampling, compares_old_policy
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.inputs import needs_of
 from mrl.algorithms.kl import KLPenalty
@@ -95,8 +95,12 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
     objective = build_objective(config)
     reward_penalty = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
     advantage: Advantage = instantiate_callable(algorithm.advantage, "algorithm.advantage", ["inputs"])
+    resampling = None
+    if algorithm.resampling:
+        arguments = ["rewards", "groups", "rng"]
+        resampling = instantiate_callable(algorithm.resampling, "algorithm.resampling", arguments)
     advantage_pipeline = AdvantagePipeline(
-        advantage, objective, reward_penalty, algorithm.whiten, algorithm.mask_truncated
+        advantage, objective, reward_penalty, algorithm.whiten, algorithm.mask_truncated, resampling
     )
     needs = advantage_pipeline.needs | objective.needs | step_needs
     if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are off-policy
@@ -147,10 +151,10 @@ def build_objective(config: Config) -> Objective:
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
     node = algorithm.correction
     correction = instantiate_callable(node, "algorithm.correction", ["inputs"]) if node else None
-    if from_rollout and correction and is_importance_sampling(correction):
+    if from_rollout and correction and compares_old_policy(correction):
         raise ValueError(
             "algorithm.old_logprobs=rollout makes the engine's policy the old policy, so algorithm.correction has nothing to "
-            "correct; set algorithm.old_logprobs=recompute, or remove algorithm.correction."
+            "correct; set algorithm.old_logprobs=recompute, remove algorithm.correction, or give it numerator=current."
         )
     if config.rollout.staleness and not (correction or from_rollout):
         correction = ImportanceSampling()  # otherwise gradients from samples of older weights are biased

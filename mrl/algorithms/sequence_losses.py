@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mrl.algorithms.inputs import LossInputs, bounded_exp
+from mrl.algorithms.inputs import MAX_LOG_RATIO, LossInputs, bounded_exp
 from mrl.algorithms.losses import PolicyLoss, clipped_loss
 
 if TYPE_CHECKING:  # the driver builds and checks losses without torch
@@ -88,7 +88,7 @@ class OPMD(PolicyLoss):
     `algorithm.aggregation=fixed_length`, this sum is multiplied by the same constant for all responses. With
     sequence_mean, the sum is also divided by |y|.
 
-    A should be the reward minus the mean reward of the group (GRPO with `normalize_std=False`), as the authors do in practice,
+    A should be the reward minus the mean reward of the group (GRPO with `scale_rewards=none`), as the authors do in practice,
     or the reward minus tau log Z (LogMeanExp). A response with advantage 0 also has a gradient, towards the old policy.
     """
 
@@ -99,6 +99,38 @@ class OPMD(PolicyLoss):
         log_ratio, responses = inputs.logprobs - inputs.old_logprobs, inputs.responses
         square = responses.sum(log_ratio) ** 2 / responses.lengths.clamp(min=1)
         return -inputs.advantages * log_ratio + self.tau / 2 * responses.to_tokens(square), {}
+
+
+@dataclass(frozen=True)
+class VESPO(PolicyLoss):
+    """Policy gradient with a smooth weight per response: the loss is -sg(phi(w)) A log pi (Shen et al. 2026).
+
+    w is the ratio of the whole response, pi(y) / pi_old(y), and phi(w) = w^k exp(lambda (1 - w)). phi is 1 for on-policy
+    samples, and falls towards 0 as the response becomes much less or much more probable. A larger k makes phi fall faster for
+    w < 1, and a larger lambda for w > 1.
+
+    With `algorithm.old_logprobs=rollout`, w also contains the difference between the trainer and the engine. Raises ValueError
+    for a k or lambda below 0.
+    """
+
+    k_positive: float = 2.0  # k of responses with A >= 0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0  # k of responses with A < 0
+    lambda_negative: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0:
+                raise ValueError(f"{name}={value}: must be 0 or more.")
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        responses, negative = inputs.responses, inputs.advantages < 0
+        log_ratio = responses.sum(inputs.logprobs.detach() - inputs.old_logprobs)
+        log_w = responses.to_tokens(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        k = log_w.new_full(log_w.shape, self.k_positive).masked_fill(negative, self.k_negative)
+        scale = log_w.new_full(log_w.shape, self.lambda_positive).masked_fill(negative, self.lambda_negative)
+        phi = (k * log_w + scale * (1 - log_w.exp())).exp()
+        return -phi * inputs.advantages * inputs.logprobs, {"loss/response_weight": phi}
 
 
 @dataclass(frozen=True)

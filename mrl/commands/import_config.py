@@ -1,11 +1,13 @@
 """`mrl import`: translates a config of verl, slime or trl into overrides of `mrl train`."""
 
 import argparse
+import difflib
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.config import hydra_entry
-from mrl.config.counterparts import SOURCES, Translation, nearest_key, translate
+from mrl.config.counterparts import SOURCES
+from mrl.config.translation_rules import Note, Overrides, Rule, Values
 from mrl.rollout.agents.tools import Calculator
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")
@@ -23,6 +26,59 @@ _ALL_OF_ARRAY = re.compile(r"\$(@|\{\w+\[[@*]\]\})")
 _DOTTED_KEY = re.compile(r"\+{0,2}[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
 GROUPS = ("algorithm", "placement", "reward")
 """Overrides that select a config group. They come first, because the other overrides change what the group sets."""
+
+
+@dataclass
+class Translation:
+    """What an imported config becomes: overrides, notes, and keys that no table contains."""
+
+    overrides: Overrides = field(default_factory=dict)  # mrl key -> value
+    translated: list[tuple[str, Overrides]] = field(default_factory=list)  # (foreign KEY=VALUE, its overrides)
+    not_needed: list[tuple[str, str]] = field(default_factory=list)  # (foreign KEY=VALUE, reason)
+    no_counterpart: list[tuple[str, str]] = field(default_factory=list)  # (foreign KEY=VALUE, reason)
+    unknown: list[str] = field(default_factory=list)  # foreign KEY=VALUE
+
+
+def translate(source: str, values: Values) -> Translation:
+    """Translate the keys of a config of `source` ("verl", "slime" or "trl"), in the order in which the config has them."""
+    rules, found = SOURCES[source], Translation()
+    for key, value in values.items():
+        shown = f"{key}={value}"
+        result = _apply(rules, key, value, values)
+        if result is None:
+            found.unknown.append(shown)
+        elif isinstance(result, Note):
+            (found.no_counterpart if result.needed else found.not_needed).append((shown, result.text))
+        else:
+            found.overrides |= result
+            found.translated.append((shown, result))
+    return found
+
+
+def _name_in(rules: Mapping[str, Rule], key: str) -> str | None:
+    """Return the name that covers `key` in a table: the key itself, or else the longest name with `*`."""
+    if key in rules:
+        return key
+    return max((name for name in rules if name.endswith("*") and key.startswith(name[:-1])), key=len, default=None)
+
+
+def _apply(rules: Mapping[str, Rule], key: str, value: Any, values: Values) -> Overrides | Note | None:
+    name = _name_in(rules, key)
+    if name is None:
+        return None
+    rule = rules[name]
+    if isinstance(rule, Note):
+        return rule
+    if value is None or value == "":
+        return Note("empty: the default applies", needed=False)
+    if not isinstance(rule, str):
+        try:
+            return rule(value, values)
+        except (TypeError, ValueError):  # for example, the value is a variable that the script does not assign
+            return Note("the value cannot be read")
+    if rule.endswith("*"):
+        return {rule[:-1] + key.removeprefix(name[:-1]).replace("-", "_"): value}
+    return {rule: value}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -210,8 +266,9 @@ def _print(source: str, found: Translation, overrides: list[str]) -> None:
 
 
 def _nearest(shown: str, source: str) -> str:
-    key = nearest_key(shown.partition("=")[0], source)
-    return f"did you mean {key}?" if key else ""
+    """Return a question that names the key of `source` nearest to the key of `shown`, or "" if none is near."""
+    found = difflib.get_close_matches(shown.partition("=")[0], SOURCES[source], n=1, cutoff=0.8)
+    return f"did you mean {found[0]}?" if found else ""
 
 
 if __name__ == "__main__":

@@ -5,33 +5,35 @@ function that returns overrides. If no override is needed or possible, the rule 
 for all keys that begin with the text before the `*`.
 """
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from mrl.config.translation_rules import (
     AGENT,
-    AGGREGATIONS,
     ALGORITHMS,
     EPOCHS,
     FULL_RECOMPUTE,
     IN_TEST_SETS,
     KL,
-    LOSSES,
     OTHER_BACKEND,
     PACKED,
+    SCALE,
     SIZES,
     SLIME_EVALUATION,
     SLIME_KL,
     TOP_K,
     TOP_P,
+    TRL_LOSSES,
+    TRL_SCALES,
+    VERL_ACTOR,
+    VERL_CORRECTION,
+    VERL_ESTIMATOR,
+    VERL_FILTRATION,
     VERL_KL,
+    VERL_LOSS_ARGUMENTS,
+    VERL_LOSS_MODE,
+    VERL_SCALE,
     Note,
-    Overrides,
     Rule,
-    Values,
     choice,
     files,
     gae_argument,
@@ -40,6 +42,7 @@ from mrl.config.translation_rules import (
     layout_rules,
     mini_batches,
     num_engines,
+    pf_ppo,
     same_as_default,
     slime_held_out,
     slime_reward,
@@ -47,13 +50,30 @@ from mrl.config.translation_rules import (
     switch,
     trackers,
     trl_adaptive_entropy,
+    trl_correction,
+    trl_kl_kind,
+    trl_level,
+    trl_loss_argument,
     trl_prompts,
+    trl_top_entropy,
+    verl_aggregation,
+    verl_clip,
+    verl_correction,
+    verl_estimator,
+    verl_filter_metric,
+    verl_gdpo_weights,
     verl_held_out,
+    verl_loss_argument,
+    verl_loss_mode,
+    verl_loss_scale,
     verl_optim_rules,
+    verl_scale,
     warmup_steps,
 )
 
-_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
+_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout.", VERL_ACTOR
+SIGNS = ("positive", "negative")
+
 VERL: dict[str, Rule] = {
     "data.train_files": partial(files, "data.train"),
     "data.val_files": verl_held_out,
@@ -118,16 +138,16 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}use_dynamic_bsz": PACKED,
     f"{_ACTOR}ppo_epochs": "algorithm.epochs",
     f"{_ACTOR}grad_clip": "optim.clip_grad",
-    f"{_ACTOR}clip_ratio": lambda value, values: {"algorithm.loss.clip_low": value, "algorithm.loss.clip_high": value},
-    f"{_ACTOR}clip_ratio_low": "algorithm.loss.clip_low",
-    f"{_ACTOR}clip_ratio_high": "algorithm.loss.clip_high",
-    f"{_ACTOR}clip_ratio_c": "algorithm.loss.dual_clip",
+    f"{_ACTOR}clip_ratio": verl_clip,
+    **{f"{_ACTOR}{key}": partial(verl_loss_argument, key) for key in VERL_LOSS_ARGUMENTS},
     f"{_ACTOR}entropy_coeff": "algorithm.entropy_coef",
     f"{_ACTOR}use_kl_loss": partial(kl_penalty, "loss", f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type", VERL_KL),
     f"{_ACTOR}kl_loss_coef": Note("part of algorithm.kl_in_loss", needed=False),
     f"{_ACTOR}kl_loss_type": Note("part of algorithm.kl_in_loss", needed=False),
-    f"{_ACTOR}loss_agg_mode": partial(choice, "aggregation", AGGREGATIONS),
-    f"{_ACTOR}policy_loss.loss_mode": partial(choice, "loss", LOSSES),
+    f"{_ACTOR}loss_agg_mode": verl_aggregation,
+    f"{_ACTOR}loss_scale_factor": verl_loss_scale,
+    VERL_LOSS_MODE: verl_loss_mode,
+    f"{_ACTOR}calculate_sum_pi_squared": Note("computed if an advantage estimator needs it", needed=False),
     **layout_rules(f"{_ACTOR}megatron."),
     f"{_ACTOR}megatron.override_transformer_config.*": "megatron.*",
     f"{_ACTOR}megatron.*": Note("placement=colocated offloads the models that are not in use", needed=False),
@@ -139,20 +159,29 @@ VERL: dict[str, Rule] = {
     "critic.ppo_epochs": "critic.epochs",
     "critic.ppo_micro_batch_size_per_gpu": SIZES,
     **layout_rules("critic.megatron.", "critic.parallel"),
-    "algorithm.adv_estimator": partial(choice, "estimator", ALGORITHMS),
-    "algorithm.norm_adv_by_std_in_grpo": "algorithm.advantage.normalize_std",
+    VERL_ESTIMATOR: verl_estimator,
+    VERL_SCALE: verl_scale,
+    "algorithm.gdpo_reward_keys": verl_gdpo_weights,
+    "algorithm.gdpo_reward_weights": Note("part of algorithm.advantage.weights", needed=False),
     "algorithm.gamma": lambda value, values: gae_argument("gamma", value, values),
     "algorithm.lam": lambda value, values: gae_argument("lam", value, values),
     "algorithm.use_kl_in_reward": partial(
-        kl_penalty, "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", VERL_KL | {"abs": "k1"}
+        kl_penalty, "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", VERL_KL
     ),
     "algorithm.kl_penalty": Note("part of algorithm.kl_in_reward", needed=False),
     "algorithm.kl_ctrl.*": Note("part of algorithm.kl_in_reward", needed=False),
+    "algorithm.use_pf_ppo": partial(switch, VERL_FILTRATION, None),
+    "algorithm.pf_ppo.reweight_method": partial(pf_ppo, "method"),
+    "algorithm.pf_ppo.weight_pow": partial(pf_ppo, "power"),
     "algorithm.filter_groups.enable": partial(
         switch, {"rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"}, None
     ),
     "algorithm.filter_groups.max_num_gen_batches": "rollout.max_sampling_rounds",
-    "algorithm.filter_groups.metric": Note("mrl's filter compares the rewards of a group"),
+    "algorithm.filter_groups.metric": verl_filter_metric,
+    f"{VERL_CORRECTION}rollout_is": verl_correction,
+    f"{VERL_CORRECTION}rollout_rs": verl_correction,
+    f"{VERL_CORRECTION}bypass_mode": verl_correction,
+    f"{VERL_CORRECTION}*": Note("part of algorithm.correction", needed=False),
     "custom_reward_function.path": lambda value, values: {"reward": "function", "reward.path": value},
     "custom_reward_function.name": "reward.name",
     "reward_model.enable": lambda value, values: (
@@ -247,7 +276,7 @@ SLIME: dict[str, Rule] = {
     "use-tis": partial(
         switch, {"algorithm.correction._target_": "mrl.algorithms.corrections.ImportanceSampling"}, None
     ),
-    "disable-grpo-std-normalization": partial(switch, {"algorithm.advantage.normalize_std": False}, None),
+    "disable-grpo-std-normalization": partial(switch, {SCALE: "none"}, None),
     "lr": "optim.lr",
     "lr-decay-style": partial(
         choice,
@@ -333,35 +362,38 @@ TRL: dict[str, Rule] = {
     "top_p": TOP_P,
     "top_k": TOP_K,
     "beta": lambda value, values: (
-        {"algorithm.kl_in_loss": {"_target_": KL, "coef": value, "kind": "k3"}}
+        {"algorithm.kl_in_loss": {"_target_": KL, "coef": value, "kind": trl_kl_kind(values)}}
         if float(value)
         else Note("0 is the default", needed=False)
     ),
+    "use_bias_correction_kl": Note("part of algorithm.kl_in_loss", needed=False),
     "epsilon": lambda value, values: (
-        {"algorithm.loss.clip_low": value} | ({} if values.get("epsilon_high") else {"algorithm.loss.clip_high": value})
+        trl_loss_argument("clip_low", value, values)
+        | ({} if values.get("epsilon_high") else trl_loss_argument("clip_high", value, values))
     ),
-    "epsilon_high": "algorithm.loss.clip_high",
-    "delta": Note("set algorithm.loss.dual_clip, the upper bound of the ratio for tokens with negative advantage"),
-    "loss_type": partial(choice, "loss", LOSSES),
-    "scale_rewards": lambda value, values: (
-        Note("mrl does not divide advantages by the standard deviation of a batch")
-        if str(value) == "batch"
-        else {"algorithm.advantage.normalize_std": str(value).lower() in ("true", "group")}
-    ),
-    "importance_sampling_level": partial(
-        choice, "level", {"token": Note("the default", needed=False), "sequence": {"algorithm": "gspo"}}
-    ),
-    "mask_truncated_completions": "algorithm.mask_truncated",
+    "epsilon_high": partial(trl_loss_argument, "clip_high"),
+    "delta": partial(trl_loss_argument, "dual_clip"),
+    "top_entropy_quantile": trl_top_entropy,
+    **{f"sapo_temperature_{sign[:3]}": partial(trl_loss_argument, f"tau_{sign}") for sign in SIGNS},
+    **{
+        f"vespo_{name}_{sign[:3]}": partial(trl_loss_argument, f"{name}_{sign}")
+        for name in ("k", "lambda")
+        for sign in SIGNS
+    },
+    "loss_type": partial(choice, "loss", TRL_LOSSES),
+    "scale_rewards": partial(choice, "scale", TRL_SCALES),
+    "importance_sampling_level": trl_level,
     "entropy_coef": "algorithm.entropy_coef",
+    "mask_truncated_completions": "algorithm.mask_truncated",
     "use_adaptive_entropy": trl_adaptive_entropy,
     "entropy_target": Note("part of algorithm.adaptive_entropy", needed=False),
     "entropy_coef_delta": Note("part of algorithm.adaptive_entropy", needed=False),
     "entropy_coef_max": Note("part of algorithm.adaptive_entropy", needed=False),
     "entropy_coef_min": partial(same_as_default, (0, 0.0), "the lower bound of mrl's coefficient is 0"),
-    "vllm_importance_sampling_correction": partial(
-        switch, {"algorithm.correction._target_": "mrl.algorithms.corrections.ImportanceSampling"}, None
-    ),
-    "use_vllm": Note("mrl samples with SGLang", needed=False),
+    "vllm_importance_sampling_correction": trl_correction,
+    "vllm_importance_sampling_*": Note("part of algorithm.correction", needed=False),
+    "off_policy_mask_threshold": trl_correction,
+    "use_vllm": trl_correction,
     "vllm_mode": partial(
         choice, "mode", {"colocate": {"placement": "colocated"}, "server": {"placement": "disaggregated"}}
     ),
@@ -390,7 +422,7 @@ _TARGETS = {  # key of another trainer whose rule is a function -> the mrl key t
     f"{_ACTOR}use_kl_loss": "algorithm.kl_in_loss",
     f"{_ACTOR}kl_loss_coef": "algorithm.kl_in_loss.coef",
     f"{_ACTOR}loss_agg_mode": "algorithm.aggregation",
-    "algorithm.adv_estimator": "algorithm",
+    VERL_ESTIMATOR: "algorithm",
     "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",
     "algorithm.filter_groups.enable": "rollout.filter",
     "custom_reward_function.path": "reward.path",
@@ -411,59 +443,6 @@ _TARGETS = {  # key of another trainer whose rule is a function -> the mrl key t
 }
 
 
-@dataclass
-class Translation:
-    """What an imported config becomes: overrides, notes, and keys that no table contains."""
-
-    overrides: Overrides = field(default_factory=dict)  # mrl key -> value
-    translated: list[tuple[str, Overrides]] = field(default_factory=list)  # (foreign KEY=VALUE, its overrides)
-    not_needed: list[tuple[str, str]] = field(default_factory=list)  # (foreign KEY=VALUE, reason)
-    no_counterpart: list[tuple[str, str]] = field(default_factory=list)  # (foreign KEY=VALUE, reason)
-    unknown: list[str] = field(default_factory=list)  # foreign KEY=VALUE
-
-
-def translate(source: str, values: Values) -> Translation:
-    """Translate the keys of a config of `source` ("verl", "slime" or "trl"), in the order in which the config has them."""
-    rules, found = SOURCES[source], Translation()
-    for key, value in values.items():
-        shown = f"{key}={value}"
-        result = _apply(rules, key, value, values)
-        if result is None:
-            found.unknown.append(shown)
-        elif isinstance(result, Note):
-            (found.no_counterpart if result.needed else found.not_needed).append((shown, result.text))
-        else:
-            found.overrides |= result
-            found.translated.append((shown, result))
-    return found
-
-
-def _name_in(rules: Mapping[str, Rule], key: str) -> str | None:
-    """Return the name that covers `key` in a table: the key itself, or else the longest name with `*`."""
-    if key in rules:
-        return key
-    return max((name for name in rules if name.endswith("*") and key.startswith(name[:-1])), key=len, default=None)
-
-
-def _apply(rules: Mapping[str, Rule], key: str, value: Any, values: Values) -> Overrides | Note | None:
-    name = _name_in(rules, key)
-    if name is None:
-        return None
-    rule = rules[name]
-    if isinstance(rule, Note):
-        return rule
-    if value is None or value == "":
-        return Note("empty: the default applies", needed=False)
-    if not isinstance(rule, str):
-        try:
-            return rule(value, values)
-        except (TypeError, ValueError):  # for example, the value is a variable that the script does not assign
-            return Note("the value cannot be read")
-    if rule.endswith("*"):
-        return {rule[:-1] + key.removeprefix(name[:-1]).replace("-", "_"): value}
-    return {rule: value}
-
-
 def counterpart_of(key: str) -> tuple[str, str] | None:
     """Return (mrl key, other trainer) for a key that has the name of a verl, slime or trl key; None if there is none.
 
@@ -478,9 +457,3 @@ def counterpart_of(key: str) -> tuple[str, str] | None:
                 if target:
                     return target, source
     return None
-
-
-def nearest_key(key: str, source: str) -> str | None:
-    """Return the key of `source` whose name is nearest to `key`, or None if none is near."""
-    found = difflib.get_close_matches(key, SOURCES[source], n=1, cutoff=0.8)
-    return found[0] if found else None

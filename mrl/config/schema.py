@@ -315,6 +315,11 @@ class AlgorithmConfig:
         False, "Whether to normalize advantages to mean 0 and standard deviation 1 over all sampled tokens in the loss."
     )
     mask_truncated: bool = key(False, "Whether to exclude truncated responses from the loss.")
+    resampling: Node | None = key(
+        dict,
+        "Random choice of the trained responses by their rewards, with repetition (policy filtration). Default: none, so each "
+        "response is trained once.",
+    )
     old_logprobs: OldLogprobs = key(
         OldLogprobs.recompute,
         "Source of the old log-probabilities. With recompute, the trainer computes them. With rollout, the engine's are used.",

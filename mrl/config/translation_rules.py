@@ -8,6 +8,10 @@ from typing import Any
 from mrl.config.process_schema import TrackingBackend
 
 KL = "mrl.algorithms.kl.KLPenalty"
+VERL_ACTOR, VERL_CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
+VERL_LOSS_MODE = f"{VERL_ACTOR}policy_loss.loss_mode"
+VERL_ESTIMATOR, VERL_SCALE = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+SCALE, LOSS, AGGREGATION = "algorithm.advantage.scale_rewards", "algorithm.loss._target_", "algorithm.aggregation"
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,12 @@ def kl_penalty(
     name = kinds.get(str(values.get(kind, "k3" if term == "loss" else "k1")).lower())
     if name is None:
         return Note(f"mrl has no KL estimator {values[kind]!r}")
-    return {f"algorithm.kl_in_{term}": {"_target_": KL, "coef": values.get(coef, 0.001), "kind": name}}
+    penalty = {"_target_": KL, "coef": values.get(coef, 0.001), "kind": name}
+    control = coef.removesuffix("kl_coef")
+    if term == "reward" and values.get(f"{control}type") == "adaptive":
+        penalty["target"] = values.get(f"{control}target_kl", 0.1)
+        penalty["horizon"] = values.get(f"{control}horizon", 10_000)
+    return {f"algorithm.kl_in_{term}": penalty}
 
 
 def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Overrides | Note:
@@ -137,32 +146,95 @@ ALGORITHMS = {
     "gspo": {"algorithm": "gspo"},
     "cispo": {"algorithm": "cispo"},
     "gdpo": {"algorithm": "gdpo"},
+    "gpg": {"algorithm": "gpg"},
+    "grpo_passk": {
+        "algorithm": "grpo",
+        "algorithm.advantage._target_": "mrl.algorithms.advantages.PassAtK",
+        "algorithm.advantage.normalize_std": True,
+    },
+    "optimal_token_baseline": {"algorithm": "otb"},
+    "tir_optimal_token_baseline": {"algorithm": "otb"},
+    "grpo_vectorized": {"algorithm": "grpo"},
+    "rloo_vectorized": {"algorithm": "rloo"},
     "reinforce_plus_plus": {"algorithm": "reinforce_pp"},
     "reinforce_plus_plus_baseline": {"algorithm": "reinforce_pp_baseline"},
     "on_policy_distillation": {"algorithm": "distill"},
 }
-LOSSES = {
-    "vanilla": Note("the loss of the algorithm", needed=False),
-    "gspo": {"algorithm": "gspo"},
-    "clip_cov": {"algorithm": "clip_cov"},
-    "kl_cov": {"algorithm": "kl_cov"},
-    "geo_mean": {"algorithm": "gmpo"},
+_GROUP_SCALES = ({SCALE: "group"}, {SCALE: "none"})
+VERL_SCALES: dict[str, tuple[Overrides, Overrides]] = {  # estimator -> overrides with and without division by the std
+    "grpo": _GROUP_SCALES,
+    "grpo_vectorized": _GROUP_SCALES,
+    "grpo_passk": ({"algorithm.advantage.normalize_std": True}, {"algorithm.advantage.normalize_std": False}),
+}
+WITHOUT_CLIP = ("rloo", "remax", "opo", "gpg")
+"""Configs of mrl whose loss is the plain policy gradient. verl combines their estimators with PPO's clip."""
+_TOKEN_LOSSES, _SEQUENCE_LOSSES = "mrl.algorithms.losses.", "mrl.algorithms.sequence_losses."
+_SEQUENCE_MEAN = {AGGREGATION: "sequence_mean"}
+VERL_LOSSES: dict[str, Overrides] = {  # loss_mode -> its loss, and its aggregation if it always has the same one
+    "vanilla": {LOSS: f"{_TOKEN_LOSSES}PPOClip"},
+    "gspo": {LOSS: f"{_SEQUENCE_LOSSES}GSPO", **_SEQUENCE_MEAN},
+    "geo_mean": {LOSS: f"{_SEQUENCE_LOSSES}GMPO", **_SEQUENCE_MEAN},
+    "sapo": {LOSS: f"{_TOKEN_LOSSES}SAPO", **_SEQUENCE_MEAN},
+    "cispo": {LOSS: f"{_TOKEN_LOSSES}CISPO"},
+    "gpg": {LOSS: f"{_TOKEN_LOSSES}PolicyGradient"},
+    "clip_cov": {LOSS: f"{_TOKEN_LOSSES}ClipCov"},
+    "kl_cov": {LOSS: f"{_TOKEN_LOSSES}KLCov", "algorithm.loss.kl": "abs"},
+    "dppo_tv": {LOSS: f"{_TOKEN_LOSSES}DPPO", "algorithm.loss.divergence": "tv"},
+    "dppo_kl": {LOSS: f"{_TOKEN_LOSSES}DPPO", "algorithm.loss.divergence": "kl"},
+    "dro": {LOSS: f"{_TOKEN_LOSSES}DRO"},
+}
+_CLIPPED, _DPPO = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov"), ("dppo_tv", "dppo_kl")
+VERL_LOSS_ARGUMENTS: dict[str, dict[str, str]] = {  # key of verl's actor -> loss_mode -> argument of the loss in mrl
+    "clip_ratio_low": dict.fromkeys(_CLIPPED, "clip_low") | dict.fromkeys(_DPPO, "delta_low"),
+    "clip_ratio_high": dict.fromkeys(_CLIPPED, "clip_high") | dict.fromkeys(_DPPO, "delta_high"),
+    "clip_ratio_c": {"vanilla": "dual_clip"} | dict.fromkeys(_DPPO, "max_ratio"),
+    "tau_pos": {"sapo": "tau_positive"},
+    "tau_neg": {"sapo": "tau_negative"},
+    "policy_loss.clip_cov_ratio": {"clip_cov": "fraction"},
+    "policy_loss.clip_cov_lb": {"clip_cov": "low"},
+    "policy_loss.clip_cov_ub": {"clip_cov": "high"},
+    "policy_loss.kl_cov_ratio": {"kl_cov": "fraction"},
+    "policy_loss.ppo_kl_coef": {"kl_cov": "coef"},
+    "policy_loss.dro_beta": {"dro": "beta"},
+}
+_CLIP_BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+VERL_LOSS_DEFAULTS: dict[str, dict[str, float]] = {  # loss_mode -> verl's defaults where mrl has others
+    **dict.fromkeys(("gspo", "geo_mean", "cispo", "clip_cov"), _CLIP_BOUNDS),
+    **{mode: {"clip_ratio_c": 3.0} for mode in _DPPO},
+    "kl_cov": {"policy_loss.ppo_kl_coef": 0.1},
+}
+TRL_LOSSES = {
     "cispo": {"algorithm": "cispo"},
     "sapo": {"algorithm": "sapo"},
-    "bnpo": {"algorithm.aggregation": "token_mean"},
-    "dapo": {"algorithm.aggregation": "token_mean"},
-    "grpo": {"algorithm.aggregation": "sequence_mean"},
-    "dr_grpo": {"algorithm.aggregation": "fixed_length", "algorithm.advantage.normalize_std": False},
+    "vespo": {"algorithm": "vespo"},
+    "luspo": {"algorithm": "luspo"},
+    "bnpo": {AGGREGATION: "token_mean"},
+    "dapo": {AGGREGATION: "token_mean"},
+    "grpo": {AGGREGATION: "sequence_mean"},
+    "dr_grpo": {AGGREGATION: "fixed_length"},
 }
-AGGREGATIONS = {
-    "token_mean": {"algorithm.aggregation": "token_mean"},
-    "seq_mean_token_mean": {"algorithm.aggregation": "sequence_mean"},
-    "seq_mean_token_sum": {"algorithm.aggregation": "sequence_sum"},
-    "seq_mean_token_sum_norm": {"algorithm.aggregation": "fixed_length"},
-    "token_sum": {"algorithm.aggregation": "token_sum"},
+_TRL_LOSS_CLASSES = {
+    "cispo": f"{_TOKEN_LOSSES}CISPO",
+    "sapo": f"{_TOKEN_LOSSES}SAPO",
+    "vespo": f"{_SEQUENCE_LOSSES}VESPO",
 }
-VERL_KL = {"kl": "k1", "k1": "k1", "k1+": "k1+", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "k3+": "k3+"}
+VERL_AGGREGATIONS = {
+    "token_mean": {AGGREGATION: "token_mean"},
+    "seq_mean_token_mean": {AGGREGATION: "sequence_mean"},
+    "seq_mean_token_sum": {AGGREGATION: "sequence_sum"},
+    "seq_mean_token_sum_norm": {AGGREGATION: "fixed_length"},
+    "token_sum": {AGGREGATION: "token_sum"},
+}
+TRL_SCALES = {n: {SCALE: n} for n in ("group", "batch", "none")} | {"true": {SCALE: "group"}, "false": {SCALE: "none"}}
+VERL_KL = {
+    **{"kl": "k1", "k1": "k1", "kl+": "k1+", "k1+": "k1+", "abs": "abs", "abs+": "abs+", "mse": "k2", "k2": "k2"},
+    **{"low_var_kl": "k3", "k3": "k3", "low_var_kl+": "k3+", "k3+": "k3+"},
+}
 SLIME_KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+VERL_FILTRATION = {
+    "algorithm.resampling._target_": "mrl.algorithms.filters.PolicyFiltration",
+    "algorithm.resampling.per_group": False,
+}
 RECOMPUTE = dict(zip(("granularity", "method", "num_layers"), ("full", "uniform", 1), strict=True))
 FULL_RECOMPUTE = {f"megatron.recompute_{name}": value for name, value in RECOMPUTE.items()}
 OTHER_BACKEND = "mrl trains with Megatron-Core; the memory and layout are set in the sections parallel and megatron"
@@ -209,6 +281,13 @@ def gae_argument(name: str, value: Any, values: Values) -> Overrides | Note:
     return {f"algorithm.advantage.{name}": value}
 
 
+def pf_ppo(name: str, value: Any, values: Values) -> Overrides | Note:
+    """Set an argument of the policy filtration, if use_pf_ppo is on."""
+    if not is_on(values.get("algorithm.use_pf_ppo", False)):
+        return Note("algorithm.use_pf_ppo is off", needed=False)
+    return {f"algorithm.resampling.{name}": value}
+
+
 def num_engines(value: Any, values: Values) -> Overrides | Note:
     per_engine = int(str(values.get("rollout-num-gpus-per-engine", 1)))
     return {"rollout.num_engines": max(1, int(value) // per_engine)}
@@ -223,6 +302,202 @@ def slime_reward(value: Any, values: Values) -> Overrides | Note:
 def trl_prompts(completions: int, values: Values) -> Overrides:
     """Prompts of a step from trl's number of completions. trl samples 8 completions for a prompt by default."""
     return {"rollout.prompts_per_step": max(1, completions // int(str(values.get("num_generations", 8))))}
+
+
+def verl_estimator(value: Any, values: Values) -> Overrides | Note:
+    """Select the config of an advantage estimator, with the loss that verl combines with every estimator."""
+    found = choice("estimator", ALGORITHMS, value, values)
+    if isinstance(found, Note):
+        return found
+    if VERL_LOSS_MODE not in values and found["algorithm"] in WITHOUT_CLIP:
+        found = found | VERL_LOSSES[verl_mode(values)]
+    scale = verl_scale(values[VERL_SCALE], values) if VERL_SCALE in values else {}
+    return found if isinstance(scale, Note) else found | scale
+
+
+def verl_scale(value: Any, values: Values) -> Overrides | Note:
+    """Set whether advantages are divided by the standard deviation of the group."""
+    scales = VERL_SCALES.get(str(values.get(VERL_ESTIMATOR, "gae")).lower())
+    if scales is None:
+        return Note("the estimator does not use it", needed=False)
+    return scales[0] if is_on(value) else scales[1]
+
+
+def verl_mode(values: Values) -> str:
+    """Return the name of verl's loss. With rollout_correction.bypass_mode, policy_loss.loss_mode has no effect."""
+    if is_on(values.get(f"{VERL_CORRECTION}bypass_mode", False)):
+        return "gpg" if values.get(f"{VERL_CORRECTION}loss_type") == "reinforce" else "vanilla"
+    return str(values.get(VERL_LOSS_MODE, "vanilla")).lower().replace("-", "_")
+
+
+def verl_loss_mode(value: Any, values: Values) -> Overrides | Note:
+    """Select the loss, with verl's defaults for the arguments that the config does not set."""
+    mode = verl_mode(values)
+    found = choice("loss", VERL_LOSSES, mode, values)
+    if isinstance(found, Note):
+        return found
+    given = {key for key in VERL_LOSS_ARGUMENTS if values.get(VERL_ACTOR + key) is not None}
+    given |= _CLIP_BOUNDS.keys() if values.get(f"{VERL_ACTOR}clip_ratio") is not None else set()
+    defaults = {key: default for key, default in VERL_LOSS_DEFAULTS.get(mode, {}).items() if key not in given}
+    return found | {f"algorithm.loss.{VERL_LOSS_ARGUMENTS[key][mode]}": default for key, default in defaults.items()}
+
+
+def verl_aggregation(value: Any, values: Values) -> Overrides | Note:
+    """Select the aggregation. Some of verl's losses always have the same one."""
+    mode = verl_mode(values)
+    if AGGREGATION in VERL_LOSSES.get(mode, {}):
+        return Note(f"the loss {mode} always has algorithm.aggregation=sequence_mean", needed=False)
+    return choice("aggregation", VERL_AGGREGATIONS, value, values)
+
+
+def verl_loss_argument(key: str, value: Any, values: Values) -> Overrides | Note:
+    """Set an argument of the loss. `key`: key of VERL_LOSS_ARGUMENTS."""
+    name = VERL_LOSS_ARGUMENTS[key].get(mode := verl_mode(values))
+    return {f"algorithm.loss.{name}": value} if name else Note(f"the loss {mode} does not use it", needed=False)
+
+
+def verl_clip(value: Any, values: Values) -> Overrides | Note:
+    """Set both bounds of the clip, except those that have keys of their own."""
+    found: Overrides = {}
+    for key in _CLIP_BOUNDS:
+        bound = verl_loss_argument(key, value, values)
+        if isinstance(bound, Note):
+            return bound
+        found |= bound if values.get(VERL_ACTOR + key) is None else {}
+    return found or Note("clip_ratio_low and clip_ratio_high decide", needed=False)
+
+
+def verl_filter_metric(value: Any, values: Values) -> Overrides | Note:
+    """Select the part of the reward that the filter of groups compares."""
+    if not is_on(values.get("algorithm.filter_groups.enable", False)):
+        return Note("algorithm.filter_groups.enable is off", needed=False)
+    if value in ("reward", "score", "seq_reward", "seq_final_reward"):
+        return Note("the filter compares total rewards", needed=False)
+    return {"rollout.filter.metric": "correctness" if value == "acc" else value}
+
+
+def verl_loss_scale(value: Any, values: Values) -> Note:
+    """Explain the length by which the aggregation fixed_length divides."""
+    same = str(value) == str(values.get("data.max_response_length"))
+    return Note("algorithm.aggregation=fixed_length divides by rollout.max_response_tokens", needed=not same)
+
+
+def verl_gdpo_weights(value: Any, values: Values) -> Overrides:
+    """Set the weights of the parts of the reward. `value`: names of the parts."""
+    weights = values.get("algorithm.gdpo_reward_weights") or [1.0] * len(value)
+    return {"algorithm.advantage.weights": dict(zip(value, weights, strict=True))}
+
+
+def correction_node(nodes: list[Overrides]) -> Overrides:
+    """Override of algorithm.correction with one node, or with the product of several nodes."""
+    product = {"_target_": f"{_CORRECTIONS}Product", "corrections": nodes}
+    return {"algorithm.correction": nodes[0] if len(nodes) == 1 else product}
+
+
+_CORRECTIONS = "mrl.algorithms.corrections."
+_IMPORTANCE = f"{_CORRECTIONS}ImportanceSampling"
+_K1_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
+
+
+def verl_correction(value: Any, values: Values) -> Overrides | Note:
+    """Translate all keys algorithm.rollout_correction.*. The result is the same for each of these keys."""
+    read = lambda name, default=None: values.get(VERL_CORRECTION + name, default)  # noqa: E731
+    bypass, policy_gradient = is_on(read("bypass_mode")), str(read("loss_type")) == "reinforce"
+    nodes, overrides = list[dict[str, Any]](), dict[str, Any]()
+    for option, bounds in _verl_rejections(read("rollout_rs"), read("rollout_rs_threshold")):
+        nodes.append(_rejection(option, bounds))
+    if read("rollout_is") and (policy_gradient or not bypass):
+        nodes.append(_verl_weights(str(read("rollout_is")), str(read("rollout_is_threshold", 2.0))))
+        if is_on(read("rollout_is_batch_normalize")):
+            nodes[-1]["batch_normalize"] = True
+        if not bypass and str(values.get(VERL_ESTIMATOR)).endswith("optimal_token_baseline"):
+            overrides["algorithm.advantage.correction"] = nodes[-1]
+    if bypass:
+        overrides["algorithm.old_logprobs"] = "rollout"
+        nodes = [node | {"numerator": "current"} for node in nodes]
+        if policy_gradient:
+            overrides |= VERL_LOSSES["gpg"]
+    if not nodes and not overrides:
+        return Note("no correction is the default", needed=False)
+    return overrides | (correction_node(nodes) if nodes else {})
+
+
+def _verl_rejections(options: Any, thresholds: Any) -> list[tuple[str, list[float]]]:
+    """Return (option, bounds) for each option of rollout_rs. A bound is one number, or two numbers joined by `_`."""
+    names = [name.strip() for name in str(options or "").split(",") if name.strip()]
+    texts = [text.strip() for text in str(thresholds).split(",")]
+    texts = texts * len(names) if len(texts) == 1 else texts
+    return [(name, [float(x) for x in text.split("_")]) for name, text in zip(names, texts, strict=True)]
+
+
+def _rejection(option: str, bounds: list[float]) -> Overrides:
+    """Return the node for one option of verl's rollout_rs, such as seq_mean_k1 or token_k3."""
+    level, _, kind = option.rpartition("_")
+    if kind != "k1":
+        name = level.removeprefix("seq_")
+        return {"_target_": f"{_CORRECTIONS}Rejection", "level": name, "kind": kind, "high": bounds[0]}
+    low, high = bounds if len(bounds) == 2 else (1 / bounds[0], bounds[0])  # bounds of pi_rollout / pi_old
+    return {"_target_": _IMPORTANCE, "level": _K1_LEVELS[level], "mode": "reject", "low": 1 / high, "high": 1 / low}
+
+
+def _verl_weights(level: str, threshold: str) -> Overrides:
+    """Return the node for verl's rollout_is. A threshold of two numbers joined by `_` masks; one number truncates."""
+    low, _, high = threshold.rpartition("_")
+    bounds = (
+        {"mode": "mask", "low": float(low), "high": float(high)} if low else {"mode": "truncate", "high": float(high)}
+    )
+    return {"_target_": _IMPORTANCE, "level": level, **bounds}
+
+
+def trl_correction(value: Any, values: Values) -> Overrides | Note:
+    """Translate the keys vllm_importance_sampling_* and off_policy_mask_threshold together.
+
+    The result is the same for each of these keys and for use_vllm. With vLLM, trl corrects by default.
+    """
+    prefix, nodes = "vllm_importance_sampling_", list[dict[str, Any]]()
+    if is_on(values.get(f"{prefix}correction", values.get("use_vllm", False))):
+        level, _, mode = str(values.get(f"{prefix}mode", "sequence_mask")).partition("_")
+        high = values.get(f"{prefix}clip_max", values.get(f"{prefix}cap", 3.0))
+        low = values.get(f"{prefix}clip_min")
+        bounds = {"low": float(low or 0.0), "high": float("inf") if high is None else float(high)}
+        nodes.append({"_target_": _IMPORTANCE, "level": level, "mode": mode, **bounds})
+    if (delta := values.get("off_policy_mask_threshold")) is not None:
+        nodes.append({"_target_": f"{_CORRECTIONS}OffPolicyMask", "delta": float(delta)})
+    return correction_node(nodes) if nodes else Note("off is the default", needed=False)
+
+
+def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
+    """Set an argument of the loss. With top_entropy_quantile, the loss is an argument of the loss TopEntropy."""
+    inner = ".loss" if float(values.get("top_entropy_quantile") or 1.0) < 1 else ""
+    return {f"algorithm.loss{inner}.{name}": value}
+
+
+def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
+    """Restrict the loss that the other keys select to the tokens with the largest entropy."""
+    if float(value) >= 1:
+        return Note("1.0 trains all tokens, which is the default", needed=False)
+    ratio_of_response = values.get("importance_sampling_level") == "sequence"
+    default = f"{_SEQUENCE_LOSSES}GSPO" if ratio_of_response else f"{_TOKEN_LOSSES}PPOClip"
+    loss = _TRL_LOSS_CLASSES.get(str(values.get("loss_type")), default)
+    arguments = {"_target_": f"{_TOKEN_LOSSES}TopEntropy", "fraction": value, "loss._target_": loss}
+    return {f"algorithm.loss.{name}": argument for name, argument in arguments.items()}
+
+
+def trl_level(value: Any, values: Values) -> Overrides | Note:
+    """Select the ratio of the response for the level `sequence`. Some losses always have one of both ratios."""
+    if value == "token":
+        return Note("the default", needed=False)
+    loss = str(values.get("loss_type"))
+    if loss in _TRL_LOSS_CLASSES:
+        return Note(f"mrl's loss {loss} has no other ratio")
+    if "algorithm" in TRL_LOSSES.get(loss, {}):
+        return Note(f"the loss {loss} has this ratio", needed=False)
+    return {"algorithm": "gspo"} | ({} if "loss_type" in values else {AGGREGATION: "token_mean"})
+
+
+def trl_kl_kind(values: Values) -> str:
+    """Name of trl's KL estimate: k3 times the ratio pi / pi_old, or k3 without use_bias_correction_kl."""
+    return "unbiased" if is_on(values.get("use_bias_correction_kl", True)) else "k3"
 
 
 def trl_adaptive_entropy(value: Any, values: Values) -> Overrides | Note:

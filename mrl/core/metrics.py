@@ -323,6 +323,9 @@ METRICS: dict[str, Metric] = {
         ".5f",
         good="near the fraction that the algorithm asks for",
     ),
+    "loss/response_weight": Metric(
+        "", "mean weight that VESPO gives the response of a token", ".4f", good="near 1; near 0 the samples are too old"
+    ),
     "loss/sft": Metric(
         "nats", "loss of supervised training; cross-entropy is per response token", label="loss", good="falls"
     ),
@@ -332,6 +335,9 @@ METRICS: dict[str, Metric] = {
     "advantage/mean": Metric("", "mean advantage per trained token", good="near 0"),
     "advantage/std": Metric(
         "", "standard deviation of the advantages over trained tokens", good="above 0; at 0 nothing is learned"
+    ),
+    "advantage/drawn_fraction": Metric(
+        "", "fraction of the responses that algorithm.resampling draws at least once", ".4f", good="constant"
     ),
     "preference/accuracy": Metric("", "fraction of the pairs, or labels, with the right order", good="rises towards 1"),
     "preference/held_out_accuracy": Metric("", "preference/accuracy on the rows of sft.test", good="rises towards 1"),

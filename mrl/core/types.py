@@ -282,6 +282,7 @@ class AdvantageResult:
     zero_advantage: NDArray[np.bool_]  # [B] whether the advantage of every token is zero
     rejected: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from the loss's denominators
     metrics: Mapping[str, float]
+    counts: NDArray[np.int64] | None = None  # [B] how often the response counts in the loss; None: once
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,8 @@ class TrainBatch:
     # [B] index of the prompt; rows with the same index may compute their prompt once. None: the indices are unknown
     groups: NDArray[np.int64] | None
     rows: NDArray[np.int64]  # indices of the rows to train
-    # Indices of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0
+    # Indices of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0. A row that
+    # is here n times counts n times in the loss
     denominator_rows: NDArray[np.int64]
     columns: Handle = None  # refers to a dict, name -> column [R] of the block
     # whether all rows of a group are in one micro-batch, for a loss that compares the responses of a group

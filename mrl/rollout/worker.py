@@ -279,7 +279,8 @@ class RolloutWorker:
         }
         self._columns |= computed | estimated
         rejected = result.rejected | self._all_filtered
-        return AdvantageResult(ray.put({**computed, **result.columns}), result.zero_advantage, rejected, result.metrics)
+        handle = ray.put({**computed, **result.columns})
+        return AdvantageResult(handle, result.zero_advantage, rejected, result.metrics, result.counts)
 
     def write_samples(self, step: int) -> None:
         """Write samples of the last collected step to samples.jsonl, with the columns of all estimates since `collect`.

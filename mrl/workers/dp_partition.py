@@ -85,9 +85,12 @@ def step_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.flo
 
 
 def _loss_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
-    """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalised over `denominator_rows`."""
+    """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalised over `denominator_rows`.
+
+    A row that is n times in `denominator_rows` has the sum of the weights of n rows.
+    """
     weights, rows = np.zeros(len(batch.prompt_lengths)), batch.denominator_rows
-    weights[rows] = weighting(batch.sampled_lengths[rows], _groups(batch)[rows])
+    np.add.at(weights, rows, weighting(batch.sampled_lengths[rows], _groups(batch)[rows]))
     return weights
 
 
@@ -106,7 +109,7 @@ def _metrics(
     batch: TrainBatch, units: list[PackingUnit], replicas: list[tuple[NDArray[np.int64], ...]]
 ) -> dict[str, float]:
     lengths = batch.prompt_lengths + batch.response_lengths
-    denominator_tokens, trained = max(1, lengths[batch.denominator_rows].sum()), lengths[batch.rows].sum()
+    denominator_tokens, trained = max(1, lengths[np.unique(batch.denominator_rows)].sum()), lengths[batch.rows].sum()
     computed = sum(unit.tokens for unit in units)
     replica_of = {row: replica for replica, micros in enumerate(replicas) for rows in micros for row in rows.tolist()}
     loads = np.zeros(len(replicas))

@@ -213,9 +213,13 @@ def train_batch(
 ) -> TrainBatch:
     """Return a batch of the rows for which `trained` [B] is true. The default is all rows that are not rejected.
 
-    The loss is normalised over all rows that `advantages` does not reject, whether they are trained or not.
+    The loss is normalised over all rows that `advantages` does not reject, whether they are trained or not. A row that counts
+    n times is n times in `denominator_rows`.
     """
     in_denominator = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected
+    counted = np.flatnonzero(in_denominator)
+    if advantages is not None and advantages.counts is not None:
+        counted = np.repeat(counted, advantages.counts[counted])
     return TrainBatch(
         block=rollouts.block,
         prompt_lengths=rollouts.prompt_lengths,
@@ -223,7 +227,7 @@ def train_batch(
         sampled_lengths=rollouts.sampled_lengths,
         groups=rollouts.groups,
         rows=np.flatnonzero(in_denominator if trained is None else trained),
-        denominator_rows=np.flatnonzero(in_denominator),
+        denominator_rows=counted,
         columns=None if advantages is None else advantages.columns,
     )
 

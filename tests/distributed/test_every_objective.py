@@ -24,6 +24,7 @@ from parallel.trainer_config import OptimConfig
 pytestmark = pytest.mark.extended
 
 ALGORITHMS = sorted(path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml"))
+REJECTION = "++algorithm.correction={_target_:mrl.algorithms.corrections.Rejection,level:max,kind:k2,high:0.3}"
 TERMS = ["++algorithm.kl_in_loss.kind=k3", "algorithm.entropy_coef=0.1"]
 ONE = ParallelDims()
 LAYOUTS = [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2)]
@@ -54,7 +55,7 @@ def off_policy(block: TokenBlock, groups: NDArray, now: NDArray, objective: Obje
 
 def spec_of(path, dims: ParallelDims, share_prompts: bool = False) -> ModelSpec:
     # Adam's first step divides each gradient by itself: without eps, round-off would become a full step.
-    return ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share_prompts)
+    return ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-5), {}, share_prompts=share_prompts)
 
 
 def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
@@ -91,7 +92,14 @@ def steps(run_ranks, tmp_path_factory) -> tuple[Path, dict[str, Step], dict[str,
     block, groups = groups_of_responses()
     (now,) = run_ranks(ONE, logprobs, folder, block)
     overrides_of = {name: [f"algorithm={name}"] for name in ALGORITHMS} | {
-        "grpo with every term": ["algorithm=grpo", *TERMS]
+        "grpo with every term": ["algorithm=grpo", *TERMS],
+        "a rejection": ["algorithm=grpo", REJECTION],
+        "normalized weights": [
+            "algorithm=grpo",
+            "correction=decoupled_seq_is",
+            "++algorithm.correction.batch_normalize=true",
+        ],
+        "the engine as old policy": ["algorithm=grpo", "correction=bypass_pg_is"],
     }
     steps = {}
     for name, overrides in overrides_of.items():

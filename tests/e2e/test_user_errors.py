@@ -74,7 +74,7 @@ MISTAKES = {
     "an unknown choice": (["rollout.mode=asynch"], "expected sync, one_step_off or async; did you mean async?"),
     "an argument of vLLM": (["sglang.gpu_memory_utilization=0.5"], "is not an argument of this SGLang"),
     "an unknown SGLang argument": (["sglang.mem_fraction=0.5"], "did you mean sglang.mem_fraction_static?"),
-    "a misspelt argument of a part": (["algorithm.advantage.normalise_std=true"], "did you mean 'normalize_std'?"),
+    "a misspelt argument of a part": (["algorithm.advantage.scale_reward=none"], "did you mean 'scale_rewards'?"),
     "a part that does not exist": (["algorithm.loss._target_=my_parts.Loss"], "my_parts.Loss: cannot be imported"),
     "a loss of the user with other arguments": (
         ["algorithm.loss._target_=my_parts.rows"],

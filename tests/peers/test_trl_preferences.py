@@ -26,10 +26,10 @@ from mrl.algorithms.inputs import Responses
 from mrl.algorithms.objective import TokenWeighting, sequence_mean
 from mrl.algorithms.preference import DPO, IPO, KTO, ORPO, BradleyTerry, Hinge, SimPO
 
-TRL = Path(__file__).resolve().parents[2] / "build/peers/trl/trl"
+TRL = Path(__file__).resolve().parents[2] / "build/peers/trl"
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.skipif(not TRL.is_dir(), reason="TRL is not in build/peers (scripts/fetch_peers.sh)"),
+    pytest.mark.skipif(not TRL.is_dir(), reason="trl is not in build/peers (scripts/fetch_peers.sh)"),
 ]
 LENGTHS = (3, 1, 5, 2, 4, 4, 1, 9)
 

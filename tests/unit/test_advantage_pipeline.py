@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import GAE, GRPO, OnPolicyDistillation, ReinforcePlusPlus, ReMax
+from mrl.algorithms.filters import PolicyFiltration
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import ClipCov, KLCov, PPOClip, covariances
@@ -75,7 +76,7 @@ def test_turn_rewards_replace_the_reward_at_the_last_token():
 
 def test_responses_without_tokens_are_left_out():
     scored = ScoredBatch(np.array([1.0, 9.0, 0.0]), np.zeros(3, int), np.array([2, 0, 1]), np.zeros(3, bool))
-    found = AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0])
+    found = AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip())(scored, {}, 0.0, [0])
     assert found.columns["advantages"].tolist() == [0.5, 0.5, -0.5]
     assert found.zero_advantage.tolist() == [False, True, False]
     greedy = replace(scored, greedy_rewards=np.array([0.25, 5.0, 0.5]))
@@ -89,7 +90,7 @@ def test_responses_without_tokens_are_left_out():
 def test_a_batch_with_one_token_per_response_is_not_ambiguous():
     """3 responses have 3 tokens together, and one has none: values per response must not be taken for values per token."""
     scored = ScoredBatch(np.array([1.0, 7.0, 0.0]), np.zeros(3, int), np.array([1, 0, 2]), np.zeros(3, bool))
-    assert AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0]).columns[
+    assert AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip())(scored, {}, 0.0, [0]).columns[
         "advantages"
     ].tolist() == [
         0.5,
@@ -157,7 +158,7 @@ def test_whitening_equal_advantages_gives_exactly_zero(size, reward):
 def test_truncated_responses_stay_in_their_group_and_leave_the_loss_only_if_masked():
     scored = ScoredBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.ones(2, int), np.array([False, True]))
     for masked in (False, True):
-        found = AdvantagePipeline(GRPO(normalize_std=False), PPOClip(), mask_truncated=masked)(scored, {}, 0.0, [0])
+        found = AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip(), mask_truncated=masked)(scored, {}, 0.0, [0])
         assert found.columns["advantages"].tolist() == [0.5, -0.5] and found.rejected.tolist() == [False, masked]
 
 
@@ -251,3 +252,52 @@ def test_a_token_whose_log_probability_is_unknown_has_no_penalty():
     known = np.arange(12) != 3
     kl = (columns["old_logprobs"].astype(float) - columns["ref_logprobs"])[known]
     assert found.metrics["policy/kl_reward"] == pytest.approx(kl.mean())
+
+
+def test_resampling_draws_from_the_responses_in_the_loss_with_the_seed_of_the_step():
+    truncated = [False, False, True, False, False, False, False]
+    scored, columns = make_scored(truncated=truncated), make_columns(12)
+    plain = AdvantagePipeline(ReinforcePlusPlus(), ClipCov(0.3, -10, 10), whiten=True, mask_truncated=True)
+    pipeline = replace(plain, resampling=PolicyFiltration(per_group=False))
+    found, again, other = (pipeline(scored, columns, 0.0, [3, step]) for step in (4, 4, 5))
+    counts, without = found.counts, plain(scored, columns, 0.0, [3, 4])
+    assert counts.sum() == 4, "as many as there are responses with tokens that are not truncated"
+    assert not counts[[1, 2, 5]].any() and counts.max() > 1
+    np.testing.assert_array_equal(found.rejected, counts == 0)
+    np.testing.assert_array_equal(counts, again.counts)
+    assert (counts != other.counts).any()
+    assert found.metrics["advantage/drawn_fraction"] == (counts > 0).mean()
+    check(found.metrics)
+    assert without.counts is None and "advantage/drawn_fraction" not in without.metrics
+    for name, column in without.columns.items():  # the resampling changes no column
+        np.testing.assert_array_equal(found.columns[name], column)
+
+
+def every_second(rewards, groups, rng):
+    return np.arange(len(rewards)) % 2 * 2
+
+
+def one_too_many(rewards, groups, rng):
+    return np.ones(len(rewards) + 1)
+
+
+def half(rewards, groups, rng):
+    return np.full(len(rewards), 0.5)
+
+
+def test_a_resampling_may_be_a_function_and_what_it_returns_is_checked():
+    scored, pipeline = make_scored(), AdvantagePipeline(GRPO(), PPOClip())
+    found = replace(pipeline, resampling=every_second)(scored, {}, 0.0, [0])
+    assert found.counts.tolist() == [0, 0, 2, 0, 2, 0, 0] and found.rejected.tolist() == (found.counts == 0).tolist()
+    for wrong, shape in ((one_too_many, 6), (half, 5)):
+        with pytest.raises(
+            ValueError, match=rf"{wrong.__name__}.* returned an array of shape \({shape},\).*of 5 responses"
+        ):
+            replace(pipeline, resampling=wrong)(scored, {}, 0.0, [0])
+
+
+def test_rows_outside_a_selection_count_zero_times_under_a_resampling():
+    scored, selected = make_scored(), np.array([True, True, True, False, True, False, True])
+    found = AdvantagePipeline(GRPO(), PPOClip(), resampling=every_second).of_rows(selected, scored, {}, 0.0, [0])
+    assert found.counts.tolist() == [0, 0, 2, 0, 0, 0, 2], "every second of rows 0, 2, 4 and 6; row 1 has no tokens"
+    np.testing.assert_array_equal(found.rejected, found.counts == 0)

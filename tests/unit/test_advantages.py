@@ -17,11 +17,13 @@ from mrl.algorithms.advantages import (
     RLOO,
     LogMeanExp,
     OnPolicyDistillation,
+    OptimalTokenBaseline,
     PassAtK,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
 )
+from mrl.algorithms.corrections import ImportanceSampling
 from mrl.algorithms.inputs import AdvantageInputs, Advantages, broadcast_to_tokens
 
 
@@ -38,8 +40,23 @@ def make_batch(seed: int, sizes: list[int], shuffled: bool = True) -> AdvantageI
     token_rewards[ends] += rng.integers(0, 3, count) / 2
     names = ("values", "old_logprobs", "teacher_logprobs")
     columns = {name: rng.normal(size=lengths.sum()).astype(np.float32) for name in names}
+    columns |= policy_columns(seed, int(lengths.sum()))
     parts = {"right": rng.integers(0, 2, count).astype(float), "short": rng.normal(size=count)}
     return AdvantageInputs(token_rewards, groups, lengths, columns, rng.normal(size=count), parts)
+
+
+def policy_columns(seed, total, vocabulary=7):
+    """Columns of a random distribution for each token: of the sampled token, and of the whole vocabulary."""
+    rng = np.random.default_rng([seed, 1])
+    logits = rng.normal(size=(total, vocabulary))
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    old = np.log(probabilities[np.arange(total), rng.integers(0, vocabulary, total)])
+    columns = {
+        "old_logprobs": old,
+        "sum_pi_squared": (probabilities**2).sum(1),
+        "rollout_logprobs": old + rng.normal(scale=0.5, size=total),
+    }
+    return {name: values.astype(np.float32) for name, values in columns.items()}
 
 
 def loop_rewards(batch):
@@ -65,6 +82,11 @@ def mean(x):
 
 def std(x, ddof=1):
     return math.sqrt(sum((v - mean(x)) ** 2 for v in x) / max(len(x) - ddof, 1))
+
+
+def loop_grpo_batch(batch):
+    rewards = loop_rewards(batch)
+    return by_group(batch, rewards, lambda r, i, n: (r[i] - mean(r)) / (std(rewards) + 1e-4))
 
 
 def loop_gpg(batch):
@@ -101,6 +123,29 @@ def loop_gae(batch, gamma, lam):
     return found
 
 
+def loop_otb(batch, zero_tail=True, ratio_bound=None):
+    old, squares = (batch.columns[name].astype(float) for name in ("old_logprobs", "sum_pi_squared"))
+    rollout, to_go = batch.columns["rollout_logprobs"].astype(float), loop_to_go(batch, batch.token_rewards, 1.0)
+    weights, start, spans = np.zeros(len(old)), 0, []
+    for length in batch.lengths:
+        spans.append(range(start, start + length))
+        running = 0.0
+        for t in spans[-1]:
+            ratio = min(math.exp(old[t] - rollout[t]), ratio_bound) if ratio_bound else 1.0
+            running += (1 - 2 * math.exp(old[t]) + squares[t]) * ratio**2
+            weights[t] = running
+        start += length
+    found = np.zeros(len(old))
+    for row, span in enumerate(spans):
+        for index, t in enumerate(span):
+            same = [s[index] for r, s in enumerate(spans) if batch.groups[r] == batch.groups[row] and index < len(s)]
+            baseline = sum(weights[u] * to_go[u] for u in same) / sum(weights[u] for u in same)
+            if len(same) == 1:
+                baseline = 0.0 if zero_tail else to_go[t]
+            found[t] = to_go[t] - baseline
+    return found
+
+
 def others_mean(r, i):
     rest = r[:i] + r[i + 1 :]
     return mean(rest) if rest else r[i]
@@ -114,19 +159,27 @@ def lead_over_others(r, i):
 GROUPED = {
     "grpo": (GRPO(), lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4)),
     "grpo_population": (GRPO(ddof=0), lambda r, i, n: (r[i] - mean(r)) / (std(r, 0) + 1e-4)),
-    "dr_grpo": (GRPO(normalize_std=False), lambda r, i, n: r[i] - mean(r)),
+    "dr_grpo": (GRPO(scale_rewards="none"), lambda r, i, n: r[i] - mean(r)),
     "rloo": (RLOO(), lambda r, i, n: r[i] - others_mean(r, i)),
     "reinforce_pp_baseline": (ReinforcePlusPlusBaseline(), lambda r, i, n: r[i] - mean(r)),
     "opo": (OPO(), lambda r, i, n: r[i] - sum(a * b for a, b in zip(r, n, strict=True)) / sum(n)),
     "pass_at_k": (PassAtK(), lambda r, i, n: lead_over_others(r, i)),
+    "pass_at_k_scaled": (PassAtK(normalize_std=True), lambda r, i, n: lead_over_others(r, i) / (std(r) + 1e-4)),
     "log_mean_exp": (LogMeanExp(0.5), lambda r, i, n: r[i] - 0.5 * math.log(mean([math.exp(x / 0.5) for x in r]))),
 }
 BATCHWISE = {
+    "grpo_batch": (GRPO(scale_rewards="batch"), loop_grpo_batch),
     "gpg": (GPG(), loop_gpg),
     "gdpo": (GDPO(weights={"right": 0.5}), loop_gdpo),
     "remax": (ReMax(), lambda b: np.array(loop_rewards(b)) - b.greedy_rewards),
     "remax_to_go": (ReMax(to_go=True), lambda b: loop_to_go(b, b.token_rewards, 1.0) - b.greedy_rewards[b.rows]),
     "reinforce_pp": (ReinforcePlusPlus(0.9), lambda b: loop_to_go(b, b.token_rewards, 0.9)),
+    "otb": (OptimalTokenBaseline(), loop_otb),
+    "otb_without_tail": (OptimalTokenBaseline(zero_tail=False), lambda b: loop_otb(b, zero_tail=False)),
+    "otb_corrected": (
+        OptimalTokenBaseline(correction=ImportanceSampling(high=1.3)),
+        lambda b: loop_otb(b, ratio_bound=1.3),
+    ),
     "gae": (GAE(0.97, 0.8), lambda b: loop_gae(b, 0.97, 0.8)),
     "distill": (
         OnPolicyDistillation(coef=0.5),
@@ -184,18 +237,18 @@ def test_the_order_of_rows_does_not_matter(name, sizes, seed):
     )
 
 
-@pytest.mark.parametrize("name", [*GROUPED, "gpg", "gdpo"])
+@pytest.mark.parametrize("name", [*GROUPED, "grpo_batch", "gpg", "gdpo", "otb_without_tail"])
 def test_a_response_alone_in_its_group_has_advantage_zero(name):
     batch = make_batch(0, [1, 1, 1])
     assert (estimate(name, batch) == 0).all()
 
 
-@pytest.mark.parametrize("name", [*GROUPED, "gpg"])
+@pytest.mark.parametrize("name", [*GROUPED, "grpo_batch", "gpg", "otb"])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7])
 @pytest.mark.parametrize("size", [3, 7, 10])
 def test_equal_rewards_give_exactly_zero(name, reward, size):
     """Exactly, because training skips responses of advantage 0."""
-    batch = AdvantageInputs(np.full(size, reward), np.zeros(size, int), np.ones(size, int))
+    batch = AdvantageInputs(np.full(size, reward), np.zeros(size, int), np.ones(size, int), policy_columns(0, size))
     assert (estimate(name, batch) == 0).all()
 
 
@@ -203,6 +256,17 @@ def test_grpo_of_right_and_wrong_answers():
     batch = AdvantageInputs(np.array([1.0, 0, 0, 1]), np.array([7, 7, 7, 7]), np.ones(4, int))
     np.testing.assert_allclose(GRPO(eps=0.0)(batch), np.array([1, -1, -1, 1]) * 0.5 / math.sqrt(1 / 3))
     np.testing.assert_allclose(GRPO(eps=0.0, ddof=0)(batch), [1, -1, -1, 1])
+
+
+def test_the_std_of_the_batch_keeps_the_order_of_groups_with_different_spread():
+    """Groups with rewards (0, 1) and (0, 4): divided by their own standard deviation, both look the same."""
+    batch = AdvantageInputs(np.array([0.0, 1.0, 0.0, 4.0]), np.array([0, 0, 1, 1]), np.ones(4, int))
+    np.testing.assert_allclose(GRPO(eps=0.0)(batch)[[1, 3]], [math.sqrt(0.5)] * 2)
+    scaled = GRPO(eps=0.0, scale_rewards="batch")(batch)
+    np.testing.assert_allclose(scaled, np.array([-0.5, 0.5, -2.0, 2.0]) / std([0.0, 1.0, 0.0, 4.0]))
+    for refused in ("std", True):
+        with pytest.raises(ValueError, match=r"scale_rewards=.*expected one of group, batch, none"):
+            GRPO(scale_rewards=refused)
 
 
 def test_gae_returns_are_advantages_and_values():
@@ -215,6 +279,50 @@ def test_gae_returns_are_advantages_and_values():
     np.testing.assert_allclose(one_step.advantages, loop_gae(batch, 0.9, 0.0))
 
 
+def test_the_optimal_token_baseline_has_less_variance_than_the_mean_of_the_group():
+    """Two kinds of responses of one token: likely ones with reward 1 and small gradients, and unlikely ones with reward 0."""
+    rng = np.random.default_rng(0)
+    probabilities = np.array([0.9, 0.1])
+    chosen = (rng.random(4000) > 0.9).astype(int)
+    old, squares = np.log(probabilities[chosen]), np.full(4000, (probabilities**2).sum())
+    batch = AdvantageInputs(
+        (chosen == 0).astype(float),
+        np.zeros(4000, int),
+        np.ones(4000, int),
+        {"old_logprobs": old, "sum_pi_squared": squares},
+    )
+    gradient = (np.eye(2) - probabilities)[chosen]  # of log pi, with respect to the logits
+    np.testing.assert_allclose((gradient**2).sum(1), 1 - 2 * np.exp(old) + squares)
+    spread = lambda advantages: (gradient * advantages[:, None]).var(0).sum()  # noqa: E731
+    otb, mean_of_group = OptimalTokenBaseline()(batch), GRPO(scale_rewards="none")(batch)
+    assert spread(otb) < 0.2 * spread(mean_of_group)
+    np.testing.assert_allclose(
+        (gradient * otb[:, None]).mean(0), (gradient * mean_of_group[:, None]).mean(0), atol=0.02
+    )
+
+
+def test_tokens_that_only_the_longest_response_has_have_no_baseline():
+    batch = AdvantageInputs(np.array([0, 1.0, 0, 0, 0, 2.0]), np.zeros(2, int), np.array([2, 4]), policy_columns(1, 6))
+    np.testing.assert_allclose(OptimalTokenBaseline()(batch)[4:], [2.0, 2.0])
+    assert (OptimalTokenBaseline(zero_tail=False)(batch)[4:] == 0).all()
+    assert not OptimalTokenBaseline().group_relative and OptimalTokenBaseline(zero_tail=False).group_relative
+    assert OptimalTokenBaseline().needs == {"old_logprobs", "sum_pi_squared"}
+    corrected = OptimalTokenBaseline(correction=ImportanceSampling())
+    assert corrected.needs == {"old_logprobs", "sum_pi_squared", "rollout_logprobs"}
+
+
+def test_a_token_whose_log_probability_is_unknown_adds_nothing_to_the_weights_of_the_baseline():
+    batch = make_batch(3, [3, 3])
+    first = np.cumsum(batch.lengths) - batch.lengths
+    unknown = {name: values.copy() for name, values in batch.columns.items()}
+    unknown["old_logprobs"][first[0]] = np.nan
+    certain = unknown | {name: values.copy() for name, values in unknown.items()}
+    certain["old_logprobs"][first[0]], certain["sum_pi_squared"][first[0]] = 0.0, 1.0  # 1 - 2 + 1 = 0
+    found, expected = (OptimalTokenBaseline()(replace(batch, columns=columns)) for columns in (unknown, certain))
+    np.testing.assert_array_equal(found, expected)
+    assert np.isfinite(found).all()
+
+
 def test_opo_has_less_variance_than_the_mean_as_baseline():
     """The gradient of a response is a sum of independent unit steps, one for each token: the case of the paper's derivation."""
     rng = np.random.default_rng(0)
@@ -223,7 +331,7 @@ def test_opo_has_less_variance_than_the_mean_as_baseline():
     rewards = chosen.astype(float)
     batch = AdvantageInputs(rewards, np.zeros(4000, int), np.ones(4000, int))
     weighted = rewards - (lengths[chosen] * rewards).sum() / lengths[chosen].sum()
-    assert np.var(steps * weighted) < 0.3 * np.var(steps * GRPO(normalize_std=False)(batch))
+    assert np.var(steps * weighted) < 0.3 * np.var(steps * GRPO(scale_rewards="none")(batch))
     tokens = np.concatenate([[0.0] * (n - 1) + [r] for n, r in zip(lengths[chosen], rewards, strict=True)])
     found = OPO()(AdvantageInputs(tokens, np.zeros(4000, int), lengths[chosen]))
     np.testing.assert_allclose(found, weighted, rtol=1e-9)
@@ -239,7 +347,7 @@ def test_gpg_keeps_the_gradient_scale_when_groups_have_equal_rewards():
 
 def test_log_mean_exp_tends_to_the_mean_and_does_not_overflow():
     batch = make_batch(1, [4, 3])
-    np.testing.assert_allclose(LogMeanExp(1e6)(batch), GRPO(normalize_std=False)(batch), atol=1e-5)
+    np.testing.assert_allclose(LogMeanExp(1e6)(batch), GRPO(scale_rewards="none")(batch), atol=1e-5)
     big = AdvantageInputs(np.array([1000.0, 0.0]), np.zeros(2, int), np.ones(2, int))
     np.testing.assert_allclose(LogMeanExp(0.1)(big), [0.1 * math.log(2), -1000 + 0.1 * math.log(2)])
 

@@ -11,13 +11,18 @@ from loss_cases import loss_inputs, make_case
 from omegaconf import OmegaConf
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
+from mrl.algorithms.corrections import compares_old_policy
 from mrl.algorithms.inputs import ScoredBatch
+from mrl.algorithms.losses import PolicyGradient, PPOClip
 from mrl.algorithms.objective import AGGREGATIONS, Objective
+from mrl.algorithms.parts import build_algorithm
+from mrl.config.hydra_entry import check_overrides, compose_config
 from mrl.config.instantiate import instantiate
 from mrl.config.validate import is_known
 from mrl.core.metrics import check
 
 FILES = {path.stem: path for path in sorted(Path("conf/algorithm").glob("*.yaml"))}
+CORRECTIONS = sorted(path.stem for path in Path("conf/correction").glob("*.yaml"))
 
 
 def load(name):
@@ -50,6 +55,7 @@ def test_every_algorithm_has_a_file():
             "gspo_token",
         ),
         *("cispo", "sapo", "gmpo", "dapo", "clip_cov", "kl_cov", "opmd", "policy_gradient", "gdpo", "distill"),
+        *("lite_ppo", "gpg", "dppo_tv", "dppo_kl", "dro", "vespo", "top_entropy", "otb", "pf_ppo", "luspo"),
     }
 
 
@@ -71,7 +77,8 @@ def test_the_parts_make_an_update(name):
     )
     kl, settings = build(name, "algorithm.kl_in_reward"), load(name)["algorithm"]
     whiten, masked = settings.get("whiten", False), settings.get("mask_truncated", False)
-    advantage_pipeline = AdvantagePipeline(build(name, "algorithm.advantage"), objective, kl, whiten, masked)
+    drawn = build(name, "algorithm.resampling")
+    advantage_pipeline = AdvantagePipeline(build(name, "algorithm.advantage"), objective, kl, whiten, masked, drawn)
     case, rng = make_case(0, lengths=(3, 1, 5, 2), spread=1e-5), np.random.default_rng(0)
     scored = ScoredBatch(
         rewards=np.array([1.0, 0.0, 1.0, 0.0]),
@@ -83,9 +90,11 @@ def test_the_parts_make_an_update(name):
     )
     given = {n: rng.normal(size=11).astype(np.float32) for n in ("values", "teacher_logprobs", "ref_logprobs")}
     given["old_logprobs"] = case.old.astype(np.float32)
+    given |= {"entropies": rng.random(11).astype(np.float32), "sum_pi_squared": rng.random(11).astype(np.float32)}
     columns = {n: given[n] for n in advantage_pipeline.needs - {"greedy_rewards"}}  # what it says it needs is enough
     found = advantage_pipeline(scored, columns, kl.coef if kl else 0.0, [0])
-    assert found.rejected.any() == masked
+    assert found.rejected.any() == (masked or drawn is not None)
+    assert drawn is None or found.counts.sum() == 4
     case.advantages[:], logprobs = found.columns["advantages"], torch.tensor(case.logprobs, requires_grad=True)
     case.columns.clear()
     case.columns.update(found.columns, **{n: given[n] for n in objective.needs})
@@ -132,6 +141,27 @@ def test_nested_plug_ins_are_built():
     assert "values" in mixed.needs
 
 
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("algorithm", ["grpo", "policy_gradient"])
+def test_every_correction_is_a_part_of_an_algorithm(name, algorithm):
+    """The parts build. A correction for the engine's log-probabilities as old log-probabilities compares the current policy."""
+    words = ["experiment=quickstart", f"algorithm={algorithm}", f"correction={name}", "run.dir=unused"]
+    parts = build_algorithm(compose_config(check_overrides(words)))
+    bypass, plain = name.startswith("bypass"), name.startswith("bypass_pg") or algorithm == "policy_gradient"
+    assert parts.objective.rollout_logprobs_as_old == bypass
+    assert isinstance(parts.objective.policy, PolicyGradient if plain else PPOClip)
+    assert (parts.objective.correction is None) == (name in ("none", "bypass_ppo_clip"))
+    if parts.objective.correction is not None:
+        assert compares_old_policy(parts.objective.correction) != bypass
+        loss, _ = parts.objective(loss_inputs(make_case(0, spread=1e-4)))
+        assert loss.isfinite().all() and loss.any()
+
+
+def test_the_page_lists_every_correction_by_its_name():
+    named = set(re.findall(r"`((?:decoupled|bypass)_\w+)`", DOCS))
+    assert named == set(CORRECTIONS) - {"none"}
+
+
 DOCS = Path("docs/concepts/algorithms.md").read_text()
 
 
@@ -145,9 +175,8 @@ def test_the_page_lists_all_losses_advantages_and_configs():
         classes = {n for n, x in vars(found).items() if isinstance(x, type) and x.__module__ == found.__name__}
         missing = classes - named - {"Advantage", "GroupStatistics", "Loss", "PolicyLoss", "ValueLossFunction"}
         assert not missing, missing
-    rows = [line.split("|") for line in tables if line.count("|") == 7]
-    configs = {name for row in rows for name in re.findall(r"`(\w+)`", row[5])}
-    assert configs | {"dr_grpo"} <= set(FILES)
+    listed = set(re.findall(r"`(\w+)`", "\n".join(line for line in DOCS.splitlines() if line.startswith("|"))))
+    assert set(FILES) <= listed, set(FILES) - listed
 
 
 def test_the_classes_of_the_documentation_run():

@@ -17,24 +17,26 @@ INF = math.inf
 
 DEFAULTS = {
     # advantages
-    advantages.GRPO: {"eps": 1e-4, "normalize_std": True, "ddof": 1},
+    advantages.GRPO: {"eps": 1e-4, "scale_rewards": "group", "ddof": 1},
     advantages.RLOO: {},
     advantages.ReinforcePlusPlusBaseline: {},
     advantages.ReMax: {"to_go": False},  # algorithm 1: one advantage per response
     advantages.OPO: {},
     advantages.GPG: {"normalize_std": False, "eps": 1e-4},  # F_norm = 1
-    advantages.PassAtK: {},
+    advantages.PassAtK: {"normalize_std": False, "eps": 1e-4},
     advantages.LogMeanExp: {"tau": 1.0},
     advantages.GDPO: {"weights": {}, "eps": 1e-4, "normalize_batch": True},
     advantages.GAE: {"gamma": 1.0, "lam": 0.95},  # lambda of PPO
     advantages.ReinforcePlusPlus: {"gamma": 1.0},
+    advantages.OptimalTokenBaseline: {"zero_tail": True, "correction": None},  # as in the authors' code
     advantages.OnPolicyDistillation: {"coef": 1.0, "gamma": 0.0, "reward": None, "reward_coef": 1.0},  # discount 0
     # losses
     losses.PPOClip: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},  # epsilon of PPO
     losses.PolicyGradient: {},
     losses.CISPO: {"clip_low": 1.0, "clip_high": 4.0},  # no lower bound; upper bound 5 of ScaleRL
     losses.SAPO: {"tau_positive": 1.0, "tau_negative": 1.05},
-    losses.DPPO: {"delta_low": 0.2, "delta_high": 0.2, "max_ratio": 20.0},
+    losses.DPPO: {"delta_low": 0.2, "delta_high": 0.2, "max_ratio": 20.0, "divergence": "tv"},
+    losses.DRO: {"beta": 0.05},  # Tinker
     losses.CrossEntropy: {},
     losses.ClipCov: {"fraction": 2e-4, "low": 1.0, "high": 5.0, "clip_low": INF, "clip_high": INF},  # r of the paper
     losses.KLCov: {"fraction": 2e-4, "coef": 1.0, "kl": "k3"},
@@ -44,6 +46,7 @@ DEFAULTS = {
     sequence_losses.GMPO: {"clip_low": 0.4, "clip_high": 0.4},  # (e^-0.4, e^0.4)
     sequence_losses.OPMD: {"tau": 0.1},
     sequence_losses.TOPR: {},
+    sequence_losses.VESPO: {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
     # losses over preferences
     preference.DPO: {"beta": 0.1, "label_smoothing": 0.0, "nll_coef": 0.0},  # beta of the authors' experiments
     preference.IPO: {"beta": 0.1, "per_token": True},
@@ -60,6 +63,8 @@ DEFAULTS = {
         "low": 0.0,
         "high": 2.0,
         "veto": None,
+        "numerator": "old",
+        "batch_normalize": False,
     },  # TIS, C = 2
     corrections.IcePop: {
         "level": "token",
@@ -67,17 +72,25 @@ DEFAULTS = {
         "low": 0.5,
         "high": 5.0,
         "veto": None,
+        "numerator": "old",
+        "batch_normalize": False,
     },  # alpha, beta of Ring-1T
     corrections.OffPolicyMask: {"delta": 0.05},
     # KL penalty and filters
     objective.EntropyBonus: {"coef": 0.0, "target": None, "step": 0.005, "max_coef": 1.0},  # Skywork-OR1, bound of trl
     kl.KLPenalty: {"coef": 0.001, "kind": "k1", "target": None, "horizon": 10_000},  # horizon of Ziegler et al.
     filters.NonzeroVariance: {"tolerance": 0.0, "metric": None},  # equation 11 of DAPO: not all equal
+    filters.PolicyFiltration: {"method": "pow", "power": 2.0, "per_group": True},
     filters.RewardRange: {"low": 0.2, "high": 0.8, "metric": None},  # PRIME
 }
 
-WITHOUT_DEFAULTS = {advantages.GroupStatistics, corrections.Product}
-INTERFACES = {"Advantage", "Loss", "PolicyLoss", "ValueLossFunction", "PairLoss", "ScoreLoss", "Correction", "Filter"}
+WITHOUT_DEFAULTS = {
+    advantages.GroupStatistics,
+    corrections.Product,
+    corrections.Rejection,
+    losses.TopEntropy,
+}
+INTERFACES = {"Advantage", "Loss", "PolicyLoss", "ValueLossFunction", "PairLoss", "ScoreLoss", "Correction", "Filter", "Resampling"}
 
 
 def defaults_of(kind):
@@ -113,6 +126,7 @@ def test_every_class_of_the_algorithm_modules_is_pinned():
         (losses.CISPO, True, False, set()),
         (losses.SAPO, True, False, set()),
         (losses.DPPO, True, False, set()),
+        (losses.DRO, False, False, set()),
         (losses.CrossEntropy, False, False, set()),
         (losses.ClipCov, True, False, {"old_logprobs"}),
         (losses.KLCov, False, False, {"old_logprobs"}),
@@ -121,6 +135,7 @@ def test_every_class_of_the_algorithm_modules_is_pinned():
         (sequence_losses.GMPO, True, False, set()),
         (sequence_losses.OPMD, False, False, set()),
         (sequence_losses.TOPR, True, False, set()),
+        (sequence_losses.VESPO, True, False, set()),
         (preference.DPO, False, False, {"ref_logprobs"}),
         (preference.IPO, False, False, {"ref_logprobs"}),
         (preference.Hinge, False, False, {"ref_logprobs"}),
@@ -149,6 +164,7 @@ def test_the_declarations_of_a_loss_are_pinned(kind, zero_without_advantage, use
         (advantages.GDPO, set()),
         (advantages.GAE, {"values"}),
         (advantages.ReinforcePlusPlus, set()),
+        (advantages.OptimalTokenBaseline, {"old_logprobs", "sum_pi_squared"}),
         (advantages.OnPolicyDistillation, {"teacher_logprobs", "old_logprobs"}),
     ],
 )
@@ -169,7 +185,7 @@ PPO_CLIP = part("losses.PPOClip")
 CONFIGS = {
     "grpo": {"advantage": GRPO, "loss": PPO_CLIP, "aggregation": "token_mean"},
     "dr_grpo": {  # Dr.GRPO: no division by the standard deviation, constant denominator
-        "advantage": part("advantages.GRPO", normalize_std=False),
+        "advantage": part("advantages.GRPO", scale_rewards="none"),
         "loss": PPO_CLIP,
         "aggregation": "fixed_length",
     },
@@ -200,6 +216,12 @@ CONFIGS = {
         "aggregation": "sequence_mean",
         "mini_batches": 4,
     },
+    "luspo": {  # GSPO whose loss of a response is multiplied by the length
+        "advantage": GRPO,
+        "loss": part("sequence_losses.GSPO"),
+        "aggregation": "sequence_sum",
+        "mini_batches": 4,
+    },
     "gspo_token": {
         "advantage": GRPO,
         "loss": part("sequence_losses.GSPOToken"),
@@ -227,7 +249,7 @@ CONFIGS = {
         "mini_batches": 4,
     },
     "opmd": {
-        "advantage": part("advantages.GRPO", normalize_std=False),
+        "advantage": part("advantages.GRPO", scale_rewards="none"),
         "loss": part("sequence_losses.OPMD", tau=0.1),
         "aggregation": "fixed_length",
         "skip_zero_advantage": False,
@@ -271,6 +293,64 @@ CONFIGS = {
         "loss": part("losses.PolicyGradient"),
         "aggregation": "fixed_length",
         "kl_in_reward": part("kl.KLPenalty", coef=0.03, kind="k1"),
+    },
+    "otb": {
+        "advantage": part("advantages.OptimalTokenBaseline"),
+        "loss": PPO_CLIP,
+        "aggregation": "token_mean",
+    },
+    "pf_ppo": {
+        "algorithm": {
+            "advantage": part("advantages.GAE", gamma=1.0, lam=0.95),
+            "loss": PPO_CLIP,
+            "aggregation": "token_mean",
+            "kl_in_reward": part("kl.KLPenalty", coef=0.01, kind="k1"),
+            "resampling": part("filters.PolicyFiltration", method="pow", power=2.0, per_group=True),
+            "whiten": True,
+            "mini_batches": 4,
+        },
+        "critic": {"optim": {"lr": 1e-5}, "loss": part("losses.ValueLoss"), "warmup_steps": 0},
+    },
+    "lite_ppo": {
+        "advantage": part("advantages.GRPO", scale_rewards="batch"),
+        "loss": PPO_CLIP,
+        "aggregation": "token_mean",
+    },
+    "gpg": {
+        "advantage": part("advantages.GPG"),
+        "loss": part("losses.PolicyGradient"),
+        "aggregation": "token_mean",
+    },
+    "dppo_tv": {  # deltas of the authors' runs
+        "advantage": part("advantages.GRPO", scale_rewards="none"),
+        "loss": part("losses.DPPO", divergence="tv", delta_low=0.15, delta_high=0.15),
+        "aggregation": "fixed_length",
+        "mini_batches": 4,
+    },
+    "dppo_kl": {
+        "advantage": part("advantages.GRPO", scale_rewards="none"),
+        "loss": part("losses.DPPO", divergence="kl", delta_low=0.05, delta_high=0.05),
+        "aggregation": "fixed_length",
+        "mini_batches": 4,
+    },
+    "dro": {
+        "advantage": part("advantages.GRPO", scale_rewards="none"),
+        "loss": part("losses.DRO", beta=0.05),
+        "aggregation": "fixed_length",
+        "skip_zero_advantage": False,
+        "mini_batches": 4,
+    },
+    "vespo": {
+        "advantage": GRPO,
+        "loss": part("sequence_losses.VESPO"),
+        "aggregation": "token_mean",
+        "mini_batches": 4,
+    },
+    "top_entropy": {  # the top 20% of the tokens, with the loss of DAPO
+        "advantage": GRPO,
+        "loss": part("losses.TopEntropy", fraction=0.2, loss=part("losses.PPOClip", clip_low=0.2, clip_high=0.28)),
+        "aggregation": "token_mean",
+        "mini_batches": 4,
     },
     "gdpo": {"advantage": part("advantages.GDPO", weights={}), "loss": PPO_CLIP, "aggregation": "token_mean"},
     "distill": {

@@ -13,17 +13,21 @@ from sampled_groups import group
 from mrl.algorithms.corrections import (
     LEVELS,
     MODES,
+    NUMERATORS,
+    REJECTION_LEVELS,
     IcePop,
     ImportanceSampling,
     OffPolicyMask,
     Product,
+    Rejection,
+    compares_old_policy,
     mismatch_metrics,
     mismatch_sums,
 )
-from mrl.algorithms.filters import NonzeroVariance, RewardRange, filter_values
+from mrl.algorithms.filters import NonzeroVariance, PolicyFiltration, RewardRange, filter_values
 from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.losses import KLCov, PPOClip
+from mrl.algorithms.losses import KLCov, PolicyGradient, PPOClip
 from mrl.algorithms.objective import EntropyBonus, Objective
 from mrl.controller.plan_train import check_filter_metric
 from mrl.rewards.reward_types import Score, Weighted
@@ -31,11 +35,11 @@ from mrl.rewards.rule_based import ExactMatch, Overlong
 from mrl.rollout.worker import RolloutWorker
 
 
-def reference(case, level, mode, low, high, veto=None):
+def reference(case, level, mode, low, high, veto=None, numerator="old"):
     """Return weight, truncated flag and rejected flag of every token."""
-    found = []
+    found, policy = [], case.old if numerator == "old" else case.logprobs
     for span in case.spans():
-        ratios = [math.exp(case.old[t]) / math.exp(case.rollout[t]) for t in range(span.start, span.stop)]
+        ratios = [math.exp(policy[t]) / math.exp(case.rollout[t]) for t in range(span.start, span.stop)]
         whole = math.prod(ratios)
         vetoed = veto is not None and any(r < veto for r in ratios)
         for own in ratios:
@@ -50,12 +54,13 @@ def reference(case, level, mode, low, high, veto=None):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("veto", [None, 0.4])
-def test_weights_follow_the_definition(level, mode, veto):
+@pytest.mark.parametrize("numerator", NUMERATORS)
+def test_weights_follow_the_definition(level, mode, veto, numerator):
     touched = np.zeros(3)
     for seed in range(5):
         case = make_case(seed)
-        weights, numbers = ImportanceSampling(level, mode, 0.7, 1.3, veto)(loss_inputs(case))
-        expected = reference(case, level, mode, 0.7, 1.3, veto)
+        weights, numbers = ImportanceSampling(level, mode, 0.7, 1.3, veto, numerator)(loss_inputs(case))
+        expected = reference(case, level, mode, 0.7, 1.3, veto, numerator)
         np.testing.assert_allclose(weights.numpy(), expected[0], rtol=1e-9)
         reported = [
             numbers[f"correction/{name}"].numpy() for name in ("weight_mean", "truncated_fraction", "rejected_fraction")
@@ -67,6 +72,109 @@ def test_weights_follow_the_definition(level, mode, veto):
         and (touched[1] > 0) == (mode == "truncate")
         and (touched[2] > 0) == bool(mode != "truncate" or veto)
     )
+
+
+def loop_rejections(case, level, kind, high, policy):
+    """Return for each token whether it is rejected."""
+    found = []
+    for span in case.spans():
+        logs = [policy[t] - case.rollout[t] for t in range(span.start, span.stop)]
+        own = [x * x / 2 if kind == "k2" else math.exp(x) - 1 - x for x in logs]
+        whole = {"sum": sum(own), "mean": sum(own) / len(own), "max": max(own)}.get(level)
+        found += [(x if whole is None else whole) > high for x in own]
+    return np.array(found)
+
+
+@pytest.mark.parametrize("level", REJECTION_LEVELS)
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+@pytest.mark.parametrize("numerator", NUMERATORS)
+def test_rejections_follow_the_definition(level, kind, numerator):
+    marked = []
+    for seed in range(5):
+        case = make_case(seed)
+        weights, numbers = Rejection(0.15, level, kind, numerator)(loss_inputs(case))
+        rejected = loop_rejections(case, level, kind, 0.15, case.old if numerator == "old" else case.logprobs)
+        np.testing.assert_array_equal(weights.numpy(), 1.0 - rejected)
+        np.testing.assert_array_equal(numbers["correction/rejected_fraction"].numpy(), rejected)
+        assert not numbers["correction/truncated_fraction"].any()
+        marked.append(rejected)
+    assert 0 < np.concatenate(marked).mean() < 1
+
+
+def batch_of(case):
+    """Return the input of `extra_columns`: the responses of a case, with the columns of a step."""
+    columns = {"old_logprobs": case.old.astype(np.float32), "rollout_logprobs": case.rollout.astype(np.float32)}
+    return AdvantageInputs(np.zeros(len(case.old)), np.zeros(len(case.lengths), int), case.lengths, columns)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_batch_normalized_weights_have_the_mean_one_over_the_step(level, mode):
+    """The mean is over tokens or over responses, and does not depend on the micro-batches of the step."""
+    case, correction = make_case(3), ImportanceSampling(level, mode, 0.7, 1.3, batch_normalize=True)
+    plain = reference(case, level, mode, 0.7, 1.3)[0]
+    np.testing.assert_allclose(correction.step_weights(batch_of(case)), plain, rtol=1e-6)
+    each = plain if level == "token" else [plain[span.start] for span in case.spans()]
+    mean = sum(each) / len(each)
+    assert abs(mean - 1) > 1e-3
+    column = correction.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0))
+    case.columns.update(column)
+    weights, numbers = correction(loss_inputs(case))
+    np.testing.assert_allclose(weights.numpy(), plain / mean, rtol=1e-6)
+    np.testing.assert_array_equal(numbers["correction/weight_mean"].numpy(), weights.numpy())
+    for rows in ([4, 1], [2], [0, 3]):
+        index = np.concatenate([np.arange(15)[case.spans()[row]] for row in rows])
+        np.testing.assert_array_equal(correction(loss_inputs(case.select(rows)))[0].numpy(), weights.numpy()[index])
+
+
+def test_tokens_without_a_log_probability_of_the_engine_do_not_count_in_the_mean_of_the_tokens():
+    case = make_case(3)
+    case.rollout[4] = math.nan
+    tokens, responses = (ImportanceSampling(level, batch_normalize=True) for level in ("token", "sequence"))
+    known = np.arange(15) != 4
+    weights = np.minimum(np.exp(case.old - case.rollout), 2.0)
+    scale = lambda correction: next(  # noqa: E731
+        iter(correction.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0)).values())
+    )
+    np.testing.assert_allclose(scale(tokens), np.full(15, 1 / weights[known].mean()), rtol=1e-6)
+    case.rollout[4] = case.old[4]  # in a product of ratios, the unknown ratio counts as 1
+    with_ratio_one = scale(responses)
+    case.rollout[4] = math.nan
+    np.testing.assert_array_equal(scale(responses), with_ratio_one)
+
+
+def test_weights_that_are_all_zero_are_not_normalized():
+    case = make_case(0)
+    case.rollout[:] = case.old - 3.0
+    correction = ImportanceSampling("token", "mask", 0.5, 2.0, batch_normalize=True)
+    (column,) = correction.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0)).values()
+    assert (column == 1).all()
+    nothing = AdvantageInputs(
+        np.zeros(0), np.zeros(0, int), np.zeros(0, int), {name: np.zeros(0, np.float32) for name in correction.needs}
+    )
+    assert all(len(c) == 0 for c in correction.extra_columns(nothing, np.zeros(0), np.random.default_rng(0)).values())
+
+
+def test_a_product_passes_on_what_its_corrections_need():
+    case = make_case(3)
+    first, second = ImportanceSampling(batch_normalize=True), ImportanceSampling("sequence", batch_normalize=True)
+    both = Product([Rejection(0.5), first, second])
+    assert (
+        both.needs == {"old_logprobs", "rollout_logprobs"} and Product([Rejection(0.5), OffPolicyMask()]).needs == set()
+    )
+    columns = both.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0))
+    case.columns.update(columns)
+    inputs = loss_inputs(case)
+    expected = Rejection(0.5)(inputs)[0] * first(inputs)[0] * second(inputs)[0]
+    assert len(columns) == 2
+    torch.testing.assert_close(both(inputs)[0], expected)
+
+
+def test_only_corrections_of_the_old_policy_have_nothing_to_correct_if_the_engine_gives_the_old_log_probabilities():
+    old, current = ImportanceSampling(), ImportanceSampling(numerator="current")
+    assert compares_old_policy(old) and compares_old_policy(Rejection(0.1)) and compares_old_policy(IcePop())
+    assert not compares_old_policy(current) and not compares_old_policy(Rejection(0.1, numerator="current"))
+    assert compares_old_policy(Product([current, old])) and not compares_old_policy(Product([current, OffPolicyMask()]))
 
 
 def test_icepop_masks_tokens_on_both_sides():
@@ -88,7 +196,16 @@ def test_without_bounds_the_weight_is_that_of_decoupled_ppo():
     assert (np.exp(rollout) * weights.numpy() * values).sum() == pytest.approx((np.exp(old) * values).sum())
 
 
-@pytest.mark.parametrize("correction", [ImportanceSampling(), ImportanceSampling("sequence"), OffPolicyMask()])
+@pytest.mark.parametrize(
+    "correction",
+    [
+        ImportanceSampling(),
+        ImportanceSampling("sequence"),
+        ImportanceSampling(numerator="current"),
+        Rejection(0.1, numerator="current"),
+        OffPolicyMask(),
+    ],
+)
 def test_no_gradient_flows_through_weights(correction):
     case = make_case(0)
     logprobs = torch.tensor(case.logprobs, requires_grad=True)
@@ -138,11 +255,31 @@ def test_a_product_multiplies_weights_and_reports_either_cause():
         ({"mode": "cut"}, "mode='cut': expected one of truncate, mask, reject"),
         ({"low": 2.0, "high": 2.0}, "expected 0 <= low < high"),
         ({"low": -1.0}, "expected 0 <= low < high"),
+        ({"numerator": "new"}, "numerator='new': expected one of old, current"),
+        (
+            {"mode": "reject", "batch_normalize": True},
+            "batch_normalize needs mode=truncate or mode=mask, and numerator=old",
+        ),
+        ({"numerator": "current", "batch_normalize": True}, "and numerator=old"),
     ],
 )
 def test_invalid_arguments_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         ImportanceSampling(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"level": "geometric"}, "level='geometric': expected one of token, sum, mean, max"),
+        ({"kind": "k1"}, "kind='k1': expected one of k2, k3"),
+        ({"numerator": "new"}, "numerator='new': expected one of old, current"),
+        ({"high": 0.0}, "high=0.0: must be greater than 0"),
+    ],
+)
+def test_invalid_arguments_of_a_rejection_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        Rejection(**{"high": 0.1} | kwargs)
 
 
 def test_the_objective_weighs_the_policy_loss_alone():
@@ -232,6 +369,8 @@ def test_filters_keep_what_can_teach():
         Objective(PPOClip(), ImportanceSampling("sequence", "mask")),
         Objective(PPOClip(), ImportanceSampling("geometric", "reject", veto=0.1)),
         Objective(PPOClip(), OffPolicyMask()),
+        Objective(PPOClip(), Rejection(0.1, "max")),
+        Objective(PolicyGradient(), ImportanceSampling(numerator="current"), rollout_logprobs_as_old=True),
         Objective(PPOClip(), rollout_logprobs_as_old=True),
     ],
 )
@@ -312,6 +451,43 @@ def test_the_rollout_worker_filters_by_the_part_of_the_reward(metric, kept):
     scores = [Score(-0.4 * n, parts={"correct": 0.0, "overlong": -0.4 * n}) for n in range(2)]
     worker = SimpleNamespace(spec=SimpleNamespace(rollout_filter=NonzeroVariance(metric=metric)))
     assert RolloutWorker._passes_filter(worker, group(0, *scores)) is kept
+
+
+def test_policy_filtration_draws_with_the_probabilities_of_its_method():
+    rewards = np.array([0.0, 1.0, 0.5, -2.0, 1.0])
+    expected = {
+        PolicyFiltration("pow", 2.0): [0.0, 1.0, 0.25, 4.0, 1.0],
+        PolicyFiltration("pow", 0.0): [1.0] * 5,
+        PolicyFiltration("max_min"): [0.0, 1.0, 0.0, 1.0, 1.0],
+        PolicyFiltration("max_random"): [0.1, 0.4, 0.1, 0.1, 0.4],
+    }
+    for filtration, numbers in expected.items():
+        np.testing.assert_allclose(filtration.weights(rewards), np.array(numbers) + 1e-8, rtol=1e-12)
+        total = np.zeros(5)
+        for seed in range(4000):
+            counts = filtration(rewards, np.zeros(5, int), np.random.default_rng(seed))
+            assert counts.sum() == 5 and counts.dtype == np.int64
+            total += counts
+        np.testing.assert_allclose(total / 20_000, np.array(numbers) / sum(numbers), atol=0.01)
+
+
+def test_policy_filtration_draws_within_groups_or_from_the_whole_step():
+    rewards, groups = np.array([0.0, 1.0, 1.0, 4.0, 0.0, 0.0]), np.array([5, 5, 2, 2, 9, 9])
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        counts = PolicyFiltration("max_min")(rewards, groups, rng)
+        assert [counts[groups == group].sum() for group in (5, 2, 9)] == [2, 2, 2]
+    sums = [
+        PolicyFiltration("max_min", per_group=False)(rewards, groups, np.random.default_rng(n))[groups == 2].sum()
+        for n in range(20)
+    ]
+    assert len(set(sums)) > 2
+    nothing = PolicyFiltration(per_group=False)(np.zeros(0), np.zeros(0, int), rng)
+    assert nothing.shape == (0,) and PolicyFiltration()(np.zeros(0), np.zeros(0, int), rng).shape == (0,)
+    with pytest.raises(ValueError, match="method='best': expected one of pow, max_min, max_random"):
+        PolicyFiltration("best")
+    with pytest.raises(ValueError, match="power=-1: must be 0 or more"):
+        PolicyFiltration(power=-1)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Partitions of a batch: the loss does not depend on how rows are distributed over steps, replicas and micro-batches."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -51,10 +51,12 @@ def cases(draw) -> Case:
     count = len(groups)
     prompts = np.array(draw(st.lists(st.integers(1, 12), min_size=len(sizes), max_size=len(sizes))))[groups]
     responses = np.array(draw(st.lists(st.integers(1, 20), min_size=count, max_size=count)))
-    denominator_rows = draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted))
-    rows = (
-        [row for row in denominator_rows if draw(st.booleans())] if draw(st.booleans()) else denominator_rows
-    )  # the other rows have advantage 0
+    denominator_rows = draw(
+        st.lists(st.integers(0, count - 1), min_size=1).map(sorted)
+    )  # some rows count several times
+    different = sorted(set(denominator_rows))
+    rows = [row for row in different if draw(st.booleans())] if draw(st.booleans()) else different
+    # the other rows have advantage 0
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     trained = np.isin(np.arange(count), rows)
     batch = TrainBatch(
@@ -160,7 +162,7 @@ def test_the_loss_is_normalised_over_skipped_rows_too(case, aggregation):
     # The token weights of all `denominator_rows` sum to 1, or for fixed_length to the fraction of the length in use.
     sums = dict(fixed_length=mean / MAX_RESPONSE_TOKENS, sequence_sum=mean, token_sum=lengths[denominator_rows].sum())
     whole = sums.get(aggregation, 1.0)
-    assert (weights * lengths)[denominator_rows].sum() == pytest.approx(whole, rel=1e-12)
+    assert (weights * lengths).sum() == pytest.approx(whole, rel=1e-12)
     others = np.setdiff1d(np.arange(len(lengths)), denominator_rows)
     assert not weights[others].any()
 
@@ -252,6 +254,24 @@ def test_the_metrics_of_a_partition_equal_those_computed_by_hand():
     nothing = partition_step(small_batch([]), ParallelDims(dp=2), packing).metrics
     assert nothing["batch/shared_tokens_fraction"] == 0.0 and nothing["batch/skipped_tokens_fraction"] == 1.0
     assert nothing["batch/imbalance"] == 1.0
+
+
+def test_a_row_that_counts_twice_has_the_weight_of_two_rows():
+    batch = replace(small_batch([0, 1, 3]), denominator_rows=np.array([0, 1, 1, 3]))
+    packing = Packing(100, True, CostModel(1.0, 0.0))
+    expected = {
+        "token_mean": np.array([1, 2, 0, 1]) / (2 + 3 + 3 + 1),
+        "sequence_mean": np.array([1 / 2, 2 / 3, 0, 1]) / 4,
+        "fixed_length": np.array([1, 2, 0, 1]) / (4 * 20),
+        "sequence_sum": np.array([1, 2, 0, 1]) / 4,
+        "token_sum": np.array([1, 2, 0, 1]),
+    }
+    for aggregation, weights in expected.items():
+        step = partition_step(batch, ParallelDims(dp=2), packing, TokenWeighting(AGGREGATIONS[aggregation], 20))
+        np.testing.assert_allclose(step.rank_batches[0].weights, weights, rtol=1e-12)
+    assert step.metrics["batch/skipped_tokens_fraction"] == 0.0, "rows that count twice are computed once"
+    parts = split_mini_batches(batch, 2)
+    assert [part.denominator_rows.tolist() for part in parts] == [[0, 1, 1], [3]]
 
 
 def test_merged_batches_have_the_micro_batches_of_all_replicas_in_order():

@@ -9,7 +9,7 @@ from host_waits import HostWaits
 from hydra import compose, initialize_config_dir
 from loss_cases import loss_inputs, make_case
 
-from mrl.algorithms.corrections import IcePop, ImportanceSampling, OffPolicyMask, Product, mismatch_sums
+from mrl.algorithms.corrections import IcePop, ImportanceSampling, OffPolicyMask, Product, Rejection, mismatch_sums
 from mrl.algorithms.parts import build_objective
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
@@ -128,6 +128,9 @@ def test_no_objective_waits_for_the_device(name):
         ImportanceSampling(),
         ImportanceSampling(level="sequence", mode="mask", veto=1e-4),
         ImportanceSampling(level="geometric", mode="reject", low=0.9, high=1.1),
+        ImportanceSampling(numerator="current"),
+        Rejection(0.1, "max", "k2"),
+        Rejection(0.1, "mean"),
         OffPolicyMask(),
         Product([IcePop(), ImportanceSampling(level="geometric")]),
     ],

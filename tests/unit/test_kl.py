@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from loss_cases import loss_inputs, make_case
+from loss_cases import loss_inputs, make_case, slopes
 
 from mrl.algorithms.kl import KL_ESTIMATORS, KLPenalty
 
@@ -14,6 +14,7 @@ FORMULAS = {
     "k1": lambda p, q: math.log(p / q),
     "k2": lambda p, q: math.log(p / q) ** 2 / 2,
     "k3": lambda p, q: q / p - 1 - math.log(q / p),
+    "abs": lambda p, q: abs(math.log(p / q)),
 }
 
 
@@ -49,8 +50,8 @@ def test_values_follow_the_formulas(kind):
     np.testing.assert_allclose(in_loss, weights * by_hand, rtol=1e-9)
 
 
-@pytest.mark.parametrize("kind", [k for k in KL_ESTIMATORS if k != "k2"])
-def test_all_estimates_except_k2_have_the_right_mean(kind):
+@pytest.mark.parametrize("kind", [k for k in KL_ESTIMATORS if k not in ("k2", "abs", "abs+")])
+def test_all_estimates_except_k2_and_abs_have_the_right_mean(kind):
     mean, _, p, q, _ = expected(kind)
     assert mean == pytest.approx(forward(p, q), rel=1e-9)
 
@@ -67,7 +68,7 @@ def slope_of_kl(p, q):
     return np.array([x * (math.log(x / y) - kl) for x, y in zip(p, q, strict=True)])
 
 
-@pytest.mark.parametrize("kind", ["k2", "k1+", "k3+", "unbiased"])
+@pytest.mark.parametrize("kind", ["k2", "k1+", "k3+", "abs+", "unbiased"])
 def test_gradient_on_average_is_that_of_kl_from_the_reference(kind):
     _, gradient, p, q, _ = expected(kind)
     np.testing.assert_allclose(gradient, slope_of_kl(p, q), rtol=1e-9, atol=1e-12)
@@ -81,6 +82,19 @@ def test_k3_has_the_gradient_of_the_other_direction():
     _, gradient, p, q, _ = expected("k3")
     np.testing.assert_allclose(gradient, p - q, rtol=1e-9)  # of KL(q || p) by the logits of p
     assert np.abs(gradient - slope_of_kl(p, q)).max() > 0.01
+
+
+def test_abs_has_twice_the_gradient_of_the_total_variation_distance():
+    """By differences: sum |p - q| / 2, where p is the softmax of the policy's logits."""
+    mean, gradient, p, q, _ = expected("abs")
+    assert mean == pytest.approx(sum(x * abs(math.log(x / y)) for x, y in zip(p, q, strict=True)))
+
+    def distance(logits):
+        policy = np.exp(logits - logits.max())
+        return np.abs(policy / policy.sum() - q).sum() / 2
+
+    np.testing.assert_allclose(gradient, 2 * slopes(distance, np.log(p)), rtol=1e-6, atol=1e-9)
+    assert expected("abs+")[0] == mean
 
 
 def test_the_unbiased_kind_is_unbiased_for_samples_of_the_old_policy_too():
@@ -102,7 +116,7 @@ def test_the_coefficient_follows_the_measured_kl_within_bounds():
 
 
 def test_invalid_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"kind='k4': expected one of k1, k2, k3, k1\+, k3\+, unbiased"):
+    with pytest.raises(ValueError, match=r"kind='k4': expected one of k1, k2, k3, abs, k1\+, k3\+, abs\+, unbiased"):
         KLPenalty(kind="k4")
     with pytest.raises(ValueError, match=r"target=0\.0: must be greater than 0"):
         KLPenalty(target=0.0)

@@ -9,21 +9,23 @@ import pytest
 import torch
 from loss_cases import loss_and_gradient, loss_inputs, make_case, slopes
 
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs, Responses
+from mrl.algorithms.inputs import LossInputs, Responses
 from mrl.algorithms.losses import (
     CISPO,
     DPPO,
+    DRO,
     SAPO,
     ClipCov,
     CrossEntropy,
     KLCov,
     PolicyGradient,
     PPOClip,
+    TopEntropy,
     ValueLoss,
-    covariances,
+    binary_kl,
 )
 from mrl.algorithms.objective import AGGREGATIONS, TokenWeighting, fixed_length, sequence_mean
-from mrl.algorithms.sequence_losses import GMPO, GSPO, OPMD, TOPR, GSPOToken
+from mrl.algorithms.sequence_losses import GMPO, GSPO, OPMD, TOPR, VESPO, GSPOToken
 
 # Each reference: (case, x, frozen, token t, its response's span) -> loss of the token. `x` are the log-probabilities, `frozen`
 # the same where the paper stops the gradient.
@@ -57,6 +59,17 @@ def dppo(case, x, frozen, t, span):
     a, moved = case.advantages[t], math.exp(frozen[t]) - math.exp(case.old[t])
     inside = moved <= 0.15 if a > 0 else moved >= -0.1
     return -min(math.exp(frozen[t]) / math.exp(case.old[t]), 1.3) * a * x[t] * inside
+
+
+def dppo_kl(case, x, frozen, t, span):
+    a, new, old = case.advantages[t], math.exp(frozen[t]), math.exp(case.old[t])
+    divergence = old * math.log(old / new) + (1 - old) * math.log((1 - old) / max(1 - new, 1e-8))
+    outside = (new > old and divergence > 0.02) if a > 0 else (new < old and divergence > 0.01)
+    return -min(new / old, 1.3) * a * x[t] * (not outside)
+
+
+def dro(case, x, frozen, t, span):
+    return -case.advantages[t] * x[t] + 0.4 / 2 * (x[t] - case.old[t]) ** 2
 
 
 def cross_entropy(case, x, frozen, t, span):
@@ -101,6 +114,16 @@ def topr(case, x, frozen, t, span):
     return -weight * a * x[t]
 
 
+def vespo(case, x, frozen, t, span):
+    w, a = sequence_ratio(case, frozen, span), case.advantages[t]
+    k, scale = (2.0, 3.0) if a >= 0 else (1.5, 0.5)
+    return -(w**k) * math.exp(scale * (1 - w)) * a * x[t]
+
+
+def top_entropy(case, x, frozen, t, span, inner):
+    return inner(case, x, frozen, t, span) if case.columns["top_entropy"][t] else 0.0
+
+
 def clip_cov(case, x, frozen, t, span):
     return 0.0 if case.columns["clip_cov"][t] else -math.exp(x[t] - case.old[t]) * case.advantages[t]
 
@@ -122,6 +145,9 @@ LOSSES = {
     "cispo": (CISPO(clip_low=1.0, clip_high=0.4), cispo),
     "sapo": (SAPO(1.0, 1.5), sapo),
     "dppo": (DPPO(0.1, 0.15, max_ratio=1.3), dppo),
+    "dppo_kl": (DPPO(0.01, 0.02, max_ratio=1.3, divergence="kl"), dppo_kl),
+    "dro": (DRO(beta=0.4), dro),
+    "vespo": (VESPO(2.0, 3.0, 1.5, 0.5), vespo),
     "cross_entropy": (CrossEntropy(), cross_entropy),
     "gspo": (GSPO(0.15, 0.1), gspo),
     "gspo_token": (GSPOToken(0.15, 0.1), gspo_token),
@@ -133,7 +159,13 @@ LOSSES = {
     "kl_cov": (KLCov(coef=2.0), kl_cov),
     "kl_cov_abs": (KLCov(coef=2.0, kl="abs"), lambda *args: kl_cov(*args, absolute=True)),
 }
-ONE_ADVANTAGE = ("gmpo",)  # meant for responses whose tokens all have the same
+# Every loss can be restricted to the tokens with the largest entropy.
+LOSSES |= {
+    f"top_entropy_{name}": (TopEntropy(loss), lambda *args, inner=reference: top_entropy(*args, inner=inner))
+    for name, (loss, reference) in LOSSES.items()
+}
+ONE_ADVANTAGE = ("gmpo", "top_entropy_gmpo")  # meant for responses whose tokens all have the same
+SPREAD_OUT = ("top_entropy_gspo", "top_entropy_gmpo")  # the loss of a token has gradients at all tokens of its response
 
 
 def total(reference, case, x, frozen, weights):
@@ -158,7 +190,7 @@ def test_loss_and_gradient_are_those_of_the_paper(name, seed):
 
 def test_the_cases_reach_every_branch():
     cases = [make_case(seed) for seed in range(4)]
-    for name in ("ppo", "cispo", "gspo", "gspo_token", "gmpo", "topr", "dppo"):
+    for name in ("ppo", "cispo", "gspo", "gspo_token", "gmpo", "topr", "dppo", "dppo_kl"):
         clipped = torch.cat([LOSSES[name][0](loss_inputs(case))[1]["loss/clip_fraction"] for case in cases])
         assert 0 < clipped.mean() < 1, name
     dual = torch.cat([LOSSES["ppo_dual"][0](loss_inputs(case))[1]["loss/dual_clip_fraction"] for case in cases])
@@ -245,19 +277,22 @@ def test_a_response_split_over_two_ranks_has_the_same_loss_and_gradient(name):
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "sequence_sum"])
 @pytest.mark.parametrize("seed", range(3))
-def test_gspo_is_the_objective_of_whole_responses(name, seed):
-    """Equation 5: the mean over responses of min(s A, clip(s) A), written without tokens."""
+def test_gspo_and_luspo_are_objectives_of_whole_responses(name, aggregation, seed):
+    """GSPO, eq. 5: the mean over responses of min(s A, clip(s) A), written without tokens. LUSPO multiplies it by the length."""
     case = make_case(seed)
 
     def objective(x):
         found = 0.0
         for span in case.spans():
-            s, a = sequence_ratio(case, x, span) ** (1 / (span.stop - span.start)), case.advantages[span.start]
-            found -= min(s * a, clip(s, 0.85, 1.1) * a) / len(case.lengths)
+            length, a = span.stop - span.start, case.advantages[span.start]
+            s = sequence_ratio(case, x, span) ** (1 / length)
+            scale = length if aggregation == "sequence_sum" else 1
+            found -= scale * min(s * a, clip(s, 0.85, 1.1) * a) / len(case.lengths)
         return found
 
-    weights = TokenWeighting(sequence_mean)(case.lengths, case.lengths)[case.rows]
+    weights = TokenWeighting(AGGREGATIONS[aggregation])(case.lengths, case.lengths)[case.rows]
     value, gradient = loss_and_gradient(LOSSES[name][0], case, weights)
     assert value == pytest.approx(objective(case.logprobs), rel=1e-10)
     np.testing.assert_allclose(gradient, slopes(objective, case.logprobs), rtol=1e-6, atol=1e-9)
@@ -292,13 +327,19 @@ def test_zero_without_advantage_is_declared_correctly(name):
     assert loss.zero_without_advantage == zero
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if n != "cross_entropy" and not n.startswith("clip_cov")])
+POLICY_GRADIENTS = [
+    n for n in LOSSES if n not in SPREAD_OUT and not n.endswith("cross_entropy") and "clip_cov" not in n
+]
+
+
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_on_policy_the_gradient_is_that_of_the_plain_policy_gradient(name):
     case = make_case(5)
     case.old[:] = case.logprobs
     weights = TokenWeighting(sequence_mean)(case.lengths, case.lengths)[case.rows]
     _, gradient = loss_and_gradient(LOSSES[name][0], case, weights)
-    np.testing.assert_allclose(gradient, -weights * case.advantages, rtol=1e-9, atol=1e-12)
+    trained = case.columns["top_entropy"] if name.startswith("top_entropy") else 1.0
+    np.testing.assert_allclose(gradient, -weights * case.advantages * trained, rtol=1e-9, atol=1e-12)
 
 
 def test_a_response_without_tokens_changes_nothing():
@@ -338,72 +379,44 @@ def test_value_loss_is_half_the_larger_square(clip_value):
     np.testing.assert_allclose(values.grad.numpy(), by_differences, rtol=1e-6, atol=1e-8)
 
 
-def batch_of(size: int, seed: int = 0):
-    rng = np.random.default_rng(seed)
-    old = (-rng.exponential(2.0, size)).astype(np.float32)
-    lengths = np.array([size // 2, size - size // 2])
-    return AdvantageInputs(np.zeros(size), np.array([0, 0]), lengths, {"old_logprobs": old}), rng.normal(
-        size=size
-    ).astype(np.float32)
+def test_the_divergences_of_dppo_are_those_of_two_outcomes():
+    """Total variation and KL of two Bernoulli distributions, also if the token was or is certain."""
+    probabilities = torch.tensor([[0.2, 0.3], [0.3, 0.2], [1 - 1e-6, 0.5], [0.5, 1 - 1e-6]], dtype=torch.float64)
+    old, new = probabilities.log().unbind(1)
+    both = torch.stack([probabilities, 1 - probabilities], 2)  # [4, (old, new), two outcomes]
+    expected = (both[:, 0] * (both[:, 0] / both[:, 1]).log()).sum(1)
+    torch.testing.assert_close(binary_kl(old, new), expected, rtol=1e-9, atol=0)
+    certain = binary_kl(torch.tensor([0.0, 0.0, -50.0]), torch.tensor([0.0, -1.0, 0.0]))
+    assert certain.isfinite().all() and certain[0] == 0 and certain[1] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="divergence='js': expected tv or kl"):
+        DPPO(divergence="js")
 
 
-def loop_covariances(advantages, logprobs):
-    mean_a, mean_l = sum(map(float, advantages)) / len(advantages), sum(map(float, logprobs)) / len(logprobs)
-    return [(float(a) - mean_a) * (float(b) - mean_l) for a, b in zip(advantages, logprobs, strict=True)]
+def test_dro_pulls_a_response_without_advantage_towards_the_old_policy():
+    case = make_case(1)
+    case.advantages[:] = 0.0
+    _, gradient = loss_and_gradient(DRO(beta=0.3), case, np.ones(len(case.old)))
+    np.testing.assert_allclose(gradient, 0.3 * (case.logprobs - case.old), rtol=1e-12)
+    with pytest.raises(ValueError, match=r"beta=0\.0: must be greater than 0"):
+        DRO(beta=0.0)
 
 
-def test_kl_cov_selects_the_largest_covariances_of_the_whole_rollout():
-    batch, advantages = batch_of(500)
-    cov = loop_covariances(advantages, batch.columns["old_logprobs"])
-    np.testing.assert_allclose(covariances(advantages, batch.columns["old_logprobs"]), cov, rtol=1e-9, atol=1e-12)
-    assert sum(cov) / len(cov) == pytest.approx(
-        np.cov(advantages, batch.columns["old_logprobs"], ddof=0)[0, 1], rel=1e-4
+def test_the_weight_of_vespo_is_largest_near_the_old_policy():
+    """phi(w) = w^k e^(lambda (1 - w)) is 1 at w = 1, has its maximum at w = k / lambda, and tends to 0 on both sides."""
+    case = make_case(0, lengths=(1,) * 7)
+    ratios = np.array([1e-8, 0.1, 2 / 3, 1.0, 1.5, 4.0, 1e9])
+    case.logprobs[:], case.advantages[:] = case.old + np.log(ratios), 1.0
+    phi = VESPO()(loss_inputs(case))[1]["loss/response_weight"].numpy()
+    np.testing.assert_allclose(phi[:6], ratios[:6] ** 2 * np.exp(3 * (1 - ratios[:6])), rtol=1e-6)
+    assert (
+        phi[3] == 1
+        and phi.argmax() == 2
+        and phi[6] == 0
+        and (np.diff(phi[:3]) > 0).all()
+        and (np.diff(phi[2:]) < 0).all()
     )
-    column = KLCov(fraction=0.02).extra_columns(batch, advantages, np.random.default_rng(0))["kl_cov"]
-    assert set(np.flatnonzero(column)) == set(sorted(range(500), key=lambda t: -cov[t])[:10])
-    assert column.dtype == np.float32 and column.sum() == 10
-    assert KLCov().extra_columns(batch, advantages, np.random.default_rng(0))["kl_cov"].sum() == 1  # one at least
-
-
-def test_clip_cov_draws_from_the_covariances_between_its_bounds():
-    batch, advantages = batch_of(500)
-    cov = loop_covariances(advantages, batch.columns["old_logprobs"])
-    candidates = {t for t in range(500) if 1.0 < cov[t] < 5.0}
-    assert len(candidates) > 30
-    draw = lambda seed, fraction: ClipCov(fraction).extra_columns(batch, advantages, np.random.default_rng(seed))  # noqa: E731
-    first, again, other = draw(1, 0.03)["clip_cov"], draw(1, 0.03)["clip_cov"], draw(2, 0.03)["clip_cov"]
-    assert first.sum() == 15 and set(np.flatnonzero(first)) <= candidates
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-    assert set(np.flatnonzero(draw(0, 1.0)["clip_cov"])) == candidates
-    assert draw(0, 1e-9)["clip_cov"].sum() == 1
-    assert ClipCov(low=1e6, high=1e7).extra_columns(batch, advantages, np.random.default_rng(0))["clip_cov"].sum() == 0
-
-
-@pytest.mark.parametrize("loss", [ClipCov(), KLCov()])
-def test_selecting_from_no_tokens_selects_none(loss):
-    empty = AdvantageInputs(np.zeros(0), np.zeros(0, int), np.zeros(0, int), {"old_logprobs": np.zeros(0, np.float32)})
-    (column,) = loss.extra_columns(empty, np.zeros(0, np.float32), np.random.default_rng(0)).values()
-    assert column.shape == (0,)
-
-
-def test_kl_cov_knows_two_estimates():
-    with pytest.raises(ValueError, match="kl='k9': expected k3 or abs"):
-        KLCov(kl="k9")
-
-
-def test_kl_cov_estimate_has_the_gradient_of_the_divergence_from_the_old_policy():
-    """Over samples of the old policy, r - 1 - log r has the value and gradient of KL(old || pi)."""
-    rng = np.random.default_rng(0)
-    logits, old_logits = torch.tensor(rng.normal(size=5), requires_grad=True), torch.tensor(rng.normal(size=5))
-    logp, old = logits.log_softmax(0), old_logits.log_softmax(0)
-    case = make_case(0, lengths=(5,))
-    case.old[:], case.advantages[:], case.columns["kl_cov"][:] = old.numpy(), 0.0, 1.0
-    loss, _ = KLCov()(loss_inputs(case, logp))
-    (old.exp() * loss).sum().backward()
-    p, q = old.exp().numpy(), logp.exp().detach().numpy()
-    assert (old.exp() * loss).sum().item() == pytest.approx(sum(p * (np.log(p) - np.log(q))), rel=1e-9)
-    np.testing.assert_allclose(logits.grad.numpy(), q - p, rtol=1e-9)
+    with pytest.raises(ValueError, match=r"lambda_negative=-1: must be 0 or more"):
+        VESPO(lambda_negative=-1)
 
 
 def test_token_weights_give_the_declared_means_and_sums():
@@ -463,7 +476,7 @@ def far_gradient(loss, sign: float) -> np.ndarray:
         entropy=torch.zeros(total),
         rollout_logprobs=torch.full((total,), -1.0),
         responses=Responses(torch.arange(total), torch.ones(total, dtype=torch.int64)),
-        columns={"clip_cov": torch.zeros(total), "kl_cov": torch.ones(total)},
+        columns={"clip_cov": torch.zeros(total), "kl_cov": torch.ones(total), "top_entropy": torch.ones(total)},
     )
     values, metrics = loss(inputs)
     values.sum().backward()

@@ -10,7 +10,7 @@ from mrl.algorithms.objective import Objective, TokenWeighting
 from mrl.algorithms.parts import Coefficients
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
 from mrl.data.batching import CostModel
-from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.dp_partition import Packing, partition_step, step_weights
 from mrl.workers.group import PendingCall
 from mrl.workers.model_trainers import ActorTrainer, UpdateRunner, _actor_metrics
 from parallel.dims import ParallelDims
@@ -36,7 +36,13 @@ class Group:
         return UpdateReport(sums, maxima | partition.metrics)
 
 
-def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected: tuple[int, ...] = ()):
+def update(
+    advantages: list[float],
+    mini_batches: int,
+    epochs: int = 1,
+    rejected: tuple[int, ...] = (),
+    counts: list[int] | None = None,
+):
     count = len(advantages)
     lengths = np.arange(1, count + 1)
     rollouts = Rollouts(
@@ -51,7 +57,8 @@ def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected
         weight_versions=np.zeros(count, int),
         rewards=np.zeros(count),
     )
-    result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {})
+    drawn = None if counts is None else np.array(counts)
+    result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {}, drawn)
     group = Group()
     updates = UpdateRunner(
         OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), TokenWeighting(), mini_batches, epochs
@@ -96,6 +103,14 @@ def test_every_epoch_trains_the_same_mini_batches():
 def test_rejected_rows_are_neither_trained_nor_counted():
     _, group = update([1, -1, 0, 2], mini_batches=1, rejected=(1, 2))
     assert group.steps[0].rows.tolist() == [0, 3] and group.steps[0].denominator_rows.tolist() == [0, 3]
+
+
+def test_a_row_that_is_drawn_twice_is_trained_once_with_twice_the_weight():
+    _, group = update([1, -1, 0, 2], mini_batches=1, rejected=(1,), counts=[2, 0, 1, 3])
+    (step,) = group.steps
+    assert step.rows.tolist() == [0, 3] and step.denominator_rows.tolist() == [0, 0, 2, 3, 3, 3]
+    weights = step_weights(step, TokenWeighting())  # the lengths are 1, 2, 3, 4; row 2 has advantage 0
+    np.testing.assert_allclose(weights, np.array([2, 0, 0, 3]) / (2 * 1 + 3 + 3 * 4))
 
 
 def test_a_step_is_taken_even_if_every_row_is_rejected():
