@@ -37,7 +37,9 @@ A resumed run uses the rollout log only if the values of all these keys are unch
 """
 NEUTRAL_KEYS = (
     "critic.parallel",
+    "critic.max_tokens_per_*",
     "roles.*.parallel",
+    "roles.*.max_tokens_per_*",
     "rollout.num_engines",
     "rollout.engine_tp",
     "rollout.engine_urls",

@@ -360,6 +360,18 @@ class CriticConfig:
     )
     epochs: int | None = key(None, "Number of passes over each rollout. Default: algorithm.epochs.", least=1)
     parallel: Node = key(dict, "Sizes of the critic's layout that differ from the section parallel, such as {tp: 2}.")
+    max_tokens_per_micro_batch: int | None = key(
+        None,
+        "Largest number of tokens in one micro-batch that trains the critic. Default: trainer.max_tokens_per_micro_batch.",
+        "tokens",
+        least=1,
+    )
+    max_tokens_per_forward_micro_batch: int | None = key(
+        None,
+        "The same limit for the passes that compute values. Default: trainer.max_tokens_per_forward_micro_batch.",
+        "tokens",
+        least=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -377,6 +389,12 @@ class RoleConfig:
     )
     column: str = key("", "Column of log-probabilities that the model computes. Default: NAME_logprobs.")
     parallel: Node = key(dict, "Sizes of the model's layout that differ from the section parallel, such as {tp: 2}.")
+    max_tokens_per_micro_batch: int | None = key(
+        None,
+        "Largest number of tokens in one micro-batch. Default: trainer.max_tokens_per_forward_micro_batch.",
+        "tokens",
+        least=1,
+    )
     num_engines: int = key(0, "Number of SGLang servers that serve the model to rewards.", "servers", least=0)
     engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
     sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")
@@ -401,6 +419,13 @@ class TrainerConfig:
     stop_reward: float | None = key(None, "The run stops when the mean reward of the last 5 steps reaches this value.")
     max_tokens_per_micro_batch: int = key(
         8192, "Largest number of tokens in one micro-batch of one replica.", "tokens", least=1
+    )
+    max_tokens_per_forward_micro_batch: int | None = key(
+        None,
+        "The same limit for passes without gradients: log-probabilities of the actor and of the reference in its processes, and "
+        "losses of held-out rows. Such a pass keeps no activations. Default: max_tokens_per_micro_batch.",
+        "tokens",
+        least=1,
     )
     share_prompts: bool = key(
         True,
@@ -453,7 +478,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,
-        "Frozen models beside the actor. {NAME: {path, column, parallel}}: Megatron computes log-probabilities, as for "
+        "Frozen models beside the actor. {NAME: {path, column, parallel, max_tokens_per_micro_batch}}: Megatron computes log-probabilities, as for "
         "roles.teacher.path=FOLDER. {NAME: {path, num_engines, engine_tp, sglang}}: SGLang serves the model to rewards "
         "(docs/concepts/placement.md).",
     )

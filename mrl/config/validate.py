@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import Field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -281,6 +281,27 @@ def roles_of(config: Config) -> dict[str, RoleConfig]:
     return {name: _role(name, node) for name, node in config.roles.items()}
 
 
+@dataclass(frozen=True)
+class TokenBudgets:
+    """Largest numbers of tokens in a micro-batch of one model."""
+
+    train: int  # of passes with gradients
+    forward: int  # of passes without gradients: log-probabilities, values, losses of held-out rows
+
+
+def token_budgets(config: Config, role: str) -> TokenBudgets:
+    """Return the token budgets of the model `role`. A key that is null takes the actor's budget for the same kind of pass."""
+    trainer, critic = config.trainer, config.critic
+    train = trainer.max_tokens_per_micro_batch
+    forward = trainer.max_tokens_per_forward_micro_batch or train
+    if role == "critic":
+        return TokenBudgets(
+            critic.max_tokens_per_micro_batch or train, critic.max_tokens_per_forward_micro_batch or forward
+        )
+    own = None if role == "actor" else roles_of(config)[role].max_tokens_per_micro_batch
+    return TokenBudgets(own or train, own or forward)
+
+
 def _role(name: str, node: Any) -> RoleConfig:
     key = f"roles.{name}"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in MODEL_ROLES:
@@ -301,7 +322,8 @@ def _role(name: str, node: Any) -> RoleConfig:
     assert isinstance(role, RoleConfig), "the schema is RoleConfig"
     _check_bounds(role, f"{key}.")
     if role.is_served:
-        if extra := [field_name for field_name in ("column", "parallel") if node.get(field_name)]:
+        fields_of_columns = ("column", "parallel", "max_tokens_per_micro_batch")
+        if extra := [field_name for field_name in fields_of_columns if node.get(field_name)]:
             raise ValueError(
                 f"{key}.{extra[0]}: SGLang serves this model (num_engines={role.num_engines}); remove {extra[0]}."
             )

@@ -23,7 +23,7 @@ from models.megatron_overrides import (
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config, RoleConfig
-from mrl.config.validate import roles_of
+from mrl.config.validate import roles_of, token_budgets
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
@@ -103,8 +103,9 @@ def plan_model(
     check_layout(config, arch, dims)
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
+    budgets = token_budgets(config, section.removeprefix("roles.") or "actor")
     packing = Packing(
-        config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.multiply_adds())
+        budgets.train, config.trainer.share_prompts, CostModel(*arch.multiply_adds()), budgets.forward
     )
     optim = optimizer if section else _actor_optimizer(config)
     return ModelPlan(config, dims, optim, path, hf, arch, packing, head=head)
