@@ -66,6 +66,10 @@ class OptimConfig:
         "Largest global norm of the gradient. A larger gradient is scaled down to this norm. 0 disables clipping.",
         least=0,
     )
+    megatron: dict[str, Any] = config_field(
+        dict,
+        "More settings of Megatron's optimizer: fields of OptimizerConfig, such as {decoupled_weight_decay: false}.",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # OmegaConf passes a list

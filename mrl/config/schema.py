@@ -360,6 +360,7 @@ class CriticConfig:
     )
     epochs: int | None = key(None, "Number of passes over each rollout. Default: algorithm.epochs.", least=1)
     parallel: Node = key(dict, "Sizes of the critic's layout that differ from the section parallel, such as {tp: 2}.")
+    ddp: Node = key(dict, "Fields in which the critic differs from trainer.ddp.")
     max_tokens_per_micro_batch: int | None = key(
         None,
         "Largest number of tokens in one micro-batch that trains the critic. Default: trainer.max_tokens_per_micro_batch.",
@@ -436,6 +437,11 @@ class TrainerConfig:
         None,
         "Whether gradients are reduced over replicas during the backward pass. Default: true on GPUs, false on CPUs.",
     )
+    ddp: Node = key(
+        dict,
+        "More settings of Megatron's data parallelism: fields of DistributedDataParallelConfig, such as "
+        "{grad_reduce_in_fp32: false} or, with overlap_grad_reduce, {bucket_size: 20000000}.",
+    )
     eval_every: int = key(
         0,
         "Number of steps between evaluations on held-out prompts. With 0, evaluations run only before and after training.",
@@ -478,9 +484,9 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,
-        "Frozen models beside the actor. {NAME: {path, column, parallel, max_tokens_per_micro_batch}}: Megatron computes log-probabilities, as for "
-        "roles.teacher.path=FOLDER. {NAME: {path, num_engines, engine_tp, sglang}}: SGLang serves the model to rewards "
-        "(docs/concepts/placement.md).",
+        "Frozen models beside the actor. {NAME: {path, column, parallel, max_tokens_per_micro_batch}}: Megatron computes "
+        "log-probabilities, as for roles.teacher.path=FOLDER. {NAME: {path, num_engines, engine_tp, sglang}}: SGLang serves the "
+        "model to rewards (docs/concepts/placement.md).",
     )
     sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

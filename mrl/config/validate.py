@@ -11,8 +11,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mrl.config.counterparts import counterpart_of
 from mrl.config.process_schema import ClusterConfig
+from mrl.config.ray_settings import check_ray_settings
 from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig, RoleConfig
 from mrl.config.secrets import refuse_plain_secrets
+from parallel.megatron_settings import check_ddp_settings, check_optimizer_settings
 
 PARTIAL_LAYOUTS = ("critic.parallel",)
 """Free-form sections that may only contain keys of ParallelConfig."""
@@ -199,11 +201,25 @@ def check(config: Config) -> None:
     _check_bounds(config)
     _check_generate(config.generate)
     check_cluster(config.cluster)
+    _check_megatron(config)
     _check_partial_layout("critic.parallel", config.critic.parallel)
     for name, role in roles_of(config).items():
         _check_partial_layout(f"roles.{name}.parallel", role.parallel)
     if unknown := config.plan.efficiency.keys() - type(config.plan)().efficiency.keys():
         raise ValueError(unknown_key_message(f"plan.efficiency.{min(unknown)}"))
+
+
+def _check_megatron(config: Config) -> None:
+    """Check the settings of Megatron's data parallelism and of its optimizers."""
+    overlap = config.trainer.overlap_grad_reduce
+    check_ddp_settings(config.trainer.ddp, "trainer.ddp", overlap)
+    check_ddp_settings(config.trainer.ddp | config.critic.ddp, "critic.ddp", overlap)
+    for section, optim in (
+        ("optim", config.optim),
+        ("critic.optim", config.critic.optim),
+        ("sft.optim", config.sft.optim),
+    ):
+        check_optimizer_settings(optim.megatron, section)
 
 
 def _check_bounds(section: Any, prefix: str = "") -> None:
@@ -253,13 +269,14 @@ _JOB_KEYS = ("slurm", "components", "dry_run")
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Raise ValueError if keys of a Slurm job are set without cluster=slurm, or if the time limit has a wrong format."""
+    """Raise ValueError if keys of a Slurm job are set without cluster=slurm, or if a time limit or a setting of Ray is wrong."""
     default = ClusterConfig()
     for name in _JOB_KEYS if cluster.scheduler is None else ():
         if (value := vars(cluster)[name]) != vars(default)[name]:
             raise ValueError(
                 f"cluster.{name}={value}: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm."
             )
+    check_ray_settings(cluster.ray, slurm=cluster.scheduler is not None, address=cluster.address)
     time = cluster.slurm.get("time")
     if time is not None and not (isinstance(time, str) and _SLURM_TIME.fullmatch(time)):
         raise ValueError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
+from typing import Any
 
 from models.architecture import Architecture
 from models.conversion.hf_reader import check_hf_folder
@@ -49,6 +50,7 @@ class ModelPlan:
     head: str = field(
         default="vocabulary", kw_only=True
     )  # output head: vocabulary, value (critic) or score (reward model)
+    ddp: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # settings of Megatron's data parallelism
 
     @property
     def context(self) -> int:
@@ -104,11 +106,10 @@ def plan_model(
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
     budgets = token_budgets(config, section.removeprefix("roles.") or "actor")
-    packing = Packing(
-        budgets.train, config.trainer.share_prompts, CostModel(*arch.multiply_adds()), budgets.forward
-    )
+    packing = Packing(budgets.train, config.trainer.share_prompts, CostModel(*arch.multiply_adds()), budgets.forward)
     optim = optimizer if section else _actor_optimizer(config)
-    return ModelPlan(config, dims, optim, path, hf, arch, packing, head=head)
+    ddp = config.trainer.ddp | (config.critic.ddp if section == "critic" else {})
+    return ModelPlan(config, dims, optim, path, hf, arch, packing, head=head, ddp=ddp)
 
 
 def parallel_layout(config: Config, section: str = "") -> ParallelDims:

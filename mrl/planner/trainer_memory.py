@@ -6,7 +6,7 @@ Closed formulas give the memory of each pipeline stage. They are fast enough for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from mrl.planner.activation_bytes import (
     virtual_stage_bytes,
 )
 from mrl.planner.model_shape import HeadKind, ModelShape
-from mrl.planner.trainer_state_bytes import StateBytes, VirtualStage, largest_state, pipeline_stages
+from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
 
 SENDER_BUCKETS = 2  # number of weight sync buckets that a sender allocates
@@ -35,6 +35,7 @@ class TrainerSettings:
     max_tokens: int = 8192  # tokens of one micro-batch with gradients, over all context-parallel ranks
     forward_tokens: int | None = None  # tokens of one micro-batch without gradients; None: max_tokens
     itemsize: int = 2  # bytes of one element of a model weight or an activation
+    gradient_bytes: int = GRADIENT_BYTES  # bytes of one element of a summed gradient
     head: HeadKind = "vocabulary"
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
@@ -141,6 +142,7 @@ def _rank_memory(
     """Return the memory of one stage. `batches`: the largest micro-batches with and without gradients."""
     batch, forward_batch = batches
     state = largest_state(shape, dims, stage, settings.itemsize, settings.head, settings.trained)
+    state = replace(state, gradients=state.gradients * settings.gradient_bytes // GRADIENT_BYTES)
     moe_by_stage = tuple(shape.moe[v.first : v.first + v.layers] for v in stage)
     is_last = stage[-1].is_last
     saved = working = 0

@@ -106,9 +106,7 @@ class TrainerTime:
         parts["pipeline"] = parts["pipeline"] + (layout.pp - 1) / layout.vpp * totals.max(axis=0)
         return parts
 
-    def _micro_batch(
-        self, tokens: FloatArray, squares_per_token: float, backward: bool
-    ) -> list[dict[str, FloatArray]]:
+    def _micro_batch(self, tokens: FloatArray, squares_per_token: float, backward: bool) -> list[dict[str, FloatArray]]:
         """Return part -> seconds [R] of one micro-batch with `tokens` [R] tokens, for each stage.
 
         `squares_per_token`: sum of the squared lengths of all sequences, divided by their tokens.
