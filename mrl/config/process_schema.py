@@ -1,4 +1,4 @@
-"""Config sections about processes and machines: checkpoints, failures, weight sync, tracking, cluster and placement."""
+"""Config sections about processes and machines: checkpoints, failures, weight sync, tracking, cluster, roles and placement."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -259,6 +259,37 @@ class ClusterConfig:
         "memory, at most half of /dev/shm, at least 512 MiB; in a Slurm job: that of Ray.",
     )
     hardware: HardwareConfig = key(HardwareConfig, "Hardware of the cluster.")
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """A frozen model beside the actor: an entry of the key `roles`.
+
+    With `num_engines` 0, Megatron computes log-probabilities of the sampled tokens under the model. Otherwise SGLang serves the
+    model to rewards.
+    """
+
+    path: str | None = key(
+        None,
+        "Hugging Face folder. Default: the initial weights of the actor. A model that computes a column must have the tokenizer "
+        "of the actor.",
+    )
+    column: str = key("", "Column of log-probabilities that the model computes. Default: NAME_logprobs.")
+    parallel: Node = key(dict, "Sizes of the model's layout that differ from the section parallel, such as {tp: 2}.")
+    max_tokens_per_micro_batch: int | None = key(
+        None,
+        "Largest number of tokens in one micro-batch. Default: trainer.max_tokens_per_forward_micro_batch.",
+        "tokens",
+        least=1,
+    )
+    num_engines: int = key(0, "Number of SGLang servers that serve the model to rewards.", "servers", least=0)
+    engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
+    sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")
+
+    @property
+    def is_served(self) -> bool:
+        """Whether SGLang serves the model."""
+        return self.num_engines > 0
 
 
 @dataclass(frozen=True)

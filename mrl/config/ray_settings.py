@@ -32,7 +32,7 @@ RESERVED: dict[str, str] = {
     "proxy_server_url": _DASHBOARD,
     "job_config": "mrl sets it, so that the processes import mrl from the driver's checkout; remove it",
     "runtime_env": "mrl sets it; the processes of a run inherit the environment of the driver, or of `ray start`",
-    "temp_dir": "use the environment variable RAY_TMPDIR (docs/reference/commands.md)",
+    "temp_dir": "use the environment variable RAY_TMPDIR (docs/troubleshooting.md)",
     "node_ip_address": "a run on this machine uses the loopback interface, and a Slurm job that of MRL_INTERFACE; remove it",
     "node_name": "mrl sets the name of the Slurm node; remove it",
     "metrics_export_port": "mrl chooses a free port; remove it",

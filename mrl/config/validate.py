@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mrl.config.counterparts import counterpart_of
-from mrl.config.process_schema import ClusterConfig
+from mrl.config.process_schema import ClusterConfig, RoleConfig
 from mrl.config.ray_settings import check_ray_settings
-from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig, RoleConfig
+from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_plain_secrets
 from parallel.megatron_settings import check_ddp_settings, check_optimizer_settings
 

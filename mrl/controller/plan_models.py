@@ -22,8 +22,8 @@ from models.megatron_overrides import (
     check_megatron_overrides,
 )
 from mrl.config.instantiate import instantiate_callable
-from mrl.config.process_schema import Transport
-from mrl.config.schema import Config, RoleConfig
+from mrl.config.process_schema import RoleConfig, Transport
+from mrl.config.schema import Config
 from mrl.config.validate import roles_of, token_budgets
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
