@@ -193,7 +193,7 @@ def test_a_kill_during_the_removal_of_an_export_leaves_no_half_folder(saver, mon
         pass
 
     def kill(path, **options):
-        if (made.run_dir / "exports/step_000002").exists():
+        if (made.run_dir / "exports/.step_000001.old").exists():
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
