@@ -103,6 +103,10 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig
         ),
         chunks,
     )
+    for (
+        group
+    ) in optimizer.param_groups:  # Megatron's scheduler of learning rates, which mrl does not use, would do this
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
