@@ -7,7 +7,7 @@ Megatron, so the driver can use it.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -224,5 +224,5 @@ class ModelSpec:
     share_prompts: bool = True  # a pack may compute a prompt only once for all its responses
     logprob_chunk: int = 1024  # largest number of rows of logits that are in memory at the same time
     overlap_grad_reduce: bool | None = None  # whether gradients are reduced during the backward pass; None: on a GPU
-    grad_bucket_size: int | None = None  # elements of a bucket of gradients; None: Megatron's default
+    ddp: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's DistributedDataParallelConfig
     family: str | None = None  # reference to a family outside models/families (see models.families.load_family)

@@ -1,18 +1,14 @@
-"""Checks the config section `megatron`, which sets fields of Megatron's TransformerConfig.
+"""Checks the config section `megatron`, which sets fields of Megatron's TransformerConfig."""
 
-This module reads the names of these fields from Megatron's source files, because importing Megatron is slow.
-"""
-
-import ast
 import difflib
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from parallel.dims import ParallelDims
+from parallel.megatron_settings import annotations_of, settings_key_of
 
 FIELDS_SET_BY_MRL = frozenset(
     [
@@ -71,24 +67,12 @@ UNEVEN_STAGE_FIELDS = frozenset(
 LAYOUT_FIELDS = UNEVEN_STAGE_FIELDS | {"moe_token_dispatcher_type", "microbatch_group_size_per_vp_stage"}
 """Fields that depend on the parallel layout, and that have no meaning for a single process."""
 
-_SOURCE_FILES = ("transformer/transformer_config.py", "model_parallel_config.py")
-_CONFIG_CLASSES = ("TransformerConfig", "ModelParallelConfig")
-
 
 @cache
 def transformer_config_fields() -> frozenset[str]:
     """Return every field of Megatron's TransformerConfig, including inherited ones."""
-    spec = find_spec("megatron")
-    roots = list(spec.submodule_search_locations or ()) if spec else []
-    names: set[str] = set()
-    for path in (Path(root) / "core" / file for root in roots for file in _SOURCE_FILES):
-        for node in ast.walk(ast.parse(path.read_text())) if path.is_file() else ():
-            if isinstance(node, ast.ClassDef) and node.name in _CONFIG_CLASSES:
-                names |= {
-                    s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
-                }
-    assert "num_layers" in names, "models/megatron_overrides.py does not find TransformerConfig in Megatron's source"
-    return frozenset(names)
+    own = annotations_of("transformer/transformer_config.py", "TransformerConfig")
+    return frozenset(own) | annotations_of("model_parallel_config.py", "ModelParallelConfig").keys()
 
 
 def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
@@ -134,5 +118,6 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
             raise ValueError(f"megatron.{name}=true: grouped experts need Transformer Engine, which is not installed.")
         if name not in known:
             matches = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean megatron.{matches[0]}?" if matches else ""
+            other = settings_key_of(name)
+            hint = f"; use {other}" if other else f"; did you mean megatron.{matches[0]}?" if matches else ""
             raise ValueError(f"megatron.{name} is not a field of Megatron's TransformerConfig{hint}")

@@ -7,8 +7,9 @@ one parameter, the rank with the first part assembles the parameter's state.
 """
 
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,25 +32,20 @@ ShardedDescription = ShardedTensor | ShardedTensorFactory
 
 
 def wrap_ddp(
-    chunks: list[GPTModel], overlap: bool = False, bucket_size: int | None = None
+    chunks: list[GPTModel], overlap: bool = False, settings: Mapping[str, Any] | None = None
 ) -> list[DistributedDataParallel]:
     """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged.
 
-    With `overlap`, gradients are reduced during the backward pass of the last micro-batch, in buckets of about `bucket_size`
-    elements (None: Megatron's default). See `parallel.gradient_reduction`.
+    With `overlap`, gradients are reduced during the backward pass of the last micro-batch, bucket by bucket. See
+    `parallel.gradient_reduction`. `settings`: fields of DistributedDataParallelConfig that `check_ddp_settings` allows.
 
     The gathering of updated parameters does not overlap with the next forward pass. Megatron would gather a bucket when the first
     module with a parameter of the bucket is called. The head of the actor reads the weight of the output layer without calling
     that layer, so it would read old values. A replica without a micro-batch calls no module. After the last optimizer step of a
     training step, the weight sync or the reference reads all parameters at once, so nothing would be left to overlap.
     """
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        average_in_collective=False,
-        overlap_grad_reduce=overlap,
-        bucket_size=bucket_size,
-    )
+    defaults = dict(grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False)
+    config = DistributedDataParallelConfig(**defaults | dict(settings or {}), overlap_grad_reduce=overlap)
     wrapped = [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
@@ -103,9 +99,14 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig
             bf16=config.params_dtype == torch.bfloat16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
+            **settings.megatron,
         ),
         chunks,
     )
+    for (
+        group
+    ) in optimizer.param_groups:  # Megatron's scheduler of learning rates, which mrl does not use, would do this
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

@@ -60,11 +60,15 @@ class OptimConfig:
     )
     betas: tuple[float, float] = config_field((0.9, 0.95), "Decay rates of AdamW's two moments.", least=0, below=1)
     eps: float = config_field(1e-8, "Term in AdamW's denominator that prevents a division by zero.", least=0)
-    weight_decay: float = config_field(0.0, "Decoupled weight decay of AdamW.", least=0)
+    weight_decay: float = config_field(0.0, "Decoupled weight decay of AdamW. Biases and norms have none.", least=0)
     clip_grad: float = config_field(
         1.0,
         "Largest global norm of the gradient. A larger gradient is scaled down to this norm. 0 disables clipping.",
         least=0,
+    )
+    megatron: dict[str, Any] = config_field(
+        dict,
+        "More settings of Megatron's optimizer: fields of OptimizerConfig, such as {decoupled_weight_decay: false}.",
     )
 
     def __post_init__(self) -> None:

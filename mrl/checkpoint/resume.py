@@ -39,7 +39,10 @@ NEUTRAL_KEYS = (
     "data.test",
     "data.test_sets",
     "critic.parallel",
+    "critic.max_tokens_per_*",
+    "critic.ddp",
     "roles.*.parallel",
+    "roles.*.max_tokens_per_*",
     "rollout.num_engines",
     "rollout.engine_tp",
     "rollout.engine_urls",
@@ -130,6 +133,11 @@ def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[s
         raise ValueError(
             f"{path}: the checkpoint belongs to another model ({'; '.join(different)}); set model.path to that model, or start a "
             "new run: resume=never with another run.dir."
+        )
+    if removed := sorted(models & set(resume.checkpoint.removed)):
+        raise ValueError(
+            f"{path}: the {' and the '.join(removed)} of this checkpoint was removed, because it is old "
+            "(checkpoint.keep_last, checkpoint.keep_last_critic); use a newer checkpoint of the run."
         )
     if missing := sorted(name for name in models if not (path / name).is_dir()):
         raise ValueError(

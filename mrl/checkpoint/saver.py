@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from mrl.core.run_errors import ProcessesLostError, check_in_place
 logger = logging.getLogger(__name__)
 
 
+_EXPORT = re.compile(r"step_(\d{6,})")  # name of a folder in exports/
 _STEP_FILE = "mrl_step.json"  # is written last to the folder hf/; has the step of its weights
 
 
@@ -60,6 +62,7 @@ class CheckpointSchedule:
     timeout_s: float  # longest time for writing one checkpoint
     at_end: bool  # whether to write a checkpoint and a Hugging Face folder at the end of the run
     best_metric: str  # name of the metric that ranks checkpoints
+    keep_last_exports: int | None = None  # number of newest folders in exports/ to keep; None: all
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class CheckpointSaver:
         if schedule.export_every and step % schedule.export_every == 0:
             try:
                 self._export(self.run_dir / "exports" / f"step_{step:06d}")
+                self._prune_exports(step)
             except OSError as error:
                 logger.error("the weights of step %d were not exported: %s", step, error)
 
@@ -198,3 +202,15 @@ class CheckpointSaver:
             folder.rename(old)
         self.export(str(folder))
         shutil.rmtree(old, ignore_errors=True)
+
+    def _prune_exports(self, step: int) -> None:
+        """Remove old folders of exports/. Folders of steps after `step`, from before the run was resumed, do not count."""
+        names = [_EXPORT.fullmatch(path.name) for path in (self.run_dir / "exports").iterdir()]
+        steps = sorted(int(name[1]) for name in names if name and int(name[1]) <= step)
+        keep = self.schedule.keep_last_exports
+        for old in steps[:-keep] if keep else []:
+            folder = self.run_dir / "exports" / f"step_{old:06d}"
+            # A folder with its name is always complete, also if a kill interrupts its removal.
+            folder.rename(folder.with_name(f".{folder.name}.old"))
+        for remains in (self.run_dir / "exports").glob(".step_*.old"):
+            shutil.rmtree(remains, ignore_errors=True)

@@ -5,6 +5,9 @@ run.dir/checkpoints/step_000050/ has:
 
     actor/ critic/ reference/    Megatron's distributed checkpoints with random states; other modules write and read them
     state.json                   state of the driver, size and hash of every file, and the hash of its own text
+
+A run may keep fewer checkpoints of one part, such as the critic, than of another. An older checkpoint then loses this part, and
+its state.json says so. Such a checkpoint is intact, but a run continues only from a checkpoint with all parts.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,12 @@ class Checkpoint:
     state: Mapping[str, Any]  # state of the driver
     score: float | None = None  # value of checkpoint.best_metric, higher is better; None if it was not known
     files: Mapping[str, FileHash] = field(default_factory=dict)  # path in the folder -> (size in bytes, hash)
+    removed: tuple[str, ...] = ()  # parts, such as critic, that were removed later
+
+    @property
+    def parts(self) -> set[str]:
+        """Names of the parts that the checkpoint has, such as actor."""
+        return {name.partition("/")[0] for name in self.files}
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
@@ -64,7 +73,15 @@ class Checkpoint:
         name = _NAME.fullmatch(path.name)
         if name and int(name[1]) != content["step"]:
             raise ValueError(f"{path}: the folder has the checkpoint of step {content['step']}; rename the folder.")
-        return cls(path, content["step"], content["state"], content["score"], content["files"])
+        removed = tuple(content.get("removed", ()))
+        return cls(path, content["step"], content["state"], content["score"], content["files"], removed)
+
+    def write_state(self, folder: Path) -> None:
+        """Replace state.json in `folder`, and wait until it is on the disk."""
+        content = dict(format=FORMAT, step=self.step, score=self.score, files=self.files, state=self.state)
+        content |= dict(removed=self.removed) if self.removed else {}
+        write_file(folder / STATE_FILE, sealed_json(content), durable=True)
+        fsync_path(folder)
 
     def check_hashes(self) -> None:
         """Read all files. Raises ValueError if one differs from what was written; the message names the file and the cause."""
@@ -81,6 +98,7 @@ class CheckpointStore:
 
     folder: Path
     keep_last: int = 2  # number of newest checkpoints to keep
+    keep_last_of: Mapping[str, int] = field(default_factory=dict)  # part -> this number for the part, if it is another
     keep_best: int = 0  # number of checkpoints to keep in addition: the ones with the highest scores
     copy_to: str | None = None  # fsspec URL of a folder to which each checkpoint is copied
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoints have files with wrong hashes
@@ -112,18 +130,15 @@ class CheckpointStore:
 
         `score`: higher is better. Raises OSError if the disk fails; the caller then abandons `partial`.
         """
-        files = _hashes(partial)
-        content = dict(format=FORMAT, step=step, score=score, files=files, state=state)
-        write_file(partial / STATE_FILE, sealed_json(content), durable=True)
-        fsync_path(partial)
         path, old = self._path(step), self.folder / f"{_PARTIAL}{uuid.uuid4().hex[:8]}"
+        checkpoint = Checkpoint(path, step, state, score, _hashes(partial))
+        checkpoint.write_state(partial)
         if path.exists():
             path.rename(old)
         rename_durably(partial, path)
         self.damaged.discard(step)
         shutil.rmtree(old, ignore_errors=True)
         self._prune()
-        checkpoint = Checkpoint(path, step, state, score, files)
         self._start_copy(checkpoint)
         return checkpoint
 
@@ -136,18 +151,21 @@ class CheckpointStore:
         return not self._steps()
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, except `damaged` ones. Incomplete ones are skipped with a warning."""
-        return next(self._complete(), None)
+        """Return the newest complete checkpoint with all parts, except `damaged` ones.
+
+        Incomplete ones are skipped with a warning.
+        """
+        return next(self._with_all_parts(), None)
 
     def latest_intact(self, *, check_hashes: bool = True) -> Checkpoint | None:
-        """Return the newest checkpoint whose files all have their hashes. Others are skipped with a warning.
+        """Return the newest checkpoint with all parts whose files all have their hashes. Others are skipped with a warning.
 
         The function reads all files of the checkpoint, so it takes time. It adds the steps that it skips to `damaged`.
         Without `check_hashes`, only the sizes of the files are compared.
         """
         if not check_hashes:
             return self.latest()
-        for checkpoint in self._complete():
+        for checkpoint in self._with_all_parts():
             try:
                 checkpoint.check_hashes()
                 return checkpoint
@@ -164,6 +182,10 @@ class CheckpointStore:
             except (OSError, ValueError) as error:
                 logger.warning("checkpoint skipped: %s", error)
 
+    def _with_all_parts(self) -> Iterator[Checkpoint]:
+        """Yield the complete checkpoints from which a run can continue, newest first."""
+        return (checkpoint for checkpoint in self._complete() if not checkpoint.removed)
+
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
 
@@ -172,14 +194,38 @@ class CheckpointStore:
         return [int(name[1]) for name in names if name]
 
     def _prune(self) -> None:
-        complete = list(self._complete())[::-1]  # oldest first
+        """Remove the parts of old checkpoints that are not kept. The newest checkpoint keeps all its parts."""
+        complete = list(self._complete())
         scores = {one.step: one.score for one in complete if one.score is not None}
-        best = sorted(scores, key=lambda step: scores[step], reverse=True)[: self.keep_best]
-        steps = [one.step for one in complete]
-        for step in set(steps) - set(steps[-self.keep_last :]) - set(best):
-            removed = self._path(step).rename(self.folder / f"{_PARTIAL}{uuid.uuid4().hex[:8]}")
-            # The folder was renamed first, so a kill during its removal leaves no incomplete checkpoint.
-            shutil.rmtree(removed, ignore_errors=True)
+        best = sorted(sorted(scores), key=lambda step: scores[step], reverse=True)[: self.keep_best]
+        for age, checkpoint in enumerate(complete):
+            kept = {part for part in checkpoint.parts if age < self.keep_last_of.get(part, self.keep_last)}
+            try:
+                if not kept and checkpoint.step not in best:
+                    self._remove(checkpoint.path)
+                    continue
+                dropped = () if checkpoint.step in best else tuple(sorted(checkpoint.parts - kept))
+                self._remove_parts(checkpoint, dropped)
+            except OSError as error:
+                logger.warning("%s: an old checkpoint could not be removed: %s", checkpoint.path, error)
+
+    def _remove_parts(self, checkpoint: Checkpoint, parts: tuple[str, ...]) -> None:
+        """Remove parts of a checkpoint, and what an interrupted removal has left.
+
+        state.json is written first. A kill therefore leaves a complete checkpoint with files that do not belong to it.
+        """
+        if parts:
+            files = {name: entry for name, entry in checkpoint.files.items() if name.partition("/")[0] not in parts}
+            checkpoint = replace(checkpoint, files=files, removed=(*checkpoint.removed, *parts))
+            checkpoint.write_state(checkpoint.path)
+        for part in checkpoint.removed:
+            if (checkpoint.path / part).exists():
+                self._remove(checkpoint.path / part)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a folder. It is renamed first, so a kill during the removal leaves no incomplete checkpoint."""
+        renamed = path.rename(self.folder / f"{_PARTIAL}{uuid.uuid4().hex[:8]}")
+        shutil.rmtree(renamed, ignore_errors=True)
 
     def _start_copy(self, checkpoint: Checkpoint) -> None:
         """Start a thread that copies a complete checkpoint to `copy_to`. The run waits for the thread only at its end."""
@@ -260,7 +306,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {STATE_FILE} cannot be read ({type(error).__name__}: {error}).") from None
     if found != FORMAT:
         raise ValueError(f"{path}: the checkpoint has format {found}; this version of mrl reads format {FORMAT}.")
-    content = read_sealed_json(file, {"format", "step", "score", "files", "state"})
+    content = read_sealed_json(file, {"format", "step", "score", "files", "state"} | ({"removed"} & content.keys()))
     return content | {"files": {name: (size, digest) for name, (size, digest) in content["files"].items()}}
 
 

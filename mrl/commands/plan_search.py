@@ -16,6 +16,7 @@ from mrl.algorithms.parts import POLICY_COLUMNS, build_algorithm
 from mrl.config import hydra_entry
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
+from mrl.config.validate import token_budgets
 from mrl.controller.plan_models import chat_template
 from mrl.data.prompts import mean_prompt_tokens
 from mrl.data.sources import train_sources
@@ -153,16 +154,19 @@ def length_distribution(config: Config) -> LengthDistribution:
 def step_workload(config: Config) -> StepWorkload:
     """Return the work of one step of the run. Raises ValueError for a mistake in the config."""
     needs = build_algorithm(config).needs
+    actor, critic = token_budgets(config, "actor"), token_budgets(config, "critic")
     return StepWorkload(
         length_distribution(config),
         prompts=config.rollout.prompts_per_step,
         responses_per_prompt=config.rollout.responses_per_prompt,
-        max_tokens=config.trainer.max_tokens_per_micro_batch,
+        max_tokens=actor.train,
+        forward_max_tokens=actor.forward,
         share_prompts=config.trainer.share_prompts,
         mini_batches=config.algorithm.mini_batches,
         epochs=config.algorithm.epochs,
         scoring_passes=bool(needs & POLICY_COLUMNS.keys()) + ("ref_logprobs" in needs),
         critic="values" in needs,
+        critic_budgets=(critic.train, critic.forward),
     )
 
 
@@ -175,12 +179,15 @@ def make_search(config: Config) -> LayoutSearch:
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
+    trained = [trainer_settings(config, arch.max_position_embeddings)]
+    if work.critic:
+        trained.append(trainer_settings(config, arch.max_position_embeddings, "critic", head="value"))
     if config.rollout.max_staleness is not None:
         options["staleness"] = config.rollout.max_staleness
     return LayoutSearch(
         LayoutSpace(arch, shape, cluster, work.lengths.longest, fixed),
         work,
-        memory_check(shape, cluster, trainer_settings(config, arch.max_position_embeddings)),
+        memory_check(shape, cluster, *trained),
         bucket_bytes=config.weight_sync.bucket_bytes,
         memory_fraction=config.sglang.get("mem_fraction_static") or DEFAULT_MEM_FRACTION,
         max_requests=config.sglang.get("max_running_requests"),

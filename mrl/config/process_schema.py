@@ -1,4 +1,4 @@
-"""Config sections about processes and machines: checkpoints, failures, weight sync, tracking, cluster and placement."""
+"""Config sections about processes and machines: checkpoints, failures, weight sync, tracking, cluster, roles and placement."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,6 +45,13 @@ class CheckpointConfig:
         least=0,
     )
     keep_last: int = key(2, "Number of latest checkpoints to keep.", "checkpoints", least=1)
+    keep_last_critic: int | None = key(
+        None,
+        "Number of latest checkpoints that keep the critic. keep_last then counts those that keep the actor. A run continues "
+        "only from a checkpoint with both. Default: keep_last.",
+        "checkpoints",
+        least=1,
+    )
     keep_best: int = key(
         0,
         "Number of checkpoints to keep in addition to keep_last: those with the highest checkpoint.best_metric.",
@@ -61,6 +68,9 @@ class CheckpointConfig:
         "Number of steps between exports of the actor to Hugging Face folders in run.dir/exports. 0 disables them.",
         "steps",
         least=0,
+    )
+    keep_last_exports: int | None = key(
+        None, "Number of latest folders in run.dir/exports to keep. Default: all.", "folders", least=1
     )
     copy_to: str | None = key(None, "URL of a folder, in fsspec's syntax, to which each complete checkpoint is copied.")
 
@@ -242,7 +252,44 @@ class ClusterConfig:
         "More parts of a heterogeneous job. Each part lists the sbatch options in which it differs from the first part.",
     )
     dry_run: bool = key(False, "Whether to print the job script and not to submit it. --dry-run sets this key.")
+    ray: Node = key(
+        dict,
+        "Settings of Ray: arguments of ray.init, such as {object_store_memory: 8000000000, object_spilling_directory: /scratch}. "
+        "A Slurm job passes those of nodes to `ray start`. Default of object_store_memory on this machine: a tenth of the free "
+        "memory, at most half of /dev/shm, at least 512 MiB; in a Slurm job: that of Ray.",
+    )
     hardware: HardwareConfig = key(HardwareConfig, "Hardware of the cluster.")
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """A frozen model beside the actor: an entry of the key `roles`.
+
+    With `num_engines` 0, Megatron computes log-probabilities of the sampled tokens under the model. Otherwise SGLang serves the
+    model to rewards.
+    """
+
+    path: str | None = key(
+        None,
+        "Hugging Face folder. Default: the initial weights of the actor. A model that computes a column must have the tokenizer "
+        "of the actor.",
+    )
+    column: str = key("", "Column of log-probabilities that the model computes. Default: NAME_logprobs.")
+    parallel: Node = key(dict, "Sizes of the model's layout that differ from the section parallel, such as {tp: 2}.")
+    max_tokens_per_micro_batch: int | None = key(
+        None,
+        "Largest number of tokens in one micro-batch. Default: trainer.max_tokens_per_forward_micro_batch.",
+        "tokens",
+        least=1,
+    )
+    num_engines: int = key(0, "Number of SGLang servers that serve the model to rewards.", "servers", least=0)
+    engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
+    sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")
+
+    @property
+    def is_served(self) -> bool:
+        """Whether SGLang serves the model."""
+        return self.num_engines > 0
 
 
 @dataclass(frozen=True)

@@ -378,31 +378,19 @@ class CriticConfig:
     )
     epochs: int | None = key(None, "Number of passes over each rollout. Default: algorithm.epochs.", least=1)
     parallel: Node = key(dict, "Sizes of the critic's layout that differ from the section parallel, such as {tp: 2}.")
-
-
-@dataclass(frozen=True)
-class RoleConfig:
-    """A frozen model beside the actor: an entry of the key `roles`.
-
-    With `num_engines` 0, Megatron computes log-probabilities of the sampled tokens under the model. Otherwise SGLang serves the
-    model to rewards.
-    """
-
-    path: str | None = key(
+    ddp: Node = key(dict, "Fields in which the critic differs from trainer.ddp.")
+    max_tokens_per_micro_batch: int | None = key(
         None,
-        "Hugging Face folder. Default: the initial weights of the actor. A model that computes a column must have the tokenizer "
-        "of the actor.",
+        "Largest number of tokens in one micro-batch that trains the critic. Default: trainer.max_tokens_per_micro_batch.",
+        "tokens",
+        least=1,
     )
-    column: str = key("", "Column of log-probabilities that the model computes. Default: NAME_logprobs.")
-    parallel: Node = key(dict, "Sizes of the model's layout that differ from the section parallel, such as {tp: 2}.")
-    num_engines: int = key(0, "Number of SGLang servers that serve the model to rewards.", "servers", least=0)
-    engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
-    sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")
-
-    @property
-    def is_served(self) -> bool:
-        """Whether SGLang serves the model."""
-        return self.num_engines > 0
+    max_tokens_per_forward_micro_batch: int | None = key(
+        None,
+        "The same limit for the passes that compute values. Default: trainer.max_tokens_per_forward_micro_batch.",
+        "tokens",
+        least=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -420,6 +408,13 @@ class TrainerConfig:
     max_tokens_per_micro_batch: int = key(
         8192, "Largest number of tokens in one micro-batch of one replica.", "tokens", least=1
     )
+    max_tokens_per_forward_micro_batch: int | None = key(
+        None,
+        "The same limit for passes without gradients: log-probabilities of the actor and of the reference in its processes, and "
+        "losses of held-out rows. Such a pass keeps no activations. Default: max_tokens_per_micro_batch.",
+        "tokens",
+        least=1,
+    )
     share_prompts: bool = key(
         True,
         "Whether to compute each prompt once for all its responses. Training is then faster, with the same gradient.",
@@ -428,6 +423,11 @@ class TrainerConfig:
     overlap_grad_reduce: bool | None = key(
         None,
         "Whether gradients are reduced over replicas during the backward pass. Default: true on GPUs, false on CPUs.",
+    )
+    ddp: Node = key(
+        dict,
+        "More settings of Megatron's data parallelism: fields of DistributedDataParallelConfig, such as "
+        "{grad_reduce_in_fp32: false} or, with overlap_grad_reduce, {bucket_size: 20000000}.",
     )
     eval_every: int = key(
         0,
@@ -471,9 +471,9 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,
-        "Frozen models beside the actor. {NAME: {path, column, parallel}}: Megatron computes log-probabilities, as for "
-        "roles.teacher.path=FOLDER. {NAME: {path, num_engines, engine_tp, sglang}}: SGLang serves the model to rewards "
-        "(docs/concepts/placement.md).",
+        "Frozen models beside the actor. {NAME: {path, column, parallel, max_tokens_per_micro_batch}}: Megatron computes "
+        "log-probabilities, as for roles.teacher.path=FOLDER. {NAME: {path, num_engines, engine_tp, sglang}}: SGLang serves the "
+        "model to rewards (docs/concepts/placement.md).",
     )
     sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -3,16 +3,18 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import Field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mrl.config.counterparts import counterpart_of
-from mrl.config.process_schema import ClusterConfig
-from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig, RoleConfig
+from mrl.config.process_schema import ClusterConfig, RoleConfig
+from mrl.config.ray_settings import check_ray_settings
+from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_plain_secrets
+from parallel.megatron_settings import check_ddp_settings, check_optimizer_settings
 
 PARTIAL_LAYOUTS = ("critic.parallel",)
 """Free-form sections that may only contain keys of ParallelConfig."""
@@ -200,11 +202,25 @@ def check(config: Config) -> None:
     _check_bounds(config)
     _check_generate(config.generate)
     check_cluster(config.cluster)
+    _check_megatron(config)
     _check_partial_layout("critic.parallel", config.critic.parallel)
     for name, role in roles_of(config).items():
         _check_partial_layout(f"roles.{name}.parallel", role.parallel)
     if unknown := config.plan.efficiency.keys() - type(config.plan)().efficiency.keys():
         raise ValueError(unknown_key_message(f"plan.efficiency.{min(unknown)}"))
+
+
+def _check_megatron(config: Config) -> None:
+    """Check the settings of Megatron's data parallelism and of its optimizers."""
+    overlap = config.trainer.overlap_grad_reduce
+    check_ddp_settings(config.trainer.ddp, "trainer.ddp", overlap)
+    check_ddp_settings(config.trainer.ddp | config.critic.ddp, "critic.ddp", overlap)
+    for section, optim in (
+        ("optim", config.optim),
+        ("critic.optim", config.critic.optim),
+        ("sft.optim", config.sft.optim),
+    ):
+        check_optimizer_settings(optim.megatron, section)
 
 
 def _check_bounds(section: Any, prefix: str = "") -> None:
@@ -254,13 +270,14 @@ _JOB_KEYS = ("slurm", "components", "dry_run")
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Raise ValueError if keys of a Slurm job are set without cluster=slurm, or if the time limit has a wrong format."""
+    """Raise ValueError if keys of a Slurm job are set without cluster=slurm, or if a time limit or a setting of Ray is wrong."""
     default = ClusterConfig()
     for name in _JOB_KEYS if cluster.scheduler is None else ():
         if (value := vars(cluster)[name]) != vars(default)[name]:
             raise ValueError(
                 f"cluster.{name}={value}: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm."
             )
+    check_ray_settings(cluster.ray, slurm=cluster.scheduler is not None, address=cluster.address)
     time = cluster.slurm.get("time")
     if time is not None and not (isinstance(time, str) and _SLURM_TIME.fullmatch(time)):
         raise ValueError(
@@ -280,6 +297,27 @@ REFERENCE = "reference"  # name of the role that computes ref_logprobs
 def roles_of(config: Config) -> dict[str, RoleConfig]:
     """Return the key `roles` as objects, by name. Raises ValueError for a wrong name, an unknown field or a wrong type."""
     return {name: _role(name, node) for name, node in config.roles.items()}
+
+
+@dataclass(frozen=True)
+class TokenBudgets:
+    """Largest numbers of tokens in a micro-batch of one model."""
+
+    train: int  # of passes with gradients
+    forward: int  # of passes without gradients: log-probabilities, values, losses of held-out rows
+
+
+def token_budgets(config: Config, role: str) -> TokenBudgets:
+    """Return the token budgets of the model `role`. A key that is null takes the actor's budget for the same kind of pass."""
+    trainer, critic = config.trainer, config.critic
+    train = trainer.max_tokens_per_micro_batch
+    forward = trainer.max_tokens_per_forward_micro_batch or train
+    if role == "critic":
+        return TokenBudgets(
+            critic.max_tokens_per_micro_batch or train, critic.max_tokens_per_forward_micro_batch or forward
+        )
+    own = None if role == "actor" else roles_of(config)[role].max_tokens_per_micro_batch
+    return TokenBudgets(own or train, own or forward)
 
 
 def _role(name: str, node: Any) -> RoleConfig:
@@ -302,7 +340,8 @@ def _role(name: str, node: Any) -> RoleConfig:
     assert isinstance(role, RoleConfig), "the schema is RoleConfig"
     _check_bounds(role, f"{key}.")
     if role.is_served:
-        if extra := [field_name for field_name in ("column", "parallel") if node.get(field_name)]:
+        fields_of_columns = ("column", "parallel", "max_tokens_per_micro_batch")
+        if extra := [field_name for field_name in fields_of_columns if node.get(field_name)]:
             raise ValueError(
                 f"{key}.{extra[0]}: SGLang serves this model (num_engines={role.num_engines}); remove {extra[0]}."
             )

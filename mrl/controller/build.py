@@ -388,7 +388,12 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
     config, run_dir = plan.config.checkpoint, processes.run_dir
     return CheckpointSaver(
         store=CheckpointStore(
-            run_dir / "checkpoints", config.keep_last, config.keep_best, config.copy_to, set(plan.resume.damaged)
+            run_dir / "checkpoints",
+            config.keep_last,
+            dict(critic=config.keep_last_critic or config.keep_last),
+            keep_best=config.keep_best,
+            copy_to=config.copy_to,
+            damaged=set(plan.resume.damaged),
         ),
         models=processes.models.trained_groups,
         constant_parts={REFERENCE: processes.save_reference} if plan.actor_holds_reference else {},
@@ -399,6 +404,7 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
             plan.config.trainer.timeout_s,
             plan.config.trainer.save,
             config.best_metric,
+            config.keep_last_exports,
         ),
         notes=dict(model=model_sizes(plan.arch), layout=vars(plan.dims), config=config_as_json(plan.config)),
         discard_rollout_log=processes.rollout.discard_log,

@@ -81,6 +81,7 @@ class MemoryEstimator:
         settings = trainer_settings(
             config,
             plan.context,
+            role,
             head="value" if role == "critic" else "vocabulary",
             trained=plan.optimizer is not None,
             kernels=GPU_KERNELS if config.cluster.hardware.name else CPU_KERNELS,
@@ -185,8 +186,7 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
     if config.megatron.get("recompute_granularity") != "full":
         overrides = tuple(f"megatron.{name}={value}" for name, value in FULL_RECOMPUTE.items())
         yield overrides, replace(config, megatron=dict(config.megatron) | FULL_RECOMPUTE)
-    tokens = config.trainer.max_tokens_per_micro_batch // 2
-    yield _set_values(config, "trainer", max_tokens_per_micro_batch=tokens)
+    yield from _smaller_budgets(config)
     if config.trainer.logprob_chunk > 256:
         yield _set_values(config, "trainer", logprob_chunk=config.trainer.logprob_chunk // 2)
     yield from _layout_changes(config)
@@ -199,6 +199,18 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
     yield _set_values(config, "rollout", engine_tp=engine_tp, num_engines=max(1, config.rollout.num_engines // 2))
     if config.weight_sync.bucket_bytes > 64 << 20:
         yield _set_values(config, "weight_sync", bucket_bytes=64 << 20)
+
+
+def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
+    """Yield half of each token budget that is set. Budgets that are not set follow the actor's."""
+    for section in ("trainer", "critic"):
+        for name in ("max_tokens_per_micro_batch", "max_tokens_per_forward_micro_batch"):
+            if (tokens := getattr(getattr(config, section), name)) and tokens > 1:
+                yield _set_values(config, section, **{name: tokens // 2})
+    for role, node in config.roles.items():
+        if tokens := node.get("max_tokens_per_micro_batch"):
+            smaller = dict(config.roles) | {role: dict(node) | dict(max_tokens_per_micro_batch=tokens // 2)}
+            yield (f"roles.{role}.max_tokens_per_micro_batch={tokens // 2}",), replace(config, roles=smaller)
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
+from typing import Any
 
 from models.architecture import Architecture
 from models.conversion.hf_reader import check_hf_folder
@@ -21,9 +22,9 @@ from models.megatron_overrides import (
     check_megatron_overrides,
 )
 from mrl.config.instantiate import instantiate_callable
-from mrl.config.process_schema import Transport
-from mrl.config.schema import Config, RoleConfig
-from mrl.config.validate import roles_of
+from mrl.config.process_schema import RoleConfig, Transport
+from mrl.config.schema import Config
+from mrl.config.validate import roles_of, token_budgets
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
@@ -49,6 +50,7 @@ class ModelPlan:
     head: str = field(
         default="vocabulary", kw_only=True
     )  # output head: vocabulary, value (critic) or score (reward model)
+    ddp: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # settings of Megatron's data parallelism
 
     @property
     def context(self) -> int:
@@ -103,11 +105,11 @@ def plan_model(
     check_layout(config, arch, dims)
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
-    packing = Packing(
-        config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.multiply_adds())
-    )
+    budgets = token_budgets(config, section.removeprefix("roles.") or "actor")
+    packing = Packing(budgets.train, config.trainer.share_prompts, CostModel(*arch.multiply_adds()), budgets.forward)
     optim = optimizer if section else _actor_optimizer(config)
-    return ModelPlan(config, dims, optim, path, hf, arch, packing, head=head)
+    ddp = config.trainer.ddp | (config.critic.ddp if section == "critic" else {})
+    return ModelPlan(config, dims, optim, path, hf, arch, packing, head=head, ddp=ddp)
 
 
 def parallel_layout(config: Config, section: str = "") -> ParallelDims:

@@ -83,6 +83,8 @@ def warm_start_settings(config: Config) -> dict[str, Any]:
     """Return the settings that decide the weights of a warm start. The default objective and held-out rows are left out."""
     sft = asdict(config.sft)
     del sft["test"]
+    if not sft["optim"]["megatron"]:
+        del sft["optim"]["megatron"]  # earlier versions of mrl had no such key
     if sft["objective"] == SftConfig().objective:
         del sft["objective"]
     settings = dict(model=config.model.path, seed=None if config.data.inputs else config.run.seed, sft=sft)

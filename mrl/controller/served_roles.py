@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mrl.config.schema import Config, RoleConfig
+from mrl.config.process_schema import RoleConfig
+from mrl.config.schema import Config
 from mrl.config.validate import roles_of
 from mrl.placement.placement_groups import RolePlacement
 from mrl.rollout.engines.server_args import default_server_args, memory_saver_args

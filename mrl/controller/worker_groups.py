@@ -30,6 +30,7 @@ def model_spec(plan: ModelPlan, routing_replay: bool = False) -> ModelSpec:
         share_prompts=plan.packing.share_prompts,
         logprob_chunk=config.trainer.logprob_chunk,
         overlap_grad_reduce=config.trainer.overlap_grad_reduce,
+        ddp=plan.ddp,
         family=resolve_family_path(config.model.family) if config.model.family else None,
     )
 

@@ -171,8 +171,9 @@ def _gpu_memory(chain: Sequence[BaseException], run_dir: Path) -> list[str]:
     if _find(chain, matches) is None:
         return []
     return [
-        "  A GPU is out of memory. Lower trainer.max_tokens_per_micro_batch (for the trainer) or sglang.mem_fraction_static (for "
-        "engines), or set megatron.recompute_granularity=full. `mrl plan memory` estimates the memory of each process."
+        "  A GPU is out of memory. Lower trainer.max_tokens_per_micro_batch (for training), "
+        "trainer.max_tokens_per_forward_micro_batch (for log-probabilities) or sglang.mem_fraction_static (for engines), or set "
+        "megatron.recompute_granularity=full. `mrl plan memory` estimates the memory of each process."
     ]
 
 

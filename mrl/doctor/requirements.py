@@ -9,8 +9,7 @@ from mrl.controller.plan_models import build_pools, engine_layout, make_input_fi
 from mrl.controller.plan_train import algorithm_of
 from mrl.doctor.host_facts import Requirements
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import max_checkpoints_on_disk
-from mrl.planner.trainer_state_bytes import checkpoint_bytes
+from mrl.planner.run_memory import checkpoint_disk_bytes
 from parallel.dims import ParallelDims
 
 MAX_CPU_PARAMETERS = 10**9  # training a larger model on CPUs takes too long to be useful
@@ -29,9 +28,9 @@ def requirements_of(config: Config) -> Requirements:
     except ValueError as error:
         return Requirements(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
     shapes = {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in models.items()}
-    trained = [shapes[role] for role, model in models.items() if model.optimizer]
+    trained = {role: shapes[role] for role, model in models.items() if model.optimizer}
     num_parameters = shapes["actor"].num_parameters
-    needed = max_checkpoints_on_disk(config) * checkpoint_bytes(trained, config.model.itemsize)
+    needed = checkpoint_disk_bytes(config, trained)
     return Requirements(
         gpus=pools.size,
         needs_gpus=_needs_gpus(config, num_parameters),

@@ -15,6 +15,7 @@ import psutil
 
 from mrl.config.hydra_entry import format_override, is_override_to, override_key
 from mrl.config.process_schema import ClusterConfig
+from mrl.config.ray_settings import start_arguments
 from mrl.core.installation import IS_CHECKOUT, PACKAGE_ROOT, SLURM
 
 SCRIPT = "job.sbatch"  # name of the batch script in the run directory
@@ -88,7 +89,7 @@ def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequen
         _sbatch_options(component_options | dict(nodes=1) | part, "cluster.components") for part in cluster.components
     ]
     arguments = (*_job_arguments(overrides), format_override("run.dir", run_dir))
-    environment = _job_environment() | ({} if command == "train" else {"MRL_COMMAND": command})
+    environment = _job_environment(cluster.ray) | ({} if command == "train" else {"MRL_COMMAND": command})
     return Job(tuple(components), environment, arguments, run_dir, command)
 
 
@@ -199,8 +200,10 @@ def _quote(value: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"' if re.search(r"[\s\"'#\\]", value) else value
 
 
-def _job_environment() -> dict[str, str]:
+def _job_environment(ray: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables of the batch script. `ray`: the key cluster.ray."""
     settings = {f"MRL_{name}": os.environ.get(f"MRL_{name}", "") for name in SETTINGS}
+    settings["MRL_RAY_OPTIONS"] = " ".join([*start_arguments(ray), *settings["MRL_RAY_OPTIONS"].split()])
     if not settings["MRL_CONTAINER"]:
         settings["MRL_PYTHON"] = settings["MRL_PYTHON"] or sys.executable
     settings["MRL_SCRIPTS"] = settings["MRL_SCRIPTS"] or str(SLURM)

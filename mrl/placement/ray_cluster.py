@@ -24,6 +24,7 @@ from ray._private.utils import estimate_available_memory  # private: the memory 
 from ray.job_config import JobConfig
 
 from mrl.config.process_schema import ClusterConfig
+from mrl.config.ray_settings import init_arguments
 from mrl.config.secrets import ENGINE_KEY, ENGINE_KEYS, engine_key
 from mrl.core.installation import import_environment, python_path
 from mrl.core.run_errors import ProcessesLostError
@@ -69,7 +70,8 @@ def ray_cluster(
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # generates the key, so that every process of the run inherits the same key
-    quiet: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
+    settings: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
+    settings |= init_arguments(cluster.ray, connect=cluster.address is not None)
     since = time.time()
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     process_env = PROCESS_ENV | {"OMP_NUM_THREADS": str(cluster.cpu_threads)}
@@ -81,17 +83,18 @@ def ray_cluster(
             address=cluster.address,
             runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()},
             job_config=_RunJobConfig(),
-            **quiet,
+            **settings,
         )
     else:
         os.environ.update(process_env)  # every process of a local cluster inherits these variables
         _restrict_to_loopback()
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
         store = object_store_bytes(estimate_available_memory(), _free_bytes(SHARED_MEMORY))
-        plain = dict(include_dashboard=False, object_store_memory=store, _temp_dir=str(private_ray_folder()))
+        plain = dict(include_dashboard=False, _temp_dir=str(private_ray_folder()))
+        settings = dict(object_store_memory=store) | settings
         try:
             with _variables(further):
-                ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **quiet)
+                ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **settings)
         except ValueError:
             raise
         except Exception as error:  # Ray raises a bare Exception

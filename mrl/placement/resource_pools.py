@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from mrl.config.process_schema import ClusterConfig
-from mrl.config.schema import RoleConfig, RolloutConfig
+from mrl.config.process_schema import ClusterConfig, RoleConfig
+from mrl.config.schema import RolloutConfig
 from parallel.dims import ParallelDims
 
 POOLS_KEY = "placement.pools"

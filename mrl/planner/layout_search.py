@@ -40,23 +40,26 @@ If a layout fits with some number of replicas, it also fits with every larger nu
 """
 
 
-def memory_check(shape: ModelShape, cluster: GpuCluster, settings: TrainerSettings) -> FitsInMemory:
+def memory_check(shape: ModelShape, cluster: GpuCluster, *models: TrainerSettings) -> FitsInMemory:
     """Return a function that tells whether the rank that needs the most memory fits on its GPU in every phase of a step.
+
+    `models`: settings of the models that have this shape and layout: the actor, and the critic if the run has one.
 
     The returned function is stricter than `mrl plan memory`: it subtracts plan.reserve_gb for two processes and the buckets of
     the weight sync in every phase, also for trainers that do not share their GPUs with engines.
     """
-    available_bytes = cluster.memory_bytes - SENDER_BUCKETS * settings.bucket_bytes
+    available_bytes = cluster.memory_bytes - SENDER_BUCKETS * models[0].bucket_bytes
 
     @cache
-    def settings_for(last_layers: int, recompute: bool) -> TrainerSettings:
+    def settings_for(last_layers: int, recompute: bool) -> list[TrainerSettings]:
         layout = ReplicaLayout(last_layers=last_layers, recompute=recompute)
         from_layout = TrainerSettings.with_megatron(layout.megatron())
-        return replace(settings, recompute=from_layout.recompute, uneven=from_layout.uneven)
+        return [replace(each, recompute=from_layout.recompute, uneven=from_layout.uneven) for each in models]
 
     def fits(layout: ReplicaLayout, replicas: int) -> bool:
-        memory = trainer_memory(shape, layout.dims(replicas), settings_for(layout.last_layers, layout.recompute))
-        return max(memory.by_phase.values()) <= available_bytes
+        dims, all_settings = layout.dims(replicas), settings_for(layout.last_layers, layout.recompute)
+        needed = [max(trainer_memory(shape, dims, settings).by_phase.values()) for settings in all_settings]
+        return max(needed) <= available_bytes
 
     return fits
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from mrl.config.process_schema import HardwareConfig
 from mrl.config.schema import Config
+from mrl.config.validate import token_budgets
 from mrl.placement.resource_pools import Pool, Pools, gpus_of_nodes, slots_per_node
 from mrl.planner.model_shape import ModelShape, ParameterShape
 from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerMemory, TrainerRankMemory, TrainerSettings, trainer_memory
-from mrl.planner.trainer_state_bytes import BIAS_BYTES, checkpoint_bytes
+from mrl.planner.trainer_state_bytes import BIAS_BYTES, GRADIENT_BYTES, checkpoint_bytes
 from mrl.weight_sync.engine_layout import VOCAB_PADDING, Topology
 from parallel.dims import ParallelDims
 
@@ -166,19 +167,25 @@ def run_memory(
         nodes=ceil(pools.size / slots_per_node(config.cluster, pools)),
         gpus=pools.size,
         cluster_gpus=sum(gpus_of_nodes(config.cluster)) if config.cluster.nodes else 0,
-        disk_bytes=checkpoint * max_checkpoints_on_disk(config),
+        disk_bytes=checkpoint_disk_bytes(config, {m: models[m].shape for m in models if models[m].settings.trained}),
         worst_expert_bytes=_worst_expert_bytes(actor, trainers["actor"]),
     )
 
 
-def max_checkpoints_on_disk(config: Config) -> int:
-    """Return the largest number of checkpoints that are on disk at one time, including one that is being written.
+def checkpoint_disk_bytes(config: Config, trained: Mapping[str, ModelShape]) -> int:
+    """Return the bytes of all checkpoints that are on disk at one time, including one that is being written.
 
-    A run without periodic checkpoints (checkpoint.every=0) writes one checkpoint at its end if trainer.save is set.
+    `trained`: shapes of the models that checkpoints contain, by role. A run without periodic checkpoints (checkpoint.every=0)
+    writes one checkpoint at its end if trainer.save is set.
     """
-    if not config.checkpoint.every:
-        return int(config.trainer.save)
-    return config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    checkpoint, total = config.checkpoint, 0
+    for role, shape in trained.items():
+        kept = checkpoint.keep_last_critic if role == "critic" else None
+        count = (kept or checkpoint.keep_last) + checkpoint.keep_best + 1
+        total += (count if checkpoint.every else int(config.trainer.save)) * checkpoint_bytes(
+            [shape], config.model.itemsize
+        )
+    return total
 
 
 def _worst_expert_bytes(actor: RoleModel, memory: TrainerMemory) -> int:
@@ -189,17 +196,22 @@ def _worst_expert_bytes(actor: RoleModel, memory: TrainerMemory) -> int:
     return trainer_memory(actor.shape, actor.dims, worst).by_phase["update"] - memory.by_phase["update"]
 
 
-def trainer_settings(config: Config, context: int, **fields: Any) -> TrainerSettings:
-    """Read the settings that determine the memory of a trainer rank from the config of a run.
+def trainer_settings(config: Config, context: int, role: str = "actor", **fields: Any) -> TrainerSettings:
+    """Read the settings that determine the memory of a trainer rank of the model `role` from the config of a run.
 
     `context`: number of tokens of the longest sequence that the model accepts. `fields`: further fields of TrainerSettings.
     """
+    budgets, longest = token_budgets(config, role), sequence_tokens(config, context)
+    ddp = config.trainer.ddp | (config.critic.ddp if role == "critic" else {})
     return TrainerSettings.with_megatron(
         config.megatron,
-        max_tokens=max(config.trainer.max_tokens_per_micro_batch, sequence_tokens(config, context)),
+        max_tokens=max(budgets.train, longest),
+        forward_tokens=max(budgets.forward, longest),
         itemsize=config.model.itemsize,
+        gradient_bytes=GRADIENT_BYTES if ddp.get("grad_reduce_in_fp32", True) else config.model.itemsize,
         logprob_chunk=config.trainer.logprob_chunk,
-        keys_per_token=keys_per_token(config, context),
+        keys_per_token=keys_per_token(config, context, budgets.train),
+        forward_keys_per_token=keys_per_token(config, context, budgets.forward),
         imbalance=config.plan.expert_imbalance,
         bucket_bytes=config.weight_sync.bucket_bytes,
         **fields,
@@ -216,15 +228,15 @@ def _prompt_tokens(config: Config, context: int) -> int:
     return min(config.plan.prompt_tokens or config.data.max_prompt_tokens or response, max(1, context - response))
 
 
-def keys_per_token(config: Config, context: int) -> float:
-    """Return the number of keys that attention reads, divided by the number of tokens of a pack.
+def keys_per_token(config: Config, context: int, max_tokens: int) -> float:
+    """Return the number of keys that attention reads, divided by the number of tokens of a pack of `max_tokens` tokens.
 
     Each of the responses that share a prompt reads the keys of the prompt again.
     """
     if not config.trainer.share_prompts:
         return 1.0
     prompt, response = _prompt_tokens(config, context), config.rollout.max_response_tokens
-    room = (config.trainer.max_tokens_per_micro_batch - prompt) // response
+    room = (max_tokens - prompt) // response
     sharing = max(1, min(config.rollout.responses_per_prompt, room))
     return (prompt + sharing * (prompt + response)) / (prompt + sharing * response) if sharing > 1 else 1.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, exp, log
 from statistics import NormalDist
@@ -103,13 +103,26 @@ class StepWorkload:
     lengths: LengthDistribution
     prompts: int  # N
     responses_per_prompt: int  # G
-    max_tokens: int  # token budget of a pack: trainer.max_tokens_per_micro_batch
+    max_tokens: int  # token budget of a pack in training passes
+    forward_max_tokens: int | None = None  # token budget of a pack in passes without gradients; None: max_tokens
     share_prompts: bool = True  # a prompt is computed once for all its responses in a pack
     mini_batches: int = 1  # optimizer steps per epoch
     epochs: int = 1  # training passes over the responses of a step
     scoring_passes: int = 0  # additional forward passes for log-probabilities of the actor and of the reference
     critic: bool = False  # a critic of the actor's size is trained, which adds a forward pass and optimizer steps
+    critic_budgets: tuple[int, int] | None = None  # max_tokens and forward_max_tokens of the critic; None: the actor's
     mode: str = "sync"  # rollout.mode
+
+    @cached_property
+    def without_gradients(self) -> StepWorkload:
+        """The same step with the packs of passes without gradients."""
+        return replace(self, max_tokens=self.forward_max_tokens or self.max_tokens)
+
+    @cached_property
+    def of_critic(self) -> StepWorkload:
+        """The same step with the packs of the critic."""
+        train, forward = self.critic_budgets or (self.max_tokens, self.forward_max_tokens)
+        return replace(self, max_tokens=train, forward_max_tokens=forward)
 
     @property
     def responses(self) -> int:

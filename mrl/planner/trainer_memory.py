@@ -6,7 +6,7 @@ Closed formulas give the memory of each pipeline stage. They are fast enough for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from mrl.planner.activation_bytes import (
     virtual_stage_bytes,
 )
 from mrl.planner.model_shape import HeadKind, ModelShape
-from mrl.planner.trainer_state_bytes import StateBytes, VirtualStage, largest_state, pipeline_stages
+from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
 
 SENDER_BUCKETS = 2  # number of weight sync buckets that a sender allocates
@@ -32,8 +32,10 @@ FLOAT32_BYTES = 4  # bytes of a logit, and of one element of a gradient that is 
 class TrainerSettings:
     """Settings that determine the memory of a trainer rank, together with the model and the layout."""
 
-    max_tokens: int = 8192  # tokens of one micro-batch, over all context-parallel ranks
+    max_tokens: int = 8192  # tokens of one micro-batch with gradients, over all context-parallel ranks
+    forward_tokens: int | None = None  # tokens of one micro-batch without gradients; None: max_tokens
     itemsize: int = 2  # bytes of one element of a model weight or an activation
+    gradient_bytes: int = GRADIENT_BYTES  # bytes of one element of a summed gradient
     head: HeadKind = "vocabulary"
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
@@ -41,6 +43,7 @@ class TrainerSettings:
     recompute: Recompute = field(default_factory=Recompute)
     micro_batches: int | None = None  # micro-batches of a replica per optimizer step; None: enough to fill the pipeline
     keys_per_token: float = 1.0  # keys that attention reads, divided by tokens; above 1 if responses share a prompt
+    forward_keys_per_token: float | None = None  # the same for micro-batches without gradients; None: keys_per_token
     imbalance: float = 1.0  # tokens that reach the experts of the busiest rank, divided by the mean of all ranks
     bucket_bytes: int = 64 * 1024 * 1024  # bytes of a weight sync bucket
     kernels: Kernels = GPU_KERNELS
@@ -99,20 +102,25 @@ class TrainerMemory:
 
 def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSettings) -> TrainerMemory:
     """Return the memory of all pipeline stages. The layout `dims` must be one that Architecture.check_layout accepts."""
-    batch = MicroBatchShape.of(
+    batch = _micro_batch(dims, settings, settings.max_tokens, settings.keys_per_token)
+    forward_batch = _micro_batch(
         dims,
-        settings.max_tokens,
-        settings.itemsize,
-        keys_per_token=settings.keys_per_token,
-        imbalance=min(settings.imbalance, dims.ep),
-        kernels=settings.kernels,
+        settings,
+        settings.forward_tokens or settings.max_tokens,
+        settings.forward_keys_per_token or settings.keys_per_token,
     )
     stages = tuple(
-        _rank_memory(shape, dims, settings, batch, index, stage)
+        _rank_memory(shape, dims, settings, (batch, forward_batch), index, stage)
         for index, stage in enumerate(cached_pipeline_stages(shape.num_layers, dims.pp, dims.vpp, settings.uneven))
     )
     names = stages[0].phases() if settings.trained else ("score",)
     return TrainerMemory(stages, {name: max(rank.phases()[name] for rank in stages) for name in names})
+
+
+def _micro_batch(dims: ParallelDims, settings: TrainerSettings, tokens: int, keys_per_token: float) -> MicroBatchShape:
+    imbalance = min(settings.imbalance, dims.ep)
+    sizes = dict(keys_per_token=keys_per_token, imbalance=imbalance, kernels=settings.kernels)
+    return MicroBatchShape.of(dims, tokens, settings.itemsize, **sizes)
 
 
 @lru_cache(maxsize=4096)
@@ -127,11 +135,14 @@ def _rank_memory(
     shape: ModelShape,
     dims: ParallelDims,
     settings: TrainerSettings,
-    batch: MicroBatchShape,
+    batches: tuple[MicroBatchShape, MicroBatchShape],
     index: int,
     stage: list[VirtualStage],
 ) -> TrainerRankMemory:
+    """Return the memory of one stage. `batches`: the largest micro-batches with and without gradients."""
+    batch, forward_batch = batches
     state = largest_state(shape, dims, stage, settings.itemsize, settings.head, settings.trained)
+    state = replace(state, gradients=state.gradients * settings.gradient_bytes // GRADIENT_BYTES)
     moe_by_stage = tuple(shape.moe[v.first : v.first + v.layers] for v in stage)
     is_last = stage[-1].is_last
     saved = working = 0
@@ -144,8 +155,8 @@ def _rank_memory(
         saved = saved_per_pass * in_flight(dims, index, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
         working = max(head, _backward_bytes(shape, batch, moe_by_stage, settings.recompute))
-    widest = max((_forward_bytes(shape, batch, moe) for moe in moe_by_stage), default=0)
-    scoring = max(widest, head_bytes(shape, batch, settings, gradients=False) if is_last else 0)
+    widest = max((_forward_bytes(shape, forward_batch, moe) for moe in moe_by_stage), default=0)
+    scoring = max(widest, head_bytes(shape, forward_batch, settings, gradients=False) if is_last else 0)
     return TrainerRankMemory(index, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes)
 
 

@@ -67,22 +67,36 @@ class TrainerTime:
     def times(self, replicas: IntArray) -> TrainingSeconds:
         """Return the seconds of training in a step for each number of replicas. `replicas`: [R]."""
         work = self.work
-        scoring = self._passes(replicas, mini_batches=1, backward=False)
-        update = self._passes(replicas, mini_batches=work.mini_batches, backward=True) | self._optimizer_step(replicas)
-        forwards = work.scoring_passes + work.critic
-        steps = work.mini_batches * work.epochs * (1 + work.critic)
+        seconds = [self._model_times(work, work.scoring_passes, replicas)]
+        if work.critic:
+            seconds.append(self._model_times(work.of_critic, 1, replicas))
+        parts = {name: np.sum([each.parts[name] for each in seconds], axis=0) for name in seconds[0].parts}
+        update_s, score_s = (
+            np.sum([each.update_s for each in seconds], axis=0),
+            np.sum([each.score_s for each in seconds], axis=0),
+        )
+        return TrainingSeconds(update_s, score_s, parts)
+
+    def _model_times(self, work: StepWorkload, forwards: int, replicas: IntArray) -> TrainingSeconds:
+        """Return the seconds of one model in a step. `forwards`: number of separate forward passes."""
+        scoring = self._passes(work.without_gradients, replicas, mini_batches=1, backward=False)
+        update = self._passes(work, replicas, mini_batches=work.mini_batches, backward=True)
+        update |= self._optimizer_step(replicas)
+        steps = work.mini_batches * work.epochs
         parts = {name: forwards * scoring.get(name, 0.0) + steps * seconds for name, seconds in update.items()}
         update_s, score_s = (np.sum(list(seconds.values()), axis=0) for seconds in (update, scoring))
         return TrainingSeconds(steps * update_s, forwards * score_s, parts)
 
-    def _passes(self, replicas: IntArray, *, mini_batches: int, backward: bool) -> dict[str, FloatArray]:
+    def _passes(
+        self, work: StepWorkload, replicas: IntArray, *, mini_batches: int, backward: bool
+    ) -> dict[str, FloatArray]:
         """Return part -> seconds [R] of one pipelined pass over a mini-batch: the seconds of the slowest pipeline stage."""
-        work, layout = self.work, self.layout
+        layout = self.layout
         # A replica trains at least one whole sequence, because a sequence is not divided over replicas.
         tokens = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)
         multiple = layout.pp if layout.vpp > 1 else 1
         count = np.ceil(np.ceil(tokens * work.packs / work.tokens) / multiple) * multiple
-        stages = self._micro_batch(tokens / count, backward)
+        stages = self._micro_batch(tokens / count, work.sum_of_squared_lengths / work.tokens, backward)
         totals = np.array([sum(stage.values()) for stage in stages])  # [stages, R]
         slowest = totals.argmax(axis=0)[None]
         parts = {
@@ -92,21 +106,25 @@ class TrainerTime:
         parts["pipeline"] = parts["pipeline"] + (layout.pp - 1) / layout.vpp * totals.max(axis=0)
         return parts
 
-    def _micro_batch(self, tokens: FloatArray, backward: bool) -> list[dict[str, FloatArray]]:
+    def _micro_batch(self, tokens: FloatArray, squares_per_token: float, backward: bool) -> list[dict[str, FloatArray]]:
         """Return part -> seconds [R] of one micro-batch with `tokens` [R] tokens, for each stage.
+
+        `squares_per_token`: sum of the squared lengths of all sequences, divided by their tokens.
 
         Pipeline stages with the same layers are returned only once. A stage includes all its virtual stages.
         """
         stages = [(*counts, False) for counts in self.layout.stages(self.shape.moe)]
         stages[-1] = (*stages[-1][:2], True)
-        forward = [self._forward(tokens, *stage) for stage in dict.fromkeys(stages)]
+        forward = [self._forward(tokens, squares_per_token, *stage) for stage in dict.fromkeys(stages)]
         if not backward:
             return forward
         times = {name: 1 + factor + self.layout.recompute for name, factor in BACKWARD_RATIO.items()}
         times["pipeline"] = 1 + BACKWARD_RATIO["pipeline"]  # recomputed activations are not sent again
         return [{name: seconds * times[name] for name, seconds in parts.items()} for parts in forward]
 
-    def _forward(self, tokens: FloatArray, dense: int, moe: int, is_last: bool) -> dict[str, FloatArray]:
+    def _forward(
+        self, tokens: FloatArray, squares_per_token: float, dense: int, moe: int, is_last: bool
+    ) -> dict[str, FloatArray]:
         """Return part -> seconds [R] of the forward pass of one micro-batch in one pipeline stage.
 
         `dense`: number of dense layers of the stage. `moe`: number of layers of the stage that have experts. `is_last`: the
@@ -117,7 +135,6 @@ class TrainerTime:
         gpu_tokens = tokens / (tp * cp)
         hidden_bytes = shape.hidden * WEIGHT_BYTES
         macs = dense * shape.layer_weights(False) + moe * shape.layer_weights(True) + is_last * shape.output_macs
-        squares_per_token = self.work.sum_of_squared_lengths / self.work.tokens
         expert = shape.parameters_per_expert
         local_experts = shape.num_experts / layout.ep * expert / layout.etp  # parameters of one layer on one GPU
         expert_tokens = shape.topk * gpu_tokens  # tokens that reach a GPU's experts if the router balances perfectly

@@ -23,6 +23,12 @@ class Packing:
     max_tokens: int  # token budget of one micro-batch
     share_prompts: bool = True  # whether a pack computes a prompt only once for all its responses
     cost: CostModel = field(default_factory=CostModel)  # compute cost of a sequence by its length
+    forward_max_tokens: int | None = None  # token budget of a pass without gradients; None: max_tokens
+
+    @property
+    def without_gradients(self) -> "Packing":
+        """The packing of passes without gradients."""
+        return replace(self, max_tokens=self.forward_max_tokens or self.max_tokens)
 
 
 @dataclass(frozen=True)

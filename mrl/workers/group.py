@@ -224,14 +224,14 @@ class WorkerGroup:
 
         `method`: a method of TrainWorker that returns RankColumns. `options`: its arguments after the rows.
         """
-        partition = partition_step(batch, self.dims, packing)
+        partition = partition_step(batch, self.dims, packing.without_gradients)
         return self._send(method, (batch.block, ray.put(partition.rank_batches)), options).then(ComputedColumns.of)
 
     def evaluate(
         self, batch: TrainBatch, packing: Packing, *, weighting: TokenWeighting = MEAN_OVER_TOKENS, **options: Any
     ) -> UpdateReport:
         """Compute the loss of a batch without gradients. `options` are further arguments of the model's `evaluate`: loss."""
-        partition = partition_step(batch, self.dims, packing, weighting)
+        partition = partition_step(batch, self.dims, packing.without_gradients, weighting)
         reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.rank_batches)), options)
         return self._combine(reports, partition)
 

@@ -100,7 +100,7 @@ class MegatronModel:
             for chunk in chunks:
                 chunk.requires_grad_(False)  # then Megatron allocates no gradient buffers
         overlap = capabilities().cuda if spec.overlap_grad_reduce is None else spec.overlap_grad_reduce
-        self.chunks = wrap_ddp(chunks, overlap, spec.grad_bucket_size)
+        self.chunks = wrap_ddp(chunks, overlap, spec.ddp)
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(self.chunks, spec.optimizer)
         self._reference: WeightsOnHost | None = None  # the reference policy's weights

@@ -22,7 +22,9 @@ def make_model(kind: str, path, dims: ParallelDims, overlap: bool, bucket_size: 
     from mrl.workers.actor_critic import MegatronActor, MegatronCritic
 
     optim = OptimConfig(lr=1e-2, betas=(0.9, 0.98), eps=1e-4)
-    spec = ModelSpec(str(path), dims, "float32", optim, {}, overlap_grad_reduce=overlap, grad_bucket_size=bucket_size)
+    spec = ModelSpec(
+        str(path), dims, "float32", optim, {}, overlap_grad_reduce=overlap, ddp=dict(bucket_size=bucket_size)
+    )
     return MegatronCritic(spec) if kind == "critic" else MegatronActor(spec)
 
 

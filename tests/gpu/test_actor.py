@@ -73,7 +73,7 @@ def norms_and_weights(rank: int, path: str, dims: ParallelDims):
     idle = replace(batch, micro_batches=()) if dims.coords(rank).dp == dims.dp - 1 else batch
     for overlap in (False, True):
         spec = ModelSpec(
-            path, dims, "float32", OptimConfig(lr=1e-3), {}, overlap_grad_reduce=overlap, grad_bucket_size=1000
+            path, dims, "float32", OptimConfig(lr=1e-3), {}, overlap_grad_reduce=overlap, ddp=dict(bucket_size=1000)
         )
         actor = MegatronActor(spec)
         reports = actor.update(block, [batch, idle, batch], CrossEntropy(), [1e-3] * 3)

@@ -241,3 +241,129 @@ def test_a_user_can_name_a_run_its_checkpoints_folder_or_one_checkpoint(tmp_path
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has no complete and undamaged checkpoint"):
         find_checkpoint(str(tmp_path / "empty"))
+
+
+PARTS = ("actor", "critic", "reference")
+
+
+def written_parts(store: CheckpointStore, step: int, score: float | None = None, parts=PARTS) -> Checkpoint:
+    partial = store.begin()
+    for part in parts:
+        (partial / part).mkdir()
+        (partial / part / "shard").write_bytes(os.urandom(100 + step))
+    return store.commit(partial, step, {"progress": {"step": step}}, score)
+
+
+def parts_by_step(store: CheckpointStore) -> dict[int, set[str]]:
+    """Return step -> parts, from the folders; the state files must say the same."""
+    found = {}
+    for step in steps(store):
+        read = Checkpoint.read(store.folder / f"step_{step:06d}")
+        read.check_hashes()
+        found[step] = {path.name for path in read.path.iterdir() if path.is_dir()}
+        assert found[step] == read.parts and read.state == {"progress": {"step": step}}
+        assert set(read.removed) == set(PARTS) - found[step]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keep_actor", "keep_critic", "expected"),
+    [
+        (3, 1, {3: {"actor", "reference"}, 4: {"actor", "reference"}, 5: set(PARTS)}),
+        (1, 3, {3: {"critic"}, 4: {"critic"}, 5: set(PARTS)}),
+        (2, 2, {4: set(PARTS), 5: set(PARTS)}),
+    ],
+)
+def test_each_part_is_kept_as_often_as_its_own_number_says(tmp_path, keep_actor, keep_critic, expected):
+    store = CheckpointStore(tmp_path, keep_actor, {"critic": keep_critic})
+    for step in range(1, 6):
+        written_parts(store, step)
+    assert parts_by_step(store) == expected and not list(tmp_path.glob(".partial*"))
+    latest = CheckpointStore(tmp_path).latest_intact()
+    assert latest and latest.step == 5 and not latest.removed
+
+
+def test_the_best_checkpoints_keep_all_parts(tmp_path):
+    store = CheckpointStore(tmp_path, 3, {"critic": 1}, keep_best=1)
+    for step, score in enumerate([0.9, 0.1, 0.2, 0.3, 0.4], 1):
+        written_parts(store, step, score)
+    assert parts_by_step(store) == {1: set(PARTS), 3: PARTS_OF_ACTOR, 4: PARTS_OF_ACTOR, 5: set(PARTS)}
+
+
+PARTS_OF_ACTOR = {"actor", "reference"}
+
+
+def test_a_run_never_continues_from_a_checkpoint_without_all_parts(tmp_path):
+    """If the newest checkpoint is damaged, an older one that has lost its critic is no substitute."""
+    store = CheckpointStore(tmp_path, 3, {"critic": 2})
+    for step in (1, 2, 3):
+        written_parts(store, step)
+    flip_bit(tmp_path / "step_000003/critic/shard")
+    again = CheckpointStore(tmp_path, 3, {"critic": 2})
+    intact = again.latest_intact()
+    assert intact and intact.step == 2 and again.damaged == {3}
+    flip_bit(tmp_path / "step_000002/actor/shard")
+    assert CheckpointStore(tmp_path).latest_intact() is None
+    with pytest.raises(ValueError, match="no complete and undamaged checkpoint"):
+        find_checkpoint(str(tmp_path))
+    assert find_checkpoint(str(tmp_path / "step_000001")).removed == ("critic",), "its actor can still be named"
+
+
+class Killed(BaseException):
+    """In place of a signal that kills the process."""
+
+
+@pytest.mark.parametrize("kill_at", range(6))
+def test_a_kill_during_the_removal_of_parts_leaves_checkpoints_that_the_next_commit_tidies(
+    tmp_path, monkeypatch, kill_at
+):
+    """The process is killed before the n-th change of the disk after the new checkpoint has its name."""
+    store, calls = CheckpointStore(tmp_path, 3, {"critic": 1}), []
+    for step in (1, 2):
+        written_parts(store, step)
+
+    def killing(function):
+        def wrapped(*arguments, **options):
+            if store._path(3).exists():
+                calls.append(function)
+                if len(calls) > kill_at:
+                    raise Killed
+            return function(*arguments, **options)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for owner, name in (
+            (pathlib.Path, "rename"), (pathlib.Path, "replace"), (pathlib.Path, "write_bytes"), (checkpoint.shutil, "rmtree"),
+        ):  # fmt: skip
+            patch.setattr(owner, name, killing(getattr(owner, name)))
+        try:
+            written_parts(store, 3)
+        except Killed:
+            pass
+        else:
+            assert kill_at >= len(calls) == 5, "there was nothing left to interrupt"
+    left = CheckpointStore(tmp_path, 3, {"critic": 1})
+    latest = left.latest_intact()
+    assert latest and latest.step == 3 and not latest.removed and not left.damaged
+    for step in steps(left):
+        Checkpoint.read(left._path(step)).check_hashes()
+    written_parts(left, 4)
+    assert parts_by_step(left) == {2: PARTS_OF_ACTOR, 3: PARTS_OF_ACTOR, 4: set(PARTS)}
+
+
+def test_a_disk_that_is_full_when_parts_are_removed_does_not_fail_the_new_checkpoint(tmp_path, monkeypatch, caplog):
+    store = CheckpointStore(tmp_path, 2, {"critic": 1})
+    written_parts(store, 1)
+    write_state = Checkpoint.write_state
+
+    def full(self, folder):
+        if self.removed:
+            raise OSError(28, "No space left on device")
+        write_state(self, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "write_state", full)
+        assert written_parts(store, 2).step == 2
+    assert "an old checkpoint could not be removed" in caplog.text
+    assert parts_by_step(store) == {1: set(PARTS), 2: set(PARTS)}

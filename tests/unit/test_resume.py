@@ -214,6 +214,11 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_differing_sizes_are_na
         check_checkpoint_fits(resume, replace(arch, vocab_size=arch.vocab_size + 8), {"actor"})
     with pytest.raises(ValueError, match="has no critic, which this algorithm needs"):
         check_checkpoint_fits(resume, arch, {"actor", "critic"})
+    assert resume.checkpoint
+    old = replace(resume, checkpoint=replace(resume.checkpoint, removed=("critic",)))
+    check_checkpoint_fits(old, arch, {"actor"})
+    with pytest.raises(ValueError, match="the critic of this checkpoint was removed, because it is old"):
+        check_checkpoint_fits(old, arch, {"actor", "critic"})
 
 
 def test_the_submission_of_a_job_does_not_read_the_checkpoint(tmp_path, monkeypatch):

@@ -154,6 +154,56 @@ def test_exports_have_their_own_schedule(saver, tmp_path):
     assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step_000003", "step_000006"]
 
 
+def exports(made) -> list[int]:
+    folders = [path for path in (made.run_dir / "exports").iterdir() if path.name.startswith("step_")]
+    assert all((folder / "weights").read_text() for folder in folders), "each folder is complete"
+    return sorted(int(folder.name.removeprefix("step_")) for folder in folders)
+
+
+def exported(made):
+    """Let the saver write a file into each export."""
+
+    def export(folder: str) -> None:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "weights").write_text("w")
+
+    made.export = export
+    return made
+
+
+def test_the_newest_exports_are_kept_and_later_ones_of_an_abandoned_future_do_not_count(saver):
+    made = exported(saver(every=0, export_every=1, keep_last_exports=2))
+    for step in range(6):
+        made.between_steps(state(step), {})
+    (made.run_dir / "exports/mine").mkdir()
+    assert exports(made) == [4, 5]
+    resumed = exported(saver(every=0, export_every=1, keep_last_exports=1))
+    resumed.between_steps(state(3), {})
+    assert exports(resumed) == [3, 4, 5], "step 3 was just written; steps 4 and 5 are from before the resume"
+    for step in (4, 5, 6):
+        resumed.between_steps(state(step), {})
+    assert exports(resumed) == [6] and (made.run_dir / "exports/mine").is_dir()
+
+
+def test_a_kill_during_the_removal_of_an_export_leaves_no_half_folder(saver, monkeypatch):
+    made = exported(saver(every=0, export_every=1, keep_last_exports=1))
+    made.between_steps(state(1), {})
+
+    class Killed(BaseException):
+        pass
+
+    def kill(path, **options):
+        if (made.run_dir / "exports/.step_000001.old").exists():
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("mrl.checkpoint.saver.shutil.rmtree", kill)
+        made.between_steps(state(2), {})
+    assert exports(made) == [2]
+    made.between_steps(state(3), {})
+    assert exports(made) == [3] and [path.name for path in (made.run_dir / "exports").iterdir()] == ["step_000003"]
+
+
 def test_constant_parts_are_written_once(saver, model, tmp_path):
     made, written = saver(every=1, asynchronous=False), []
 
