@@ -107,6 +107,28 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class OfflineConfig:
+    """Responses from a file that are trained beside the sampled ones (docs/tutorials/data.md)."""
+
+    path: str | None = key(
+        None,
+        "Parquet or jsonl file with the columns prompt, response and reward, and optionally logprobs. With null, a step trains "
+        "sampled responses only.",
+    )
+    rows_per_step: int = key(
+        8,
+        "Largest number of rows of data.offline.path in one step. Rows with the same prompt are a group and stay together.",
+        "rows",
+        least=1,
+    )
+    advantage: float | None = key(
+        None,
+        "Advantage of every row, in place of the one that algorithm.advantage computes from the rewards. With a positive number, "
+        "rows are imitated as in supervised fine-tuning, and the file needs no column reward.",
+    )
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Prompts for training and evaluation (docs/tutorials/data.md)."""
 
@@ -149,6 +171,12 @@ class DataConfig:
         "run.dir/bad_rows_*.jsonl lists the rows.",
     )
     shuffle: bool = key(True, "Whether each epoch has a new random order of prompts, derived from run.seed.")
+    sampler: Node | None = key(
+        dict,
+        "Function that chooses the prompts of each step: mrl.data.samplers.Curriculum, mrl.data.samplers.DifficultyMixture, or "
+        "your own. Default: each source in epochs, as data.shuffle says.",
+    )
+    offline: OfflineConfig = field(default_factory=OfflineConfig)
     max_prompt_tokens: int | None = key(
         None,
         "Largest length of a prompt. Default: the model's context length minus rollout.max_response_tokens.",
@@ -163,11 +191,43 @@ class RolloutConfig:
 
     prompts_per_step: int = key(32, "Number of different prompts in one step.", "prompts", least=1)
     responses_per_prompt: int = key(8, "Number of responses to each prompt (group size).", "responses", least=1)
+    group_sizes: Node | None = key(
+        dict,
+        "Function that gives each prompt a number of responses by its difficulty: mrl.data.group_sizes.ByDifficulty, or your own. "
+        "Their mean stays rollout.responses_per_prompt. Default: all prompts get the same number.",
+    )
     max_response_tokens: int = key(
         512, "Largest length of a response. Longer responses are truncated.", "tokens", least=1
     )
     temperature: float = key(
         1.0, "Temperature for sampling. Training computes log-probabilities with the same temperature.", above=0
+    )
+    top_p: float = key(
+        1.0,
+        "Nucleus sampling: tokens come from the smallest set of most likely tokens whose probabilities add up to at least top_p. "
+        "Training does not correct for it (docs/concepts/algorithms.md).",
+        above=0,
+        most=1,
+    )
+    top_k: int = key(
+        -1, "Tokens come from the top_k most likely tokens. -1: from all tokens. Training does not correct for it.", "tokens"
+    )
+    min_p: float = key(
+        0.0,
+        "Tokens come from those whose probability is at least min_p times the largest probability. Training does not correct for "
+        "it.",
+        least=0,
+        most=1,
+    )
+    repetition_penalty: float = key(
+        1.0,
+        "Above 1, tokens that have occurred in the response become less likely. Only algorithm.correction corrects for it.",
+        above=0,
+        most=2,
+    )
+    stop: list[str] = key(list, "Texts that end a response. The response contains the tokens of the text.")
+    stop_token_ids: list[int] = key(
+        list, "Token ids that end a response, in addition to the model's end-of-sequence token. The response contains them."
     )
     mode: RolloutMode = key(
         RolloutMode("sync"),
@@ -406,7 +466,16 @@ class SftConfig:
 class TrainerConfig:
     """The training loop."""
 
-    max_steps: int = key(1000, "Number of training steps.", "steps", least=0)
+    max_steps: int = key(
+        1000, "Number of training steps. With trainer.epochs, the run ends at the smaller of both limits.", "steps", least=0
+    )
+    epochs: float | None = key(
+        None,
+        "Number of passes over the training prompts. The run ends after the first step by which the steps have used this many "
+        "times the number of rows of data.train. Default: trainer.max_steps alone ends the run.",
+        "passes",
+        above=0,
+    )
     stop_reward: float | None = key(None, "The run stops when the mean reward of the last 5 steps reaches this value.")
     max_tokens_per_micro_batch: int = key(
         8192, "Largest number of tokens in one micro-batch of one replica.", "tokens", least=1

@@ -119,7 +119,7 @@ class EnginePool:
             return PooledEngine(client, server.alive, str(server.log_path))
         if self.spec.deterministic:
             check_seed_support(client, "rollout.deterministic")
-        if any(evaluation.sampling.stop for evaluation in self.spec.evaluations):
+        if any(params.stop for params in self.spec.all_sampling):
             check_stop_support(client)
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
