@@ -83,7 +83,8 @@ class GroupSampler:
             expected_work = sum(
                 size * self.lengths.expected(request.row) for request, size in zip(requests, sizes, strict=True)
             )
-        with track_activity(f"sampling {sum(sizes)} responses to {len(requests)} rows: {rows}"):
+        count = f"{len(requests)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sum(sizes))
+        with track_activity(f"sampling {count} responses to rows {rows}"):
             repeated = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
             trajectories = await self._respond(repeated, sampling, numbers, self._cache, expected_work)
             greedy: Sequence[Trajectory | None] = [None] * len(requests)

@@ -9,10 +9,12 @@ from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.config.schema import ScoringConfig
 from mrl.core.types import DeviceSlot
+from mrl.data.offline import OfflineRows
 from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import ChatTemplate
 from mrl.rewards.reward_types import Reward
 from mrl.rollout.agents.tool_agent import ToolAgent
+from mrl.rollout.client import SamplingParams
 from mrl.rollout.held_out import HeldOutEvaluation
 from mrl.rollout.step_metrics import RolloutFilter
 
@@ -32,8 +34,7 @@ class RolloutSpec:
     rollout_logprobs_as_old: bool  # whether the rollout log-probabilities are used as old log-probabilities
     prompts_per_step: int  # N, the number of groups that a step trains
     responses_per_prompt: int  # G, the size of a group
-    max_response_tokens: int
-    temperature: float  # of the responses that are trained
+    sampling: SamplingParams  # how the responses that are trained are sampled
     num_engines: int
     engine_urls: tuple[str, ...]  # URLs of external servers; if there are any, mrl starts no engine
     engine_tp: int  # tensor-parallel size of an engine
@@ -54,10 +55,22 @@ class RolloutSpec:
     agent: ToolAgent | None = None  # samples multi-turn responses with tools; None: responses have a single turn
     deterministic: bool = False  # whether each response gets its own seed
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # retries and engine timeouts
+    most_responses: int | None = None  # largest size of a group; None: all groups have the size `responses_per_prompt`
+    offline: OfflineRows | None = None  # responses from a file that steps train, too; None: there are none
     routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
     # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
+
+    @property
+    def largest_group(self) -> int:
+        """Largest number of responses to a prompt."""
+        return self.most_responses or self.responses_per_prompt
+
+    @property
+    def all_sampling(self) -> list[SamplingParams]:
+        """How the responses of steps and of evaluations are sampled."""
+        return [self.sampling, *(evaluation.sampling for evaluation in self.evaluations)]
 
     @property
     def extra_groups(self) -> int:
