@@ -1,5 +1,5 @@
 # `make help` lists the targets.
-.PHONY: help train test test-all browser lint docs format lock audit setup clean
+.PHONY: help train test test-all test-gpu browser lint docs format lock audit setup clean
 .DEFAULT_GOAL := help
 LOCK ?= requirements.txt
 # Number of pytest processes. Many tests wait for engines, so 3 processes keep two cores busy. They need 24 GiB of memory.
@@ -20,6 +20,9 @@ test-all: lint browser ## lint, all tests that need no GPU, no Slurm and no hour
 	@scripts/fetch_perfetto.sh
 	MRL_NEEDS_BROWSER=1 $(PYTEST) -m "$(ALL)" --hypothesis-profile=random $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutation_score.py
+
+test-gpu: setup ## the programs of tests/gpu, side by side on all GPUs; on a CPU, ARGS="-m extended --devices 4" runs them on 4 slots
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 browser: setup ## install the packages with which tests drive a browser; the browser itself is Debian's package chromium
 	@PATH=".uv/bin:$$PATH" UV_SYSTEM_CERTS=1 VIRTUAL_ENV=.venv uv pip install --quiet --require-hashes -r requirements/browser.txt

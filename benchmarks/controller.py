@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ from mrl.checkpoint.run_dir import SampleLedger
 from mrl.config.process_schema import WeightSyncConfig
 from mrl.controller.colocation import MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
-from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
-from mrl.core.types import ColumnPart, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
+from mrl.controller.loop_parts import Phases
+from mrl.controller.trainer import Trainer, TrainingSchedule
+from mrl.core.types import ColumnPart, Handle, RankBatch, RankColumns, SyncReport, TokenBlock, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.data.columns import PromptExample
 from mrl.data.prompts import MixtureSource, PromptDataset
@@ -147,15 +149,21 @@ class SimulatedRanks:
         """Return the answer of one rank to a method call."""
         return getattr(self, method)(rank, *args, **kwargs)
 
-    def compute_logprobs(
-        self, rank: int, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
-    ) -> Handle | None:
+    def compute_columns(
+        self,
+        rank: int,
+        block: TokenBlock,
+        rank_batches: Sequence[RankBatch],
+        temperature: float,
+        names: Sequence[str],
+    ) -> RankColumns:
         """Return zeros on one rank of each replica."""
         at = self.dims.coords(rank)
         if at.tp or at.cp or at.pp < self.dims.pp - 1:
-            return None
+            return RankColumns({}, 0.0)
         rows = np.concatenate([np.empty(0, np.int64), *rank_batches[at.dp].micro_batches])
-        return ray.put(ColumnPart(rows, np.zeros(block.sampled_lengths[rows].sum(), np.float32)))
+        values = np.zeros(block.sampled_lengths[rows].sum(), np.float32)
+        return RankColumns({name: ray.put(ColumnPart(rows, values)) for name in names}, 0.0)
 
     def update(
         self, rank: int, block: TokenBlock, rank_batches: Sequence[Sequence[RankBatch]], **options: Any
@@ -369,7 +377,7 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
         yield Trainer(
             prompts=prompts.stream(size.prompts, 0, True),
             rollout=RolloutManager(worker, FixedEngines()),
-            scorers={"old_logprobs": actor.compute_logprobs},
+            scorers=[partial(actor.begin_columns, names=["old_logprobs"])],
             actor=actor,
             critic=None,
             kl=KLControl({}),

@@ -8,7 +8,7 @@ Megatron, so the driver can use it.
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.conversion.mapping import ParamMapping
@@ -17,6 +17,10 @@ from parallel.dims import ParallelDims
 from parallel.rope import Rope, YarnRope
 from parallel.trainer_config import OptimConfig
 
+OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
+SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
+"""Head of a reward model, with the name that it has in a sequence classifier of transformers."""
+SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
 
 
@@ -31,6 +35,7 @@ class Architecture:
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # value of each symbol in `ParamMapping.shapes`
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
+    is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
 
     @property
     def num_layers(self) -> int:
@@ -131,6 +136,8 @@ class Family:
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
+    # SGLang's sequence classifier has a bias that transformers' has not, and leaves it uninitialized if a folder has none
+    engine_score_has_bias: bool = False
 
     def read(self, config: HFConfig) -> Architecture:
         """Return the architecture that `config` describes.
@@ -141,7 +148,10 @@ class Family:
         reading = config.start_reading(self.defaults)
         arch = self.translate(reading)
         reading.check_all_fields_read()
-        return arch
+        if not config.is_reward_model:
+            return arch
+        config.check_one_output()
+        return replace(arch, is_reward_model=True, sizes=arch.sizes | {"one": 1})
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""
@@ -182,6 +192,8 @@ class Family:
     def rows(self, arch: Architecture) -> list[ParamMapping]:
         """Return the rows of the table that apply to this model, before they are repeated for layers and experts."""
         rows = [row for row in self.table if not (row.present_in == "untied_models" and arch.tied_embeddings)]
+        if arch.is_reward_model:
+            rows = [row for row in rows if row.megatron != OUTPUT_WEIGHT] + [SCORE_HEAD]
         return [row for row in rows if row.part is None or row.part in arch.parts]
 
     def hf_shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:

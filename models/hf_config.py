@@ -34,13 +34,16 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
         *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp"),
         "chunk_size_feed_forward",
     ),
-    "classification heads, which a causal language model does not have": ("id2label", "label2id", "problem_type"),
+    "classification heads, which a causal language model does not have": (
+        *("id2label", "label2id", "num_labels", "problem_type"),
+    ),
     "coefficient of the load-balancing loss in pretraining (in mrl, `megatron.moe_aux_loss_coeff` sets this coefficient)": (
         "router_aux_loss_coef",
     ),
 }
 """What the config fields describe -> names of the fields. None of these fields changes the logits."""
 
+_LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # ends of the names of architectures
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
 
@@ -117,6 +120,34 @@ class HFConfig:
                 f"{self.path}: {name}={self.fields[name]!r} is not known to {self.architecture} in mrl, and may change the "
                 f"outputs of the model. If the field has no influence, remove it; otherwise use a family that reads the field "
                 f"(docs/tutorials/model.md)."
+            )
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether the folder has a sequence classifier in place of a language model."""
+        names = self.fields.get("architectures")
+        return isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_CLASSIFIER)
+
+    @property
+    def family_architecture(self) -> str:
+        """Architecture of the language model with the same layers, by which families are named."""
+        return self.architecture.replace(_CLASSIFIER, _LANGUAGE_MODEL)
+
+    def as_reward_model(self) -> "HFConfig":
+        """Return the config of a sequence classifier with one output and the same layers.
+
+        It does not depend on the version of transformers: the number of outputs is the length of `id2label`.
+        """
+        classifier = self.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER)
+        labels = dict(architectures=[classifier], id2label={"0": "score"}, label2id={"score": 0})
+        return replace(self, fields=self.fields | labels)
+
+    def check_one_output(self) -> None:
+        """Raise ValueError if this sequence classifier has several outputs. Without a field, transformers gives it two."""
+        outputs = self.fields.get("num_labels", len(self.fields.get("id2label") or (0, 1)))
+        if outputs != 1:
+            raise ValueError(
+                f"{self.path}: {self.architecture} has {outputs} outputs; expected a reward model, whose id2label has one entry."
             )
 
     @property

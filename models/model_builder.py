@@ -46,25 +46,29 @@ from parallel.moe_router import PackedRouter
 from parallel.rope import Rope
 
 logger = logging.getLogger(__name__)
-HeadKind = Literal["vocabulary", "value"]
+HeadKind = Literal["vocabulary", "value", "score"]
+"""Output layer of a language model, of a critic, or of a reward model."""
 
 
 class ValueHead(torch.nn.Module):
-    """Output head of a critic: one value `w . h + b` for each token. Every rank of the last pipeline stage has a copy.
+    """Output head of a critic or of a reward model: one value `w . h + b` for each token. A reward model has no b.
+
+    Every rank of the last pipeline stage has a copy.
 
     The initial weights are normal with standard deviation 1 / sqrt(H + 1), and the initial bias is 0 (Huang, Liu and von Werra
     2023, "The N Implementation Details of RLHF with PPO"). The initial weights are the same on every rank and in every layout.
     """
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, bias: bool = True) -> None:
         super().__init__()
         weight = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(0))
         self.weight = torch.nn.Parameter(weight / (hidden_size + 1) ** 0.5)
-        self.bias = torch.nn.Parameter(torch.zeros(1))
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)) if bias else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [T, H] to values [T] in float32."""
-        return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(hidden.float(), self.weight.float(), bias)[:, 0]
 
 
 def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtype, **overrides) -> TransformerConfig:
@@ -242,8 +246,8 @@ def build_model(
 ) -> list[GPTModel]:
     """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage, without initial weights.
 
-    With `share_prompts`, packs may contain segments with a parent, and the model uses PackedAttention. `head="value"` replaces
-    the output layer by a ValueHead. `overrides` are fields of Megatron's TransformerConfig.
+    With `share_prompts`, packs may contain segments with a parent, and the model uses PackedAttention. `head="value"` and
+    `head="score"` replace the output layer by a ValueHead. `overrides` are fields of Megatron's TransformerConfig.
 
     Raises:
         ValueError: the family does not support a field of the config, or the layout does not fit the model.
@@ -294,8 +298,8 @@ def _build_stage(
     )
     if not arch.has_latent_attention:  # latent attention has its own rotary embedding
         _set_rope(model, arch.rope, packed_attention)
-    if head == "value" and is_last:
-        model.output_layer = ValueHead(config.hidden_size)
+    if head != "vocabulary" and is_last:
+        model.output_layer = ValueHead(config.hidden_size, bias=head == "value")
     for name, param in model.named_parameters():
         # Megatron itself sets this attribute only if ep > 1. With the attribute, the optimizer state is the same in all layouts.
         if ".experts." in name:

@@ -99,11 +99,7 @@ def train(settings: Settings = ()) -> TrainResult:
     Raises ValueError for a mistake in the settings before anything starts, and CommandError if the run fails or is preempted.
     """
     config = load_config(settings)
-    if config.cluster.scheduler and not config.cluster.address:
-        raise ValueError(
-            f"cluster.scheduler={config.cluster.scheduler}: mrl.train waits for a run on this machine or in a Ray "
-            "cluster; submit Slurm jobs with the command `mrl train`."
-        )
+    _refuse_slurm_job("train", config)
     address = _ray_address()
     if address and not config.cluster.address:
         config = replace(config, cluster=replace(config.cluster, address=address))
@@ -117,6 +113,7 @@ def generate(settings: Settings) -> Path:
     Raises ValueError for a mistake in the settings, and CommandError if the command fails.
     """
     config = load_config(settings)
+    _refuse_slurm_job("generate", config)
     output = config.generate.output or str(Path(config.run.dir) / "generated")
     _run("generate", replace(config, generate=replace(config.generate, output=output)))
     return Path(output).resolve()
@@ -128,6 +125,8 @@ def evaluate(settings: Settings) -> EvaluationResult:
     Raises ValueError for a mistake in the settings, and CommandError if the command fails.
     """
     config = load_config(settings)
+    if not config.evaluate.input:  # otherwise the command starts no engines and submits no job
+        _refuse_slurm_job("evaluate", config)
     _run("evaluate", config)
     folder = Path(config.evaluate.output or config.run.dir).resolve()
     return EvaluationResult(folder, json.loads((folder / "evaluation.json").read_text()))
@@ -165,6 +164,14 @@ def convert(
     }
     _start("convert", [direction, *(f"{key}={value}" for key, value in given.items() if value is not None)])
     return Path(output).resolve() if output is not None else None
+
+
+def _refuse_slurm_job(command: str, config: Config) -> None:
+    if config.cluster.scheduler and not config.cluster.address:
+        raise ValueError(
+            f"cluster.scheduler={config.cluster.scheduler}: mrl.{command} waits for a run on this machine or in a Ray cluster; "
+            f"submit Slurm jobs with the command `mrl {command}`."
+        )
 
 
 def _ray_address() -> str | None:

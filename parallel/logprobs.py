@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies computed from hidden states, with the vocabulary split over the tensor-parallel group.
+"""Log-probabilities, entropies and sums of squared probabilities from hidden states, with a vocabulary-parallel output layer.
 
 The output layer, the softmax and their gradients are computed for `chunk_size` positions at a time, so at most `chunk_size` rows
 of logits exist at once (as in Liger Kernel's fused linear cross-entropy, Hsu et al. 2024). The backward pass computes the logits
@@ -10,6 +10,7 @@ For 16-bit inputs, a GPU returns the float32 sums of the matrix products. Other 
 
 Formulas for the logits x = hidden @ weight.T / temperature, with p = softmax(x) and log p_j = x_j - log sum_k exp x_k:
     entropy E = -sum_j p_j log p_j = log sum_k exp x_k - sum_j p_j x_j
+    sum of squares = sum_j p_j^2 = sum_j exp(2 x_j) / (sum_k exp x_k)^2
     d log p_t / d x_j = [j = t] - p_j        d E / d x_j = -p_j (log p_j + E)
 
 In shapes, T is the number of positions, n the number of positions in a chunk, H the hidden size, and V/tp the number of
@@ -37,18 +38,22 @@ def linear_logprobs(  # noqa: PLR0913  terms of one formula
     temperature: float = 1.0,
     chunk_size: int = 1024,  # largest number of rows of logits that exist at the same time
     needs_entropy: bool = False,
-) -> tuple[Tensor, Tensor]:  # log-probabilities [T], entropies [T] in nats (zeros without `needs_entropy`)
-    """Compute the log-probability of each target and the entropy of softmax(hidden @ weight.T / temperature).
+    needs_sum_pi_squared: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # log-probabilities [T], entropies [T] in nats, sums of squared probabilities [T]
+    """Compute the log-probability of each target, and the entropy and the sum of squares of p.
 
-    Matrix products read the dtype of the inputs. Everything else and both results are in float32 (float64 for float64 inputs).
-    Both results are differentiable with respect to `hidden` and `weight`. All ranks of the group must pass the same number of
-    positions, and all get the same results.
+    Here p = softmax(hidden @ weight.T / temperature), and the sum of squares is sum_j p_j^2.
+
+    A result that is not needed is zeros. Matrix products read the dtype of the inputs. Everything else and the results are in
+    float32 (float64 for float64 inputs). Log-probabilities and entropies are differentiable with respect to `hidden` and
+    `weight`. All ranks of the group must pass the same number of positions, and all get the same results.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: expected 1 or more, such as 1024.")
     first = group.rank() * weight.size(0)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    head = _Head(group, first, vocab_size - first, temperature, chunk_size, needs_entropy, needs_grad)
+    needs = needs_entropy, needs_sum_pi_squared, needs_grad
+    head = _Head(group, first, vocab_size - first, temperature, chunk_size, *needs)
     return _LinearLogprobs.apply(hidden, weight, targets, head)
 
 
@@ -62,6 +67,7 @@ class _Head:
     temperature: float
     chunk_size: int
     needs_entropy: bool
+    needs_sum_pi_squared: bool
     needs_grad: bool
 
     def chunks(self, positions: int) -> list[slice]:
@@ -93,19 +99,23 @@ class _LinearLogprobs(torch.autograd.Function):
     """Saves the inputs, statistics [T], and the softmax of the last chunk (often the only one) for the backward pass."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor, Tensor]:
         positions, rows = len(hidden), len(weight)
-        sums = hidden.new_empty(4, positions, dtype=_accumulation_dtype(hidden.dtype))
+        sums = hidden.new_empty(5, positions, dtype=_accumulation_dtype(hidden.dtype))
         exp = sums.new_empty(0, rows)
         for chunk in head.chunks(positions):
             del exp  # frees the memory before the logits of the next chunk are computed
             exp, sums[:, chunk] = _row_sums(
-                head.logits(hidden[chunk], weight), *head.locate(targets[chunk], rows), head.needs_entropy
+                head.logits(hidden[chunk], weight),
+                *head.locate(targets[chunk], rows),
+                head.needs_entropy,
+                head.needs_sum_pi_squared,
             )
-        peak, chosen, total, weighted = _sum_over_group(sums, head.group)
+        peak, chosen, total, weighted, squares = _sum_over_group(sums, head.group)
         log_total = total.log()
         logprobs = chosen - peak - log_total
         entropies = log_total - weighted / total if head.needs_entropy else torch.zeros_like(logprobs)
+        sum_pi_squared = squares / total.square() if head.needs_sum_pi_squared else torch.zeros_like(logprobs)
         if head.needs_grad:
             normalizer = peak + log_total
             last = slice(positions - len(exp), positions)
@@ -113,16 +123,15 @@ class _LinearLogprobs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, targets, normalizer, entropies, softmax)
         ctx.head = head
         ctx.set_materialize_grads(False)
-        if not head.needs_entropy:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+        ctx.mark_non_differentiable(*([] if head.needs_entropy else [entropies]), sum_pi_squared)
+        return logprobs, entropies, sum_pi_squared
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor | None):
         hidden, weight, targets, normalizer, entropies, last_softmax = ctx.saved_tensors
         head, (needs_hidden, needs_weight, *_) = ctx.head, ctx.needs_input_grad
-        d_logprobs, d_entropies = (None if grad is None else grad / head.temperature for grad in grads)
+        d_logprobs, d_entropies = (None if grad is None else grad / head.temperature for grad in grads[:2])
         logit_gradient = _LogitGradient.of(d_logprobs, d_entropies, entropies)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = None
@@ -168,30 +177,34 @@ class _LogitGradient:
         return d_logits.scatter_add_(1, row, self.chosen[chunk, None] * is_local)
 
 
-def _row_sums(logits: Tensor, row: Tensor, is_local: Tensor, needs_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Return exp(x - m) [n, V/tp] for logits x with row maximum m on this rank, and four statistics [4, n].
+def _row_sums(
+    logits: Tensor, row: Tensor, is_local: Tensor, needs_entropy: bool, needs_squares: bool
+) -> tuple[Tensor, Tensor]:
+    """Return exp(x - m) [n, V/tp] for logits x with row maximum m on this rank, and five statistics [5, n].
 
-    The statistics are m, x_target, sum exp(x - m) and sum exp(x - m)(x - m). x_target is 0 if another rank has the target. The
-    last sum is 0 if the entropy is not needed. The function overwrites `logits`.
+    The statistics are m, x_target, and the sums of exp(x - m), of exp(x - m)(x - m) and of exp(x - m)^2. x_target is 0 if another
+    rank has the target. The last two sums are 0 if they are not needed. The function overwrites `logits`.
     """
     peak = logits.amax(1)
     chosen = (logits.gather(1, row) * is_local)[:, 0]
     logits.sub_(peak[:, None])
     exp = logits.exp() if needs_entropy else logits.exp_()
     weighted = logits.mul_(exp).sum(1) if needs_entropy else torch.zeros_like(peak)
-    return exp, torch.stack([peak, chosen, exp.sum(1), weighted])
+    squares = torch.linalg.vector_norm(exp, dim=1).square() if needs_squares else torch.zeros_like(peak)
+    return exp, torch.stack([peak, chosen, exp.sum(1), weighted, squares])
 
 
 def _sum_over_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """Combine the statistics [4, T] of `_row_sums` over all ranks. Needs two all-reduces for any number of chunks."""
+    """Combine the statistics [5, T] of `_row_sums` over all ranks. Needs two all-reduces for any number of chunks."""
     if group.size() == 1 or sums.size(1) == 0:
         return sums.unbind()
-    peak, chosen, total, weighted = sums.unbind()
+    peak, chosen, total, weighted, squares = sums.unbind()
     whole_peak = peak.clone()
     dist.all_reduce(whole_peak, dist.ReduceOp.MAX, group=group)
     difference = peak - whole_peak
     scale = difference.exp()
-    parts = torch.stack([chosen, total * scale, (weighted + difference * total) * scale])
+    parts = [chosen, total * scale, (weighted + difference * total) * scale, squares * scale.square()]
+    parts = torch.stack(parts)
     dist.all_reduce(parts, group=group)
     return whole_peak, *parts.unbind()
 

@@ -15,6 +15,8 @@ import hypothesis
 import pytest
 from rank_processes import run_in_processes
 
+pytest_plugins = ["device_scheduler"]
+
 # `make test` runs the same examples every time; `make test-all` draws new ones with --hypothesis-profile=random.
 # Tests run concurrently, so the duration of an example means nothing.
 for profile, fixed in (("fixed", True), ("random", False)):

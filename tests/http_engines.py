@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import contextmanager
+from typing import Any, ClassVar
 
 from aiohttp import web
 
@@ -21,6 +22,10 @@ class HttpEngine:
     `statuses`: HTTP statuses of the first answers; later answers have status 200. `computing`: whether the heartbeat advances.
     """
 
+    ready_status = 200
+    server_info: ClassVar[dict] = {"enable_deterministic_inference": True}
+    key = ""  # API key that requests must have; "": none
+
     def __init__(self, *, delay_s: float = 0.01, statuses: tuple[int, ...] = (), computing: bool = True) -> None:
         self.delay_s, self.statuses, self.computing = delay_s, list(statuses), computing
         self.inputs: list[list[int]] = []
@@ -35,8 +40,10 @@ class HttpEngine:
         async def start() -> None:
             app = web.Application()
             app.router.add_post("/generate", self.generate)
+            app.router.add_post("/v1/completions", self.generate)
             app.router.add_get("/v1/loads", self.loads)
-            app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response()))
+            app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response(status=self.ready_status)))
+            app.router.add_get("/server_info", self.describe)
             self._runner = web.AppRunner(app, handler_cancellation=True)  # stops when the client disconnects
             await self._runner.setup()
             await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -50,11 +57,21 @@ class HttpEngine:
         self.heartbeats += self.computing
         return web.json_response({"loads": [{"timestamp": float(self.heartbeats)}]})
 
+    def refuses(self, request: web.Request) -> bool:
+        return bool(self.key) and request.headers.get("authorization") != f"Bearer {self.key}"
+
+    async def describe(self, request: web.Request) -> web.Response:
+        if self.refuses(request):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return web.json_response(self.server_info)
+
     async def generate(self, request: web.Request) -> web.Response:
+        if self.refuses(request):
+            return web.json_response({"error": "Unauthorized"}, status=401)
         body = await request.json()
         self.posts += 1
-        self.inputs += body["input_ids"]
-        self.seeds += [params.get("sampling_seed") for params in body["sampling_params"]]
+        self.inputs += body.get("input_ids", [])
+        self.seeds += [params.get("sampling_seed") for params in body.get("sampling_params", [])]
         self.busy += 1
         self.busiest = max(self.busiest, self.busy)
         try:
@@ -65,7 +82,11 @@ class HttpEngine:
             if status == BROKEN and request.transport:
                 request.transport.abort()
             return web.json_response({"error": {"message": "out of tokens"}}, status=status)
-        return web.json_response([self.answer(ids) for ids in body["input_ids"]])
+        return web.json_response(self.answers(body))
+
+    def answers(self, body: dict) -> Any:
+        """Return the JSON of the answer to one request."""
+        return [self.answer(ids) for ids in body["input_ids"]]
 
     def completion(self, ids: list[int]) -> list[int]:
         return [ids[0] + 1]

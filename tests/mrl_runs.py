@@ -84,6 +84,10 @@ class MrlRun(RunFolder):
             ) from None
         return self
 
+    def tagged(self) -> list[psutil.Process]:
+        """Return the live processes of the run."""
+        return tagged(self.tag)
+
     def leftovers(self, within_s: float = 90) -> list[psutil.Process]:
         """Return the processes of the run that are alive after `within_s` seconds. Ray's agents wait 60 s for a dead head."""
         end = time.monotonic() + within_s
@@ -95,3 +99,29 @@ class MrlRun(RunFolder):
 def restore_sigint() -> None:
     """Restore the default action of SIGINT. A shell makes its background processes, such as these tests, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+KILLING_FILTER = '''
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl_runs import own_processes, signal_all
+
+GROUP_OF_THE_KILL = 20  # the second group of step 4
+groups = []
+
+
+@dataclass(frozen=True)
+class Killing:
+    """Accepts all groups. In step 4 it kills the driver of this run, once."""
+
+    done: str
+
+    def __call__(self, rewards):
+        groups.append(1)
+        if len(groups) == GROUP_OF_THE_KILL and not Path(self.done).exists():
+            Path(self.done).touch()
+            signal_all(own_processes("mrl.commands.train_process"))
+        return True
+'''
+"""Module with a rollout filter that kills the driver of its run once. Tests give it to `user_module`."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from models.architecture import SCORE_BIAS
 from models.families import family_of
 from models.hf_config import HFConfig
 from parallel.file_hashes import check_folder
@@ -270,6 +271,8 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     shapes = {name: shape for name, shape in shapes.items() if not family.is_in_mtp_layer(name, arch)}
     if arch.tied_embeddings:
         shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice
+    if arch.is_reward_model and family.engine_score_has_bias:
+        shapes.pop(SCORE_BIAS, None)  # mrl writes a bias of 0 for SGLang
     problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - shapes.keys()]
     for name, shape in shapes.items():
         title = f"{name} in {weights.file_of(name).name}"

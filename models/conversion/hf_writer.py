@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from models.architecture import SCORE_BIAS
 from models.conversion.hf_reader import (
     INDEX,
     ITEM_BYTES,
@@ -92,10 +93,10 @@ class HFFolderWriter:
             self.partial.finish(file)
         return entries[name].nbytes
 
-    def complete(self, source: Path, notes: dict[str, str]) -> None:
+    def complete(self, source: Path, notes: dict[str, str], fields: dict[str, Any] | None = None) -> None:
         """Add the index, the config and tokenizer files of `source`, and `notes`. Then rename the folder to its target.
 
-        `notes` is file name -> text.
+        `notes` is file name -> text. `fields` replaces the fields of the config.
         """
         missing = sorted(name for names in self._missing.values() for name in names)
         assert not missing, f"{len(missing)} tensors were not written, the first is {missing[0]}"
@@ -106,7 +107,7 @@ class HFFolderWriter:
         for pattern in _COPIED_FILES:
             for path in source.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
-        config = json.loads((folder / "config.json").read_text())
+        config = dict(fields or json.loads((folder / "config.json").read_text()))
         config.pop("torch_dtype", None)  # older versions of transformers use this name for the field dtype
         config["dtype"] = TORCH_NAMES[main_dtype(self.tensors)]
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -116,26 +117,21 @@ class HFFolderWriter:
 
 
 def write_export(
-    tensors: Iterable[tuple[str, Tensor]],
-    source: str | Path,
-    target: str | Path,
-    notes: dict[str, str],
-    family: str | None = None,
+    tensors: Iterable[tuple[str, Tensor]], config: HFConfig, target: str | Path, notes: dict[str, str]
 ) -> None:
-    """Write a Hugging Face folder with `tensors`, with config and tokenizer of `source`, and with `notes` (file name -> text).
+    """Write a Hugging Face folder with `tensors` and `config`, the tokenizer beside the config, and `notes` (file name -> text).
 
-    `tensors` are all tensors of a model with the config of `source`, in any order. Only one of them is in memory at a time.
-    `target` appears when it is complete. Raises FileExistsError if `target` exists. `family` is a reference to a family that is
-    not in models/families.
+    `tensors` are all tensors of a model with this config, in any order. Only one of them is in memory at a time. `target` appears
+    when it is complete. Raises FileExistsError if `target` exists.
     """
-    source, target = Path(source), Path(target)
+    target = Path(target)
     if target.exists():
         raise FileExistsError(f"{target} exists already; an export never replaces a folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     with ResumableFolder(target, folder, {}) as partial:
         try:
-            _export(partial, HFConfig.load(source, family), tensors, notes)
+            _export(partial, config, tensors, notes)
         except BaseException:
             partial.discard()
             raise
@@ -146,13 +142,19 @@ def _export(
 ) -> None:
     remaining = iter(tensors)
     first = next(remaining)
-    arch = family_of(config).read(config)
-    rows = family_of(config).param_mappings(arch)
-    writer = HFFolderWriter(partial, tensor_kinds(rows, arch.sizes, dict.fromkeys(rows, dtype_name(first[1].dtype))))
+    family = family_of(config)
+    arch, dtype = family.read(config), first[1].dtype
+    rows = family.param_mappings(arch)
+    kinds = tensor_kinds(rows, arch.sizes, dict.fromkeys(rows, dtype_name(dtype)))
+    constants = (
+        {SCORE_BIAS: torch.zeros(1, dtype=dtype)} if arch.is_reward_model and family.engine_score_has_bias else {}
+    )
+    kinds |= {name: (dtype_name(dtype), tuple(tensor.shape)) for name, tensor in constants.items()}
+    writer = HFFolderWriter(partial, kinds)
     partial.require_space(writer.num_bytes())
-    for name, tensor in chain([first], remaining):
+    for name, tensor in chain([first], remaining, constants.items()):
         writer.write(name, tensor)
-    writer.complete(config.path.parent, notes)
+    writer.complete(config.path.parent, notes, config.fields)
 
 
 def tensor_kinds(

@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from models.architecture import OUTPUT_WEIGHT, SCORE_HEAD
 from models.conversion.hf_reader import HFWeights
 from models.conversion.mapping import Box, ParamMapping, VocabMapping
 from models.families import family_of
@@ -22,13 +23,16 @@ from parallel.dims import ParallelDims
 # Megatron has two naming schemes for experts: sequential experts are separate modules, and grouped experts are parameters of one
 # module, with the index of the expert at the end of the name.
 _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))$")
-_OUTPUT_WEIGHT = "output_layer.weight"
 # The last pipeline stage has a copy of a tied embedding.
-_TIED_COPY = VocabMapping(_OUTPUT_WEIGHT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)
-_VALUE_HEAD = [
-    ParamMapping(_OUTPUT_WEIGHT, ("value_head.weight",), (("one", "hidden"),)),
-    ParamMapping("output_layer.bias", ("value_head.bias",), (("one",),)),
-]
+_TIED_COPY = VocabMapping(OUTPUT_WEIGHT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)
+_HEADS: dict[HeadKind, list[ParamMapping]] = {
+    "value": [
+        ParamMapping(OUTPUT_WEIGHT, ("value_head.weight",), (("one", "hidden"),)),
+        ParamMapping("output_layer.bias", ("value_head.bias",), (("one",),)),
+    ],
+    "score": [SCORE_HEAD],
+}
+"""Rows of the heads that replace the output layer."""
 
 
 class WeightBridge:
@@ -49,9 +53,10 @@ class WeightBridge:
         self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
         self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
         self.rows = family.param_mappings(arch)
-        if head == "value":
-            self.rows = [row for row in self.rows if row.megatron != _OUTPUT_WEIGHT] + _VALUE_HEAD
-        has_copy = head == "vocabulary" and arch.tied_embeddings and _OUTPUT_WEIGHT in self.params
+        self.own_head = _HEADS.get(head, [])
+        if self.own_head:
+            self.rows = [row for row in self.rows if row.megatron != OUTPUT_WEIGHT] + self.own_head
+        has_copy = head == "vocabulary" and arch.tied_embeddings and OUTPUT_WEIGHT in self.params
         self.copies = [_TIED_COPY] if has_copy else []
         self.row_of_megatron = {row.megatron: row for row in [*self.copies, *self.rows]}
         self._stage_of = self._find_stages()
@@ -75,18 +80,26 @@ class WeightBridge:
     def load(self, weights: HFWeights) -> None:
         """Load this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
 
-        If the model has a value head but the checkpoint has none, the value head keeps its initial values.
+        If the model has a value head or a score head but the checkpoint has none, the head keeps its initial values. A critic
+        that starts from a reward model takes over the score head.
         """
         for row in [*self.rows, *self.copies]:
-            param = self.params.get(row.megatron)
-            if param is None or (row in _VALUE_HEAD and row.hf[0] not in weights):
+            param, stored = self.params.get(row.megatron), self._stored_row(row, weights)
+            if param is None or stored is None:
                 continue
-            group = _shard_group(row)
-            shard = row.to_megatron([weights[name] for name in row.hf], self.sizes, group.rank(), group.size())
+            group = _shard_group(stored)
+            shard = stored.to_megatron([weights[name] for name in stored.hf], self.sizes, group.rank(), group.size())
             assert shard.shape == param.shape, f"{row.megatron}: {tuple(shard.shape)} into {tuple(param.shape)}"
             param.copy_(shard)
-            for name in row.hf:
+            for name in stored.hf:
                 weights.release(name)
+
+    def _stored_row(self, row: ParamMapping, weights: HFWeights) -> ParamMapping | None:
+        """Return the row that reads the parameter of `row` from a checkpoint. None: the parameter keeps its initial value."""
+        if row not in self.own_head or row.hf[0] in weights:
+            return row
+        has_score = row.megatron == OUTPUT_WEIGHT and SCORE_HEAD.hf[0] in weights
+        return SCORE_HEAD if has_score else None
 
     def stage(self, name: str) -> int:
         """Return the pipeline stage of the Megatron parameter `name`. The parameter may be on another rank."""

@@ -27,15 +27,15 @@ def family_of(config: HFConfig) -> Family:
         ValueError: no family supports the architecture, or `config.family` cannot be loaded or is for another architecture.
     """
     if config.family is None:
-        if config.architecture not in FAMILIES:
+        if config.family_architecture not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))
             raise ValueError(
                 f"{config.path}: architecture {config.architecture!r} is not supported; known: {known}. "
                 "model.family can name a family of your own (docs/tutorials/model.md)."
             )
-        return FAMILIES[config.architecture]
+        return FAMILIES[config.family_architecture]
     family = load_family(config.family)
-    if family.architecture != config.architecture:
+    if family.architecture != config.family_architecture:
         raise ValueError(
             f"model.family={config.family}: it is the family of {family.architecture!r}, but {config.path} has "
             f"{config.architecture!r}; name the family of that architecture."

@@ -37,6 +37,7 @@ QWEN3 = Family(
     table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS, *DENSE_MLP),
     engine_fusions=ENGINE_FUSIONS,
     defaults=DEFAULTS | FULL_ATTENTION_DEFAULTS | dict(attention_bias=False, head_dim=128, num_key_value_heads=32),
+    engine_score_has_bias=True,
 )
 
 
@@ -91,4 +92,5 @@ QWEN2 = Family(
     table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
     engine_fusions=ENGINE_FUSIONS,
     defaults=DEFAULTS | FULL_ATTENTION_DEFAULTS | dict(head_dim=None, num_key_value_heads=32, use_mrope=False),
+    engine_score_has_bias=True,
 )

@@ -9,15 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.advantages import Advantage
-from mrl.algorithms.inputs import AdvantageColumns, AdvantageInputs, Advantages, ScoredBatch, broadcast_to_tokens
+from mrl.algorithms.inputs import (
+    AdvantageColumns,
+    AdvantageInputs,
+    Advantages,
+    ScoredBatch,
+    broadcast_to_tokens,
+    join_extra_columns,
+    needs_of,
+)
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.losses import Loss, PolicyLoss
+from mrl.algorithms.losses import Loss
 from mrl.core.types import Column
 
 
 @dataclass(frozen=True)
 class AdvantagePipeline:
-    """Computes the columns that the losses need: advantages, returns, and the policy loss's own columns (Loss.extra_columns).
+    """Computes the columns that the losses need: advantages, returns, and the extra columns of the loss and the correction.
 
     A column [R] has one number for each of the R sampled tokens.
 
@@ -29,7 +37,7 @@ class AdvantagePipeline:
     """
 
     advantage: Advantage
-    loss: Loss  # the policy loss; only its `extra_columns` and `needs` are used
+    loss: Loss  # the objective or a policy loss; only its `extra_columns` and `needs` are used
     kl: KLPenalty | None = None  # penalty that is subtracted from the rewards
     whiten: bool = False  # normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
     mask_truncated: bool = False  # exclude responses that were cut at the token limit (overlong filtering)
@@ -37,7 +45,7 @@ class AdvantagePipeline:
     @property
     def needs(self) -> frozenset[str]:
         """Names of the columns that the caller must pass, and "greedy_rewards" if the advantage estimator reads them."""
-        needs = getattr(self.advantage, "needs", frozenset()) | getattr(self.loss, "needs", frozenset())
+        needs = needs_of(self.advantage) | needs_of(self.loss)
         return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
 
     def __call__(
@@ -70,6 +78,33 @@ class AdvantagePipeline:
             loss_columns, num_nonzero == 0, rejected, metrics | _advantage_metrics(advantages[in_loss])
         )
 
+    def with_parts(self, advantage: Advantage | None, loss: Loss | None) -> AdvantagePipeline:
+        """Return the pipeline with another estimator or another policy loss. None keeps the present one."""
+        return replace(self, advantage=advantage or self.advantage, loss=loss or self.loss)
+
+    def of_rows(
+        self,
+        rows: NDArray[np.bool_] | None,
+        scored: ScoredBatch,
+        columns: Mapping[str, Column],
+        kl_coef: float,
+        seed: Sequence[int],
+    ) -> AdvantageColumns:
+        """Return the columns [R] of the responses for which `rows` [B] is true, as if the step had only these responses.
+
+        All other responses are rejected, and their tokens get 0. None stands for all responses.
+        """
+        if rows is None:
+            return self(scored, columns, kl_coef, seed)
+        tokens = np.repeat(rows, scored.lengths)
+        part = self(scored.select(rows), {name: values[tokens] for name, values in columns.items()}, kl_coef, seed)
+        expanded = {name: np.zeros(len(tokens), np.float32) for name in part.columns}
+        for name, values in part.columns.items():
+            expanded[name][tokens] = values
+        zero, rejected = np.ones(len(rows), bool), np.ones(len(rows), bool)
+        zero[rows], rejected[rows] = part.zero_advantage, part.rejected
+        return AdvantageColumns(expanded, zero, rejected, part.metrics)
+
     def _token_rewards(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float
     ) -> tuple[NDArray[np.float64], dict[str, float]]:
@@ -92,9 +127,8 @@ class AdvantagePipeline:
         self, batch: AdvantageInputs, advantages: Column, in_loss: NDArray[np.bool_], rng: np.random.Generator
     ) -> dict[str, Column]:
         """Return the extra columns [R] of the loss, computed from the tokens with `in_loss` true. All other tokens get 0."""
-        compute = getattr(self.loss, "extra_columns", PolicyLoss().extra_columns)
-        columns = {}
-        for name, values in compute(_select_responses(batch, in_loss), advantages[in_loss], rng).items():
+        selected, columns = _select_responses(batch, in_loss), {}
+        for name, values in join_extra_columns([self.loss], selected, advantages[in_loss], rng).items():
             columns[name] = np.zeros(len(in_loss), np.float32)
             columns[name][in_loss] = values
         return columns

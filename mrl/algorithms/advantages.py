@@ -2,7 +2,8 @@
 
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
-advantage 0 if its group has only one response, or if all rewards of the group are equal.
+advantage 0 if its group has only one response, or if all rewards of the group are equal; GDPO, if each part of the reward is
+equal in the group.
 """
 
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ class Advantage(Protocol):
 
     A class may declare three attributes:
 
-    - `needs`: the inputs that the estimator reads, out of the columns values, old_logprobs, ref_logprobs and
-      teacher_logprobs, and greedy_rewards. By default the set is empty.
+    - `needs`: the inputs that the estimator reads: columns (see mrl.algorithms.parts.COLUMNS), and greedy_rewards. By
+      default the set is empty.
     - `uses_token_rewards`: whether the estimator reads `rewards` or `token_rewards`. Both contain the KL penalty of
       algorithm.kl_in_reward. By default this is true.
     - `group_relative`: whether the advantage of a response is always 0 if it is the only response to its prompt. By

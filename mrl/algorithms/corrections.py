@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from mrl.algorithms.inputs import LossInputs, bounded_exp
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, bounded_exp, join_extra_columns, needs_of
+from mrl.core.types import Column
 
 if TYPE_CHECKING:  # the driver builds and checks corrections without torch
     from torch import Tensor
 
 
 class Correction(Protocol):
-    """Interface of a correction. `algorithm.correction._target_` may name any callable of this form."""
+    """Interface of a correction. `algorithm.correction._target_` may name any callable of this form.
+
+    A correction may declare `needs` and `extra_columns`, as a policy loss may (see mrl.algorithms.losses.Loss).
+    """
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a correction weight for each token loss [R], and metrics: name -> values [R].
@@ -144,6 +148,15 @@ class Product:
     """Multiplies the weights of several corrections, for example geometric rejection and weights per token."""
 
     corrections: Sequence[Correction]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the columns that any of the corrections reads."""
+        return frozenset[str]().union(*map(needs_of, self.corrections))
+
+    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+        """Return the extra columns of all corrections."""
+        return join_extra_columns(self.corrections, batch, advantages, rng)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weights [R], and metrics. A token counts as truncated or rejected if any correction truncates or rejects it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +30,18 @@ class ScoredBatch:
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
 
+    def select(self, rows: NDArray[np.bool_]) -> ScoredBatch:
+        """Return the responses for which `rows` [B] is true."""
+        return ScoredBatch(
+            self.rewards[rows],
+            self.groups[rows],
+            self.lengths[rows],
+            self.truncated[rows],
+            None if self.turn_rewards is None else self.turn_rewards[np.repeat(rows, self.lengths)],
+            {name: values[rows] for name, values in self.parts.items()},
+            None if self.greedy_rewards is None else self.greedy_rewards[rows],
+        )
+
 
 @dataclass(frozen=True)
 class AdvantageInputs:
@@ -39,7 +51,8 @@ class AdvantageInputs:
     token_rewards: NDArray[np.float64]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
-    # a column [R] for each name in the estimator's attribute `needs`
+    # A column [R] for each name in the estimator's attribute `needs`. `rollout_logprobs` is NaN for a token for which the
+    # engine reported no log-probability
     columns: Mapping[str, Column] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
     # name of a part of the reward -> values of this part [B]
@@ -141,5 +154,29 @@ class LossInputs:
     entropy: Tensor
     rollout_logprobs: Tensor  # [R] log-probabilities from the engine that sampled the tokens
     responses: Responses  # computes sums and means over each response
-    # name -> column [R]: a column for each name in the loss's attribute `needs`, and the columns of Loss.extra_columns
+    # name -> column [R]: a column for each name in `needs` of the loss and the correction, and their extra columns
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def needs_of(part: object) -> frozenset[str]:
+    """Return the names of the columns that a part of an algorithm reads: its attribute `needs`, or no names without it."""
+    return frozenset(getattr(part, "needs", ()))
+
+
+def join_extra_columns(
+    parts: Iterable[object], batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+) -> dict[str, Column]:
+    """Return the extra columns [R] of several parts of an algorithm. A part without the method `extra_columns` has none.
+
+    Raises ValueError if two parts return columns of the same name.
+    """
+    joined: dict[str, Column] = {}
+    for part in parts:
+        compute = getattr(part, "extra_columns", None)
+        columns = compute(batch, advantages, rng) if compute else {}
+        if both := joined.keys() & columns.keys():
+            raise ValueError(
+                f"extra_columns: two parts of the algorithm return a column with the name {min(both)!r}; rename one of them."
+            )
+        joined |= columns
+    return joined

@@ -1,7 +1,8 @@
 """Policy losses per sampled token, and the value loss of the critic.
 
 In the formulas, A is the advantage of a token, pi the token's probability under the current model weights, pi_old the
-token's probability before the first optimizer step of the training step, and r the ratio pi / pi_old. sg is the
+token's probability before the first optimizer step of the training step (with algorithm.old_logprobs=rollout, the
+probability that the engine reported), and r the ratio pi / pi_old. sg is the
 stop-gradient. `mrl.algorithms.objective` averages the losses and adds KL and entropy terms. The losses with one ratio per
 response are in `mrl.algorithms.sequence_losses`.
 """
@@ -38,11 +39,14 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the columns that the loss reads, out of old_logprobs, ref_logprobs, values and teacher_logprobs."""
+        """Names of the columns that the loss reads (see mrl.algorithms.parts.COLUMNS)."""
         ...
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss [R], and metrics: name -> values [R]. The values are averaged in the same way as the loss."""
+        """Return the loss [R], and metrics: name -> values [R]. The values are averaged in the same way as the loss.
+
+        A metric `NAME` without a slash is logged as `own/NAME`.
+        """
         ...
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
@@ -59,6 +63,7 @@ class PolicyLoss:
     zero_without_advantage: ClassVar[bool] = True
     uses_entropy: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
+    rows: ClassVar[str] = "responses"  # rows that supervised training needs: "responses", "pairs" or "labels"
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
         """Return no columns."""

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.corrections import Correction
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, join_extra_columns, needs_of
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.losses import Loss, PolicyLoss
+from mrl.algorithms.losses import Loss
 from mrl.core.types import Column
 
 if TYPE_CHECKING:  # the driver builds and checks objectives without torch
@@ -49,13 +49,11 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        needs = getattr(self.policy, "needs", frozenset())
-        return needs | self.kl.needs if self.kl else needs
+        return needs_of(self.policy) | needs_of(self.correction) | needs_of(self.kl)
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return the extra columns of the policy loss."""
-        compute = getattr(self.policy, "extra_columns", PolicyLoss().extra_columns)
-        return compute(batch, advantages, rng)
+        """Return the extra columns of the policy loss and of the correction."""
+        return join_extra_columns((self.policy, self.correction), batch, advantages, rng)
 
     def with_kl_coef(self, coef: float) -> Objective:
         """Return the same objective with another coefficient of the KL term."""

@@ -6,13 +6,30 @@ from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.corrections import ImportanceSampling, is_importance_sampling
 from mrl.algorithms.filters import Filter
+from mrl.algorithms.inputs import needs_of
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.objective import Objective
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
+from mrl.config.validate import roles_of
 
-SCORED_COLUMNS = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprobs"})
-"""Columns (one number per sampled token) that models compute. Each part of an algorithm declares the columns that it needs."""
+POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
+"""Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head that it is.
+
+The actor computes all of these columns that are needed in one forward pass."""
+COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
+"""Columns (one number per sampled token) that the parts of an algorithm may name in `needs`. Models compute them, if needed.
+
+An entry of the key `roles` computes a further column, such as teacher_logprobs.
+
+    old_logprobs      log-probability of the token under the policy before the first optimizer step on the rollout
+    entropies         entropy, in nats, of the distribution of this policy that predicts the token
+    sum_pi_squared    sum of the squared probabilities of this distribution over the vocabulary
+    ref_logprobs      log-probability under the reference
+    values            value that the critic predicts before the token
+    rollout_logprobs  log-probability that the engine reported; NaN if it reported none. No model computes this column
+
+All distributions are softmax(logits / rollout.temperature)."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +39,15 @@ class AlgorithmParts:
     objective: Objective
     advantage_pipeline: AdvantagePipeline
     rollout_filter: Filter | None  # decides which groups are trained; None: all groups are trained
-    needs: frozenset[str]  # what a step must compute for the parts: names in SCORED_COLUMNS, and "greedy_rewards"
+    needs: frozenset[str]  # what the parts read: names of columns, and "greedy_rewards"
     penalties: dict[str, KLPenalty]  # the configured KL penalties; possible keys: "reward", "loss"
 
 
-def build_algorithm(config: Config) -> AlgorithmParts:
-    """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together."""
+def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) -> AlgorithmParts:
+    """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together.
+
+    `step_needs`: what the training step needs in addition, if `trainer._target_` names one.
+    """
     algorithm = config.algorithm
     objective = build_objective(config)
     reward_penalty = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
@@ -35,7 +55,7 @@ def build_algorithm(config: Config) -> AlgorithmParts:
     advantage_pipeline = AdvantagePipeline(
         advantage, objective, reward_penalty, algorithm.whiten, algorithm.mask_truncated
     )
-    needs = advantage_pipeline.needs | objective.needs
+    needs = advantage_pipeline.needs | objective.needs | step_needs
     if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are off-policy
         needs |= {"old_logprobs"}
     if algorithm.old_logprobs == "rollout":
@@ -44,15 +64,21 @@ def build_algorithm(config: Config) -> AlgorithmParts:
         raise ValueError(
             f"algorithm.kl_in_reward: {type(advantage).__name__} does not use token rewards; use algorithm.kl_in_loss."
         )
-    if "values" in needs and "values" not in getattr(advantage, "needs", frozenset()):
+    if "values" in needs and "values" not in needs_of(advantage):
         raise ValueError(
-            "algorithm.loss needs values of a critic, but algorithm.advantage computes no returns that the critic could learn; "
-            "choose an advantage estimator that computes returns, such as GAE."
+            "algorithm.loss or algorithm.correction needs values of a critic, but algorithm.advantage computes no returns that "
+            "the critic could learn; choose an advantage estimator that computes returns, such as GAE."
         )
-    if unknown := needs - SCORED_COLUMNS - {"greedy_rewards"}:
+    columns = COLUMNS | {role.column for role in roles_of(config).values() if not role.is_served}
+    if unknown := needs - columns - {"greedy_rewards"}:
+        if names := sorted(name.removesuffix("_logprobs") for name in unknown if name.endswith("_logprobs")):
+            raise ValueError(
+                f"roles.{names[0]}.path must name a Hugging Face folder: the algorithm reads {names[0]}_logprobs, the "
+                "log-probabilities of this model."
+            )
         raise ValueError(
-            f"algorithm: the advantage estimator or the loss needs {', '.join(sorted(unknown))}, which no model computes; models "
-            f"compute {', '.join(sorted(SCORED_COLUMNS))}."
+            f"algorithm: a part names {', '.join(sorted(unknown))} in its attribute `needs`; expected names out of "
+            f"{', '.join(sorted(columns))} and greedy_rewards."
         )
     rollout_filter = instantiate_callable(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
     penalties = {"reward": reward_penalty, "loss": objective.kl}

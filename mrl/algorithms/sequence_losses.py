@@ -4,8 +4,9 @@ In the formulas, y is a response, |y| its number of tokens, and pi(y) its probab
 the advantage, pi the probability of a token, r the ratio pi / pi_old of a token, and sg the stop-gradient. pi_old is the
 probability before the first optimizer step of the training step.
 
-With `algorithm.aggregation=sequence_mean`, all responses have the same loss weight, as in the papers. Context parallelism
-may divide a response over ranks; `inputs.responses` sums over the tokens on all these ranks.
+In the papers of GSPO, GSPOToken and GMPO, the loss of a response is the mean over its tokens: use
+`algorithm.aggregation=sequence_mean`. In those of OPMD and TOPR it is the sum: use `algorithm.aggregation=fixed_length`.
+Context parallelism may divide a response over ranks; `inputs.responses` sums over the tokens on all these ranks.
 """
 
 from __future__ import annotations

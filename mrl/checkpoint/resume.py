@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ SAMPLING_KEYS = (
     "algorithm",
     "optim",
     "critic",
-    "teacher",
+    "roles",
     "sft",
     "megatron",
     "run.seed",
@@ -38,7 +39,7 @@ NEUTRAL_KEYS = (
     "data.test",
     "data.test_sets",
     "critic.parallel",
-    "teacher.parallel",
+    "roles.*.parallel",
     "rollout.num_engines",
     "rollout.engine_tp",
     "rollout.engine_urls",
@@ -152,7 +153,7 @@ def check_pickles(resume: ResumePoint, models: set[str]) -> None:
 
 def _decides_samples(key: str) -> bool:
     def under(parents: tuple[str, ...]) -> bool:
-        return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
+        return any(fnmatchcase(key, parent) or fnmatchcase(key, f"{parent}.*") for parent in parents)
 
     return under(SAMPLING_KEYS) and not under(NEUTRAL_KEYS)
 

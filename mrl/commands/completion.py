@@ -2,11 +2,9 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from enum import StrEnum
 from typing import get_args
 
-from mrl.config.schema import Config
 from mrl.config.search_path import group_files, group_names
 from mrl.config.validate import key_fields
 from mrl.core.command_names import COMMANDS, SUBCOMMANDS
@@ -14,7 +12,8 @@ from mrl.core.installation import CONF
 
 USAGE = """usage: mrl completion bash|zsh|fish
 
-Prints a script that completes commands, config keys, config groups, and the values of keys that have a fixed set of values.
+Prints a script that completes commands, config keys, config groups (such as algorithm=), the files of a group, and the values of
+keys that have a fixed set of values.
 
   bash    echo 'source <(mrl completion bash)' >> ~/.bashrc
   zsh     echo 'source <(mrl completion zsh)' >> ~/.zshrc      after the line with compinit
@@ -27,7 +26,7 @@ again.
 BASH = """\
 _mrl() {
     local word=${COMP_LINE:0:$COMP_POINT} keys=@keys@
-    word=${word##*[[:space:]]}  # COMP_WORDS would not do, because bash splits it at =
+    word=${word##*[[:space:]]}  # the word before the cursor; bash splits the words of COMP_WORDS at =
     COMPREPLY=()
     if [[ $COMP_CWORD -eq 1 ]]; then
         COMPREPLY=($(compgen -W @commands@ -- "$word"))
@@ -89,14 +88,9 @@ def values_of_keys() -> dict[str, list[str]]:
     return values
 
 
-def key_words() -> list[str]:
-    """Return the words that complete an argument: KEY= and GROUP=.
-
-    A section such as model= is no word: its keys are.
-    """
-    sections = {field.name for field in fields(Config)}
-    names = [name for name, _ in key_fields()]
-    return [f"{name}=" for name in [*names, *(group for group in groups() if group not in sections | set(names))]]
+def argument_words() -> list[str]:
+    """Return the beginnings of all arguments that set a config key (`optim.lr=`) or select a config group (`algorithm=`)."""
+    return [f"{name}=" for name in dict.fromkeys([*(name for name, _ in key_fields()), *groups()])]
 
 
 def bash_script() -> str:
@@ -110,14 +104,14 @@ def bash_script() -> str:
         f"2:{name}": complete.format(words=f"'{' '.join(words)}'", word='"$word"')
         for name, words in SUBCOMMANDS.items()
     }
-    return _fill(BASH, f"'{' '.join(key_words())}'", f"'{' '.join(COMMANDS)}'", values, subcommands)
+    return _fill(BASH, f"'{' '.join(argument_words())}'", f"'{' '.join(COMMANDS)}'", values, subcommands)
 
 
 def zsh_script() -> str:
     """Return the script for zsh."""
     values = {key: f"compadd -- {' '.join(words)}" for key, words in _case_patterns(values_of_keys())}
     subcommands = {f"3:{name}": f"compadd -- {' '.join(words)}" for name, words in SUBCOMMANDS.items()}
-    return _fill(ZSH, " ".join(key_words()), " ".join(COMMANDS), values, subcommands)
+    return _fill(ZSH, " ".join(argument_words()), " ".join(COMMANDS), values, subcommands)
 
 
 def fish_script() -> str:
@@ -128,7 +122,7 @@ def fish_script() -> str:
     for name, words in SUBCOMMANDS.items():
         lines.append(f"complete -c mrl -n '__fish_seen_subcommand_from {name}' -f -a {_quoted(' '.join(words))}")
     words = [f"{key}={value}" for key, values in values_of_keys().items() for value in values]
-    lines.append(f"complete -c mrl -n 'not __fish_use_subcommand' -a {_quoted(' '.join([*key_words(), *words]))}")
+    lines.append(f"complete -c mrl -n 'not __fish_use_subcommand' -a {_quoted(' '.join([*argument_words(), *words]))}")
     return "\n".join([*lines, ""])
 
 

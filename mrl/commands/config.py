@@ -122,7 +122,8 @@ def _groups_by_key() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in sorted(CONF.glob("*/*.yaml")):
         group, text = path.parent.name, path.read_text()
-        prefix = "" if "@package _global_" in text else f"{group}."
+        package = found_package[1] if (found_package := re.search(r"@package (\S+)", text)) else group
+        prefix = "" if package == "_global_" else f"{package}."
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         for key in _leaf_keys(content, prefix):
             found.setdefault(key, set()).add(group)

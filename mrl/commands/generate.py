@@ -2,13 +2,20 @@
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from mrl.commands.convert import ConvertProgressBar
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
+from mrl.evaluation.engines import engine_pools
 from mrl.evaluation.generation import generate
 from mrl.evaluation.generation_plan import GenerationPlan, describe_determinism, plan_generation
+from mrl.launch import slurm_job
+from mrl.placement.device_map import idle_gpus_of_job
+from mrl.placement.resource_pools import check_capacity, gpus_of_nodes, with_node_count
 from mrl.weight_sync.engine_control import EngineError
 
 USAGE = """usage: mrl generate [KEY=VALUE ...] [experiment=NAME] [--cfg job]
@@ -20,12 +27,14 @@ interrupted generation, run the same command with the same generate.output. It t
   mrl generate ... generate.samples=1 generate.temperature=0     greedy decoding
   mrl generate ... generate.samples=32 reward=gsm8k              scores with another reward
   mrl generate ... rollout.num_engines=4 rollout.engine_tp=2     four engines on two GPUs each
-  mrl generate ... rollout.engine_urls=[http://host:30000]       SGLang servers that already run
+  mrl generate ... rollout.engine_urls=[http://a:30000,http://b:30000]   SGLang servers that already run
+  mrl generate ... cluster=slurm cluster.nodes=4 rollout.num_engines=32   a Slurm job; --dry-run only prints the job
+  mrl generate ... cluster.address=HOST:PORT                     engines in a Ray cluster that already runs
   mrl generate model.path=RUN/checkpoints/step_000060/actor generate.base=Qwen3-1.7B ...   a Megatron checkpoint
 
 It takes the keys of `mrl train`. Of these it reads model.*, data.*, run.seed, reward, scoring.*, sglang.* (arguments of SGLang),
-all timeouts, rollout.max_response_tokens, rollout.num_engines, rollout.engine_tp and rollout.engine_urls. It also takes the
-section generate:
+all timeouts, cluster.*, fault_tolerance.*, rollout.max_response_tokens, rollout.num_engines, rollout.engine_tp and
+rollout.engine_urls. It also takes the section generate:
   output                 folder for the parquet files. Default: generated/ in run.dir, a folder that is new for each run.
   samples                number of responses to each prompt. Default: 8.
   temperature            sampling temperature. Default: 1.0. 0 means greedy decoding.
@@ -42,13 +51,36 @@ docs/reference/commands.md explains the columns of the output and the effect of 
 """
 
 
-def job(config: Config) -> None:
-    """Run one generation."""
-    try:
-        plan = plan_generation(config)
-        run_generation(plan)
-    except ValueError as error:
-        hydra_entry.exit_with_error(error)
+def job(config: Config, overrides: Sequence[str] = ()) -> None:
+    """Run one generation, or submit it as a Slurm job. `overrides`: those of the command line, which the job gets too."""
+    with hydra_entry.exit_on_user_error():
+        if is_submitted(config):
+            submit(config, overrides, "generate")
+        else:
+            run_generation(plan_generation(config))
+
+
+def is_submitted(config: Config) -> bool:
+    """Return whether the command is submitted as a Slurm job. In the job, cluster.address is set."""
+    return bool(config.cluster.scheduler and not config.cluster.address)
+
+
+def submit(config: Config, overrides: Sequence[str], command: str) -> None:
+    """Submit `mrl generate` or `mrl evaluate` as a Slurm job. With cluster.dry_run, print the script instead.
+
+    Raises ValueError if the job has too few GPUs for the engines, or for another mistake in the settings of the job.
+    """
+    pools = engine_pools(config)
+    cluster = with_node_count(config.cluster, pools)
+    if gpus := [count for count in gpus_of_nodes(cluster) if count]:
+        check_capacity(pools, gpus, "GPU")
+        for warning in idle_gpus_of_job(pools, gpus):
+            sys.stderr.write(f"mrl: {warning}\n")
+    if not config.evaluate.harness:
+        plan_generation(config).prompts()  # so that a mistake in a file or in a key is an error before the job waits for nodes
+    job = slurm_job.make_job(cluster, config.run.name, Path(config.run.dir).resolve(), overrides, command)
+    text = job.script if config.cluster.dry_run else slurm_job.submission_message(job, slurm_job.submit(job))
+    sys.stdout.write(text)
 
 
 def run_generation(plan: GenerationPlan) -> None:
@@ -114,9 +146,18 @@ class ResponseBar:
             self.console.print(f"{self.done} of {self.total} responses, {rate}")
 
 
+def run_command(argv: list[str], job: Callable[[Config, Sequence[str]], None], usage: str) -> int:
+    """Compose the config of `mrl generate` or `mrl evaluate` and call `job` with it and with the overrides."""
+    argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
+    with hydra_entry.exit_on_user_error():
+        arguments = hydra_entry.prepare_arguments(argv)
+    overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
+    return hydra_entry.run(arguments, partial(job, overrides=overrides), usage)
+
+
 def main(argv: list[str]) -> int:
     """Entry point of `mrl generate`."""
-    return hydra_entry.run(argv, job, USAGE)
+    return run_command(argv, job, USAGE)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="mrl import",
         description="Translate a config of another trainer into overrides of `mrl train`. "
-        "Prints a table of the translated keys, a table of the keys that have no counterpart in mrl, and the command.",
+        "Prints tables of the translated keys, of the keys that have no counterpart in mrl, of those for which nothing has to be "
+        "set and of those that this command does not know, and then the command.",
         epilog="CONFIG is a YAML file or the shell script that starts the other trainer (SECTION.KEY=VALUE or --key value).",
     )
     top.add_argument("source", choices=sorted(SOURCES), help="the other trainer")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.algorithms.parts import build_algorithm
+from mrl.algorithms.parts import POLICY_COLUMNS, build_algorithm
 from mrl.config import hydra_entry
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
@@ -161,7 +161,7 @@ def step_workload(config: Config) -> StepWorkload:
         share_prompts=config.trainer.share_prompts,
         mini_batches=config.algorithm.mini_batches,
         epochs=config.algorithm.epochs,
-        scoring_passes=len(needs & {"old_logprobs", "ref_logprobs"}),
+        scoring_passes=bool(needs & POLICY_COLUMNS.keys()) + ("ref_logprobs" in needs),
         critic="values" in needs,
     )
 

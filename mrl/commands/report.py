@@ -61,15 +61,19 @@ def _check(folders: list[Path], args: argparse.Namespace) -> None:
             raise ValueError(f"{folder}: there is no such folder; name the run.dir of `mrl train`.")
 
 
-def page_data(folders: list[Path], reload_s: int = 0) -> dict:
-    """Return the data of the page. Raises ValueError if a folder is no run and no sweep."""
+def page_data(folders: list[Path], reload_every_s: int = 0) -> dict:
+    """Return the data of the page of one run, of two runs or of a sweep.
+
+    The page loads itself again every `reload_every_s` seconds; 0 stands for never. Raises ValueError if a folder is no run. A
+    single folder may also be a sweep.
+    """
     if len(folders) == 2:
-        return pair_data(read_run(folders[0]), read_run(folders[1])) | {"reload_s": reload_s}
+        return pair_data(read_run(folders[0]), read_run(folders[1])) | {"reload_every_s": reload_every_s}
     if (folders[0] / SWEEP_FILE).exists():
         sweep = load_sweep(folders[0])
         data = sweep_data(sweep.folder.resolve().name, sweep.metric, sweep.maximize, _points(sweep), METRIC_STEPS)
-        return data | {"reload_s": reload_s}
-    return run_data(read_run(folders[0]), reload_s)
+        return data | {"reload_every_s": reload_every_s}
+    return run_data(read_run(folders[0]), reload_every_s)
 
 
 def _points(sweep: Sweep) -> list[SweepPoint]:
@@ -80,8 +84,8 @@ def _points(sweep: Sweep) -> list[SweepPoint]:
             run = read_run(result.folder)
         except ValueError:  # the point has not started
             run = None
-        own = (str(result.state), result.value, result.steps, result.reason, sweep.command(result.index))
-        found.append(SweepPoint(run, overrides, *own))
+        outcome = (str(result.state), result.value, result.steps, result.reason, sweep.command(result.index))
+        found.append(SweepPoint(run, overrides, *outcome))
     return found
 
 
@@ -90,7 +94,7 @@ def watch(folders: list[Path], output: Path, every_s: float) -> None:
     sys.stdout.write(f"writing {output} every {every_s:g} s; Ctrl-C ends this\n")
     try:
         while _in_progress(folders):
-            write_page(output, page_data(folders, reload_s=max(1, round(every_s))))
+            write_page(output, page_data(folders, reload_every_s=max(1, round(every_s))))
             time.sleep(every_s)
     except KeyboardInterrupt:
         sys.stdout.write("\n")

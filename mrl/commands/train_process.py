@@ -16,7 +16,7 @@ from mrl.controller import build
 from mrl.controller.memory_check import plan_fitting_run
 from mrl.controller.rehearsal import rehearse
 from mrl.controller.trainer import TrainingResult
-from mrl.core.metrics import shown_evaluation
+from mrl.core.metric_families import shown_evaluation
 from mrl.core.run_errors import (
     REQUEUE_STATUS,
     UNHEALTHY_STATUS,

@@ -1,9 +1,11 @@
-"""Config sections for one command each: generate, evaluate, certify, plan and sweep (`mrl train -m`)."""
+"""Config sections for one command each: sft, generate, evaluate, certify, plan and sweep (`mrl train -m`)."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from mrl.config.process_schema import Node
+from parallel.trainer_config import LrSchedule, OptimConfig
 from parallel.trainer_config import config_field as key
 
 
@@ -19,6 +21,38 @@ class Direction(StrEnum):
 
     maximize = "maximize"
     minimize = "minimize"
+
+
+def _sft_optim() -> OptimConfig:
+    return OptimConfig(lr=1e-5, lr_schedule=LrSchedule.linear_to_tenth)
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised training, for `mrl sft` and for the warm start of `mrl train` (docs/tutorials/data.md)."""
+
+    objective: Node = key(
+        lambda: {"_target_": "mrl.algorithms.losses.CrossEntropy"},
+        "Loss. conf/objective has cross-entropy, losses over preferences (dpo and others), and those of reward models.",
+    )
+    train: str | None = key(
+        None,
+        "Parquet or jsonl file with the columns that the objective needs: prompt and response, or prompt, chosen and rejected, "
+        "or prompt, completion and label. With null, `mrl train` has no warm start.",
+    )
+    test: str | None = key(
+        None,
+        "Held-out rows in the form of sft.train. Their loss is measured after the last step, and every trainer.eval_every steps.",
+    )
+    output: str | None = key(
+        None,
+        "Hugging Face folder for the trained model. If it already exists, `mrl train` uses it and skips the warm start.",
+    )
+    steps: int = key(200, "Number of optimizer steps.", "optimizer steps", least=1)
+    batch_size: int = key(128, "Number of rows in one optimizer step. A pair is one row.", "rows", least=1)
+    optim: OptimConfig = key(
+        _sft_optim, "Optimizer of supervised fine-tuning. If sft.optim.lr_decay_steps is 0, the decay takes sft.steps."
+    )
 
 
 @dataclass(frozen=True)
@@ -68,11 +102,26 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """`mrl evaluate`: computes pass@k, maj@k and the mean score of responses from `mrl generate`."""
+    """`mrl evaluate`: computes pass@k, maj@k and the mean score of responses (docs/reference/commands.md)."""
 
     input: str | None = key(
         None,
-        "Folder that a finished `mrl generate` has written. Default: `mrl evaluate` generates the responses first.",
+        "Responses: a folder that a finished `mrl generate` has written, or a parquet or jsonl file of another tool, or a folder "
+        "of such files. Default: `mrl evaluate` generates the responses first.",
+    )
+    columns: dict[str, Any] = key(
+        dict,
+        "Column names in the files of another tool, such as {response: completion}. The keys are prompt, response, "
+        "ground_truth, data_source, extra_info and num_tokens. The columns of verl, lm-evaluation-harness and lighteval are "
+        "known.",
+    )
+    harness: str | None = key(
+        None,
+        "Command line of your own lm-evaluation-harness, such as 'lm_eval --tasks gsm8k'. It runs its tasks with engines that "
+        "mrl starts, in place of the prompts in data.test.",
+    )
+    compare: str | None = key(
+        None, "Folder of an earlier evaluation of the same prompts, from which the differences are computed."
     )
     output: str | None = key(None, "Folder for evaluation.json, evaluation.png and scores.parquet. Default: run.dir.")
     k: list[int] = key(

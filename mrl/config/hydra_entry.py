@@ -34,7 +34,7 @@ from mrl.config.search_path import (
     quote,
     with_absolute_search_path,
 )
-from mrl.config.secrets import PlainSecretError, engine_key, refuse_plain_secrets
+from mrl.config.secrets import PlainSecretError, authorization, refuse_plain_secrets
 from mrl.config.validate import (
     from_hydra,
     is_known,
@@ -124,9 +124,9 @@ def _run_job(job: Callable[[Config], Any], config: Config) -> None:
 def prepare_arguments(argv: Sequence[str]) -> list[str]:
     """Check the arguments of a command and complete them for Hydra. Also add the working directory to sys.path.
 
-    Raises ValueError for a wrong argument, or if the engine key has characters that an HTTP header cannot contain.
+    Raises ValueError for a wrong argument, or if an engine key has characters that an HTTP header cannot contain.
     """
-    engine_key()
+    authorization()  # checks the engine keys
     _check_options(argv)
     arguments = check_overrides(add_default_experiment(with_absolute_search_path(argv)))
     add_working_directory()  # finds a user's own rewards, losses and agents

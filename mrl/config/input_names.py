@@ -44,8 +44,9 @@ class _HubName:
 def resolve_inputs(config: Config, weights: bool = True) -> Config:
     """Return the config with a local path in place of every Hub id and every URL of a model or of data.
 
-    The keys are model.path, critic.path, teacher.path, generate.base, sft.train, data.train, data.test, and the files of
-    data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers of models are fetched from the Hub.
+    The keys are model.path, critic.path, roles.NAME.path, generate.base, sft.train, sft.test, data.train, data.test, and the
+    files of data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers of models are fetched from
+    the Hub.
 
     Raises ValueError if something cannot be found or fetched.
     """
@@ -61,15 +62,19 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
         name = section.path
         return section if not name or exists(name) else replace(section, path=resolve_model(name, key, weights))
 
+    def role(node: Any, key: str) -> Any:
+        name = node.get("path") if isinstance(node, dict) else None  # later checks report values that are not paths
+        return node if not isinstance(name, str) or exists(name) else node | {"path": resolve_model(name, key, weights)}
+
     def files(names: Sequence[str], key: str, split: str) -> list[str]:
         found = ([name] if exists(name) else resolve_data(name, key, split) for name in names)
         return [path for paths in found for path in paths]
 
-    def supervised(name: str | None) -> str | None:
-        found = files([name], "sft.train", "train") if name else [name]
+    def supervised(name: str | None, split: str) -> str | None:
+        found = files([name], f"sft.{split}", split) if name else [name]
         if len(found) != 1:
             raise ValueError(
-                f"sft.train={name}: expected one file, but {len(found)} files match; add :PATTERN for one file."
+                f"sft.{split}={name}: expected one file, but {len(found)} files match; add :PATTERN for one file."
             )
         return found[0]
 
@@ -86,8 +91,8 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
         generate=replace(config.generate, base=resolve_model(base, "generate.base", weights) if base else base),
         model=model(config.model, "model.path"),
         critic=model(config.critic, "critic.path"),
-        teacher=model(config.teacher, "teacher.path"),
-        sft=replace(config.sft, train=supervised(config.sft.train)),
+        roles={name: role(node, f"roles.{name}.path") for name, node in config.roles.items()},
+        sft=replace(config.sft, train=supervised(config.sft.train, "train"), test=supervised(config.sft.test, "test")),
         data=data,
     )
 

@@ -23,6 +23,21 @@ def instantiate(node: Node, key: str) -> Any:
         node: The dict with `_target_` (dotted name of the class or function) and its arguments.
         key: Config key of the node, for error messages.
     """
+    factory = import_target(node, key)
+    arguments = instantiate_arguments(factory, node, key)
+    if not isinstance(factory, type):  # mrl calls a function later, with data
+        return update_wrapper(partial(factory, **arguments), factory) if arguments else factory
+    try:
+        return factory(**arguments)
+    except Exception as error:
+        raise ValueError(f"{key}: {node['_target_']} rejects its arguments: {error}{location_suffix(error)}") from error
+
+
+def import_target(node: Node, key: str) -> Any:
+    """Import the class or function that a `_target_` node names. Raises ValueError if there is none.
+
+    `key`: config key of the node, for error messages.
+    """
     target = node.get("_target_")
     if not target:
         raise ValueError(f"{key}: _target_ is missing; expected the dotted name of a class, got {node}.")
@@ -35,15 +50,14 @@ def instantiate(node: Node, key: str) -> Any:
             f"{key}._target_={target}: is a {type(factory).__name__}; expected the dotted name of a class "
             f"or function{_example(factory, target)}."
         )
+    return factory
+
+
+def instantiate_arguments(factory: Any, node: Node, key: str) -> Node:
+    """Return the arguments of a `_target_` node, with nested nodes instantiated. Raises ValueError for an unknown argument."""
     arguments = {name: value for name, value in node.items() if name != "_target_"}
     _check_arguments(factory, arguments, key)
-    arguments = {name: _instantiate_nested(value, f"{key}.{name}") for name, value in arguments.items()}
-    if not isinstance(factory, type):  # mrl calls a function later, with data
-        return update_wrapper(partial(factory, **arguments), factory) if arguments else factory
-    try:
-        return factory(**arguments)
-    except Exception as error:
-        raise ValueError(f"{key}: {target} rejects its arguments: {error}{location_suffix(error)}") from error
+    return {name: _instantiate_nested(value, f"{key}.{name}") for name, value in arguments.items()}
 
 
 def _example(module: Any, target: str) -> str:

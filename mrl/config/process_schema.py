@@ -251,7 +251,7 @@ class PlacementConfig:
 
     pools: Node = key(
         dict,
-        "Pools of GPUs: {NAME: list of roles} or {NAME: {roles, gpus, strategy}}. The roles are actor, critic, teacher and "
-        "engines. strategy is how Ray places the pool: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD. Default: one pool for each "
-        "role.",
+        "Pools of GPUs: {NAME: list of roles} or {NAME: {roles, gpus, strategy}}. The roles are actor, critic, engines and the "
+        "names in the key roles. strategy is how Ray places the pool: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD. Default: one "
+        "pool for each role.",
     )

@@ -17,6 +17,7 @@ from mrl.config.command_schema import (
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,
+    SftConfig,
     SweepConfig,
 )
 from mrl.config.process_schema import (
@@ -30,7 +31,7 @@ from mrl.config.process_schema import (
     TrackingConfig,
     WeightSyncConfig,
 )
-from parallel.trainer_config import LrSchedule, OptimConfig
+from parallel.trainer_config import OptimConfig
 from parallel.trainer_config import config_field as key
 
 ASYNC_STALENESS = 2  # default of rollout.max_staleness, in weight versions
@@ -248,7 +249,7 @@ class RolloutConfig:
     over_sample_rate: float = key(
         0.0,
         "Over-sampling: the engines sample over_sample_rate x prompts_per_step more groups than a step needs. "
-        "When the step has enough groups, the slowest groups are dropped.",
+        "When a step has its groups, those that are too old for the next step are dropped.",
         least=0,
     )
     filter: Node | None = key(
@@ -411,10 +412,6 @@ def _critic_optim() -> OptimConfig:
     return OptimConfig(lr=1e-5)
 
 
-def _sft_optim() -> OptimConfig:
-    return OptimConfig(lr=1e-5, lr_schedule=LrSchedule.linear_to_tenth)
-
-
 @dataclass(frozen=True)
 class CriticConfig:
     """The value model of actor-critic algorithms (algorithm=ppo)."""
@@ -435,37 +432,40 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
-class TeacherConfig:
-    """The teacher of distillation (algorithm=distill)."""
+class RoleConfig:
+    """A frozen model beside the actor: an entry of the key `roles`.
+
+    With `num_engines` 0, Megatron computes log-probabilities of the sampled tokens under the model. Otherwise SGLang serves the
+    model to rewards.
+    """
 
     path: str | None = key(
-        None, "Hugging Face folder of the teacher. The teacher and the actor must have the same tokenizer."
-    )
-    parallel: Node = key(dict, "Sizes of the teacher's layout that differ from the section parallel, such as {tp: 2}.")
-
-
-@dataclass(frozen=True)
-class SftConfig:
-    """Supervised fine-tuning, for `mrl sft` and for the warm start of `mrl train` (docs/tutorials/data.md)."""
-
-    train: str | None = key(
-        None, "Parquet or jsonl file with the columns prompt and response. With null, `mrl train` has no warm start."
-    )
-    output: str | None = key(
         None,
-        "Hugging Face folder for the trained model. If it already exists, `mrl train` uses it and skips the warm start.",
+        "Hugging Face folder. Default: the initial weights of the actor. A model that computes a column must have the tokenizer "
+        "of the actor.",
     )
-    steps: int = key(200, "Number of optimizer steps.", "optimizer steps", least=1)
-    batch_size: int = key(128, "Number of rows in one optimizer step.", "rows", least=1)
-    optim: OptimConfig = key(
-        _sft_optim, "Optimizer of supervised fine-tuning. If sft.optim.lr_decay_steps is 0, the decay takes sft.steps."
-    )
+    column: str = key("", "Column of log-probabilities that the model computes. Default: NAME_logprobs.")
+    parallel: Node = key(dict, "Sizes of the model's layout that differ from the section parallel, such as {tp: 2}.")
+    num_engines: int = key(0, "Number of SGLang servers that serve the model to rewards.", "servers", least=0)
+    engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
+    sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")
+
+    @property
+    def is_served(self) -> bool:
+        """Whether SGLang serves the model."""
+        return self.num_engines > 0
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The training loop."""
+    """The training loop (docs/concepts/loop.md)."""
 
+    _target_: str | None = key(
+        None,
+        "Your own training step: a function that gets the Trainer, or a subclass of mrl.controller.trainer.Trainer. Default: the "
+        "step of mrl (docs/concepts/loop.md).",
+    )
+    arguments: Node = key(dict, "Arguments of the function or fields of the class that trainer._target_ names.")
     max_steps: int = key(
         1000, "Number of training steps. With trainer.epochs, the run ends at the smaller of both limits.", "steps", least=0
     )
@@ -529,7 +529,12 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = key(OptimConfig, "Optimizer of the actor.")
     critic: CriticConfig = field(default_factory=CriticConfig)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    roles: Node = key(
+        dict,
+        "Frozen models beside the actor. {NAME: {path, column, parallel}}: Megatron computes log-probabilities, as for "
+        "roles.teacher.path=FOLDER. {NAME: {path, num_engines, engine_tp, sglang}}: SGLang serves the model to rewards "
+        "(docs/concepts/placement.md).",
+    )
     sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

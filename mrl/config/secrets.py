@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 ENGINE_KEY = "MRL_ENGINE_KEY"
@@ -13,6 +14,9 @@ ENGINE_KEY = "MRL_ENGINE_KEY"
 
 If rollout.engine_urls names servers that are already running, set the variable to the key of these servers.
 """
+
+ENGINE_KEYS = "MRL_ENGINE_KEYS"
+"""Environment variable with the keys of external servers that have other keys: URL=KEY, separated by spaces."""
 
 HIDDEN = "(secret)"  # written in place of a secret
 MIN_SECRET_LENGTH = 8  # characters; a shorter secret is not searched for in texts, because it may occur there by chance
@@ -57,9 +61,28 @@ def engine_key_from(variable: str) -> str:
     return key
 
 
-def authorization() -> dict[str, str]:
-    """Return the HTTP header that engines require."""
-    return {"authorization": f"Bearer {engine_key()}"}
+def authorization(url: str = "") -> dict[str, str]:
+    """Return the HTTP header that the engine at `url` requires.
+
+    Raises ValueError if the key in MRL_ENGINE_KEY or MRL_ENGINE_KEYS has the wrong form.
+    """
+    by_url = _keys_by_url(os.environ.get(ENGINE_KEYS, ""))
+    return {"authorization": f"Bearer {by_url.get(url.rstrip('/')) or engine_key()}"}
+
+
+@cache
+def _keys_by_url(value: str) -> dict[str, str]:
+    """Return URL -> key of the environment variable MRL_ENGINE_KEYS. The error message contains no part of a key."""
+    keys = {}
+    for number, word in enumerate(value.split(), 1):
+        url, _, key = word.partition("=")
+        if not url.startswith(("http://", "https://")) or not _HEADER_VALUE.fullmatch(key):
+            raise ValueError(
+                f"word {number} of the environment variable {ENGINE_KEYS}: expected URL=KEY with a URL of rollout.engine_urls, "
+                "and a key without non-ASCII characters; separate several by spaces."
+            )
+        keys[url.rstrip("/")] = key
+    return keys
 
 
 def is_secret_name(name: str) -> bool:

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,12 +11,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from mrl.config.counterparts import counterpart_of
 from mrl.config.process_schema import ClusterConfig
-from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
+from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig, RoleConfig
 from mrl.config.secrets import refuse_plain_secrets
 
-PARTIAL_LAYOUTS = ("critic.parallel", "teacher.parallel")
+PARTIAL_LAYOUTS = ("critic.parallel",)
 """Free-form sections that may only contain keys of ParallelConfig."""
 RENAMED_KEYS = {
+    "teacher.path": "roles.teacher.path",
+    "teacher.parallel": "roles.teacher.parallel",
     "tracking.wandb": "tracking.backends",
     "algorithm.lr": "optim.lr",
     "algorithm.lr_schedule": "optim.lr_schedule",
@@ -197,8 +199,9 @@ def check(config: Config) -> None:
     _check_bounds(config)
     _check_generate(config.generate)
     check_cluster(config.cluster)
-    for key, layout in (("critic.parallel", config.critic.parallel), ("teacher.parallel", config.teacher.parallel)):
-        _check_partial_layout(key, layout)
+    _check_partial_layout("critic.parallel", config.critic.parallel)
+    for name, role in roles_of(config).items():
+        _check_partial_layout(f"roles.{name}.parallel", role.parallel)
     if unknown := config.plan.efficiency.keys() - type(config.plan)().efficiency.keys():
         raise ValueError(unknown_key_message(f"plan.efficiency.{min(unknown)}"))
 
@@ -266,6 +269,48 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 
 _SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.IGNORECASE)
+
+
+MODEL_ROLES = ("actor", "critic", "engines")
+"""Roles that other sections of the config describe."""
+REFERENCE = "reference"  # name of the role that computes ref_logprobs
+
+
+def roles_of(config: Config) -> dict[str, RoleConfig]:
+    """Return the key `roles` as objects, by name. Raises ValueError for a wrong name, an unknown field or a wrong type."""
+    return {name: _role(name, node) for name, node in config.roles.items()}
+
+
+def _role(name: str, node: Any) -> RoleConfig:
+    key = f"roles.{name}"
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in MODEL_ROLES:
+        raise ValueError(
+            f"{key}: expected a name of a-z, 0-9 and _ that begins with a letter and is none of {', '.join(MODEL_ROLES)}."
+        )
+    if not isinstance(node, dict):
+        raise ValueError(f"{key}={node!r}: expected the fields of a model, as in {key}.path=FOLDER.")
+    known = [field.name for field in fields(RoleConfig)]
+    for field_name in node.keys() - set(known):
+        near = difflib.get_close_matches(field_name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"a role has {', '.join(known)}."
+        raise ValueError(f"unknown key '{key}.{field_name}'; {hint}")
+    try:
+        role = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RoleConfig()), node))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{key}.{error.full_key}: {str(error).splitlines()[0]}") from None
+    assert isinstance(role, RoleConfig), "the schema is RoleConfig"
+    _check_bounds(role, f"{key}.")
+    if role.is_served:
+        if extra := [field_name for field_name in ("column", "parallel") if node.get(field_name)]:
+            raise ValueError(
+                f"{key}.{extra[0]}: SGLang serves this model (num_engines={role.num_engines}); remove {extra[0]}."
+            )
+        if not role.path:
+            raise ValueError(f"{key}.path must be set: it names the folder of the model that SGLang serves.")
+        return role
+    if extra := [field_name for field_name in ("engine_tp", "sglang") if node.get(field_name)]:
+        raise ValueError(f"{key}.{extra[0]}: applies only to a model that SGLang serves; set {key}.num_engines too.")
+    return replace(role, column=role.column or ("ref_logprobs" if name == REFERENCE else f"{name}_logprobs"))
 
 
 def _check_partial_layout(key: str, layout: Node) -> None:

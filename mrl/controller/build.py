@@ -12,20 +12,22 @@ import numpy as np
 from models.megatron_overrides import LAYOUT_FIELDS
 from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.checkpoint.resume import ResumePoint, model_sizes
 from mrl.checkpoint.run_dir import SampleLedger, lock_run_dir, read_run_record
 from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_step
 from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
+from mrl.config.validate import roles_of
+from mrl.controller.loop_parts import Phases
 from mrl.controller.plan_models import ModelPlan
 from mrl.controller.plan_train import TrainPlan, learning_settings
 from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
-from mrl.controller.trainer import Phases, Trainer, TrainingResult, TrainingSchedule
+from mrl.controller.trainer import Trainer, TrainingResult, TrainingSchedule
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.sample_file import best_and_worst_text, recent_samples
-from mrl.core.types import Handle, Rollouts
 from mrl.diagnostics.engine_check import EngineCheck, EngineReport
 from mrl.diagnostics.parity import ParityCheck
 from mrl.diagnostics.replay import ReplayResult, StepReplay
@@ -43,7 +45,7 @@ from mrl.tracking.learning_health import LearningHealth, read_first_steps
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.workers.group import StepRecording, WorkerGroup
-from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
+from mrl.workers.model_trainers import ActorTrainer, ColumnPass, CriticTrainer, RoleScorer, UpdateRunner
 from mrl.workers.trace_comparison import ParityDifference
 from parallel import spans
 from parallel.dims import ParallelDims
@@ -156,7 +158,7 @@ def _trainer_ranks(
         spec = replace(model_spec(plan, config.rollout.routing_replay), dims=dims, dtype=dtype, optimizer=optimizer)
         if dims.world_size == 1:
             spec = replace(spec, overrides={k: v for k, v in spec.overrides.items() if k not in LAYOUT_FIELDS})
-        group.start(spec, config.run.seed, config.cluster.start_timeout_s, critic)
+        group.start(spec, config.run.seed, config.cluster.start_timeout_s, "value" if critic else "vocabulary")
         group.wait_ready(config.cluster.start_timeout_s)
         yield group
     finally:
@@ -190,10 +192,10 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
             ledger = SampleLedger(Path(config.run.dir) / "ledger.jsonl", last_step)
             stack.callback(ledger.close)
             models = _build_models(plan, processes, saver.store)
-            built = Trainer(
+            built = plan.step.build(
                 prompts=plan.train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle),
                 rollout=processes.rollout,
-                scorers={name: compute for name, compute in models.scorers.items() if name in plan.algorithm.needs},
+                scorers=models.scorers,
                 actor=models.actor,
                 critic=models.critic,
                 kl=KLControl(plan.algorithm.penalties),
@@ -208,6 +210,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
                 begin_step=_step_recorder(config, processes, stack),
                 placement_metrics=processes.scheduler.metrics,
                 schedule=_schedule(config, critic=plan.critic is not None),
+                data_source=plan.train.data_source,
             )
             recovery.initial_state = built.state_dict()
             if checkpoint:
@@ -328,7 +331,7 @@ class _Models(NamedTuple):
 
     actor: ActorTrainer
     critic: CriticTrainer | None
-    scorers: dict[str, Callable[[Rollouts], list[Handle]]]  # name of a column [R] -> function that computes the column
+    scorers: list[ColumnPass]  # forward passes that compute the columns which the algorithm needs
 
 
 def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointStore) -> _Models:
@@ -349,18 +352,19 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
         config.rollout.temperature,
         algorithm.skip_zero_advantage,
     )
-    critic, scorers = (
-        None,
-        dict[str, Any](old_logprobs=actor.compute_logprobs, ref_logprobs=actor.compute_reference_logprobs),
-    )
+    needs, critic = plan.algorithm.needs, None
+    scorers: list[ColumnPass] = []
+    if names := [name for name in POLICY_COLUMNS if name in needs]:
+        scorers.append(partial(actor.begin_columns, names=names))
+    if plan.actor_holds_reference:
+        scorers.append(actor.begin_reference_logprobs)
     if plan.critic:
         critic = _build_critic(plan.critic, groups["critic"], updates)
-        scorers["values"] = critic.compute_values
-    if plan.teacher:
-        teacher = TeacherScorer(groups["teacher"], plan.teacher.packing, config.rollout.temperature)
-        scorers["teacher_logprobs"] = teacher.compute_logprobs
-    if algorithm.old_logprobs == "rollout":
-        del scorers["old_logprobs"]
+        scorers.append(critic.begin_values)
+    for name, role in roles_of(config).items():
+        if name in plan.others:
+            scorer = RoleScorer(groups[name], plan.others[name].packing, config.rollout.temperature, role.column)
+            scorers.append(scorer.begin_logprobs)
     return _Models(actor, critic, scorers)
 
 
@@ -384,7 +388,7 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
             run_dir / "checkpoints", config.keep_last, config.keep_best, config.copy_to, set(plan.resume.damaged)
         ),
         models=processes.models.trained_groups,
-        constant_parts={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.algorithm.needs else {},
+        constant_parts={REFERENCE: processes.save_reference} if plan.actor_holds_reference else {},
         schedule=CheckpointSchedule(
             config.every,
             config.export_every,

@@ -77,10 +77,16 @@ class MemoryScheduler:
         self._states: dict[str, MemoryState] = {}
         # Metrics since the last call of metrics(): time of transitions, number of loads, largest memory left after an offload.
         self._seconds, self._switches, self._residual_bytes = 0.0, 0, 0
+        self._used_by_rollout = {ENGINES}  # roles that work at the same time, so that they never offload each other
 
     def register_model(self, role: str, model: OffloadableModel) -> None:
         """Add the trainer ranks of a model. Peers are offloaded in the order of registration."""
         self._models[role], self._states[role] = model, MemoryState.NOT_STARTED
+
+    def register_served(self, role: str, model: OffloadableModel) -> None:
+        """Add the servers of a model that rewards call. It is loaded while the engines sample."""
+        self.register_model(role, model)
+        self._used_by_rollout.add(role)
 
     def register_engines(self, engines: OffloadableEngines) -> None:
         """Add the engines."""
@@ -91,9 +97,10 @@ class MemoryScheduler:
         return self._states[role]
 
     def peers(self, role: str) -> list[str]:
-        """Return the registered roles that share a device with this one, in order of registration."""
+        """Return the registered roles that take turns with this one on a device, in order of registration."""
         shared = frozenset().union(*(roles for roles in self._colocated_roles if role in roles))
-        return [other for other in self._states if other in shared and other != role]
+        beside = self._used_by_rollout if role in self._used_by_rollout else set()
+        return [other for other in self._states if other in shared and other != role and other not in beside]
 
     def load(self, role: str) -> None:
         """Offload the peers of this role, then load the role. Does nothing if the peers are offloaded and the role is loaded.
@@ -110,6 +117,25 @@ class MemoryScheduler:
             self._offload(self.peers(role))
             if not resident:
                 self._transition(role, self._models[role].load_to_device, MemoryState.ON_DEVICE)
+
+    @property
+    def rollout_roles(self) -> list[str]:
+        """The engines and all models that rewards call."""
+        return [ENGINES, *sorted(self._used_by_rollout - {ENGINES})]
+
+    def rollout_shares_devices(self) -> bool:
+        """Return whether a role in `rollout_roles` takes turns with trainers on a device."""
+        return any(self.peers(role) for role in self.rollout_roles)
+
+    def load_for_rollout(self) -> None:
+        """Load the engines and all models that rewards call."""
+        for role in self.rollout_roles:
+            self.load(role)
+
+    def make_room_for_rollout(self) -> None:
+        """Offload the peers of the engines and of all models that rewards call, whose processes are about to start."""
+        for role in self.rollout_roles:
+            self.make_room(role)
 
     def make_room(self, role: str) -> None:
         """Offload the peers of a role whose processes are about to start."""

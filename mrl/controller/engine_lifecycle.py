@@ -102,7 +102,7 @@ class EngineLifecycle:
         if self.scheduler.state(ENGINES) is not MemoryState.NOT_STARTED:
             return
         self._engines = {url: EngineRecord() for url in self.host.wait_ready(self.start_timeout_s)}
-        self.scheduler.mark_started(ENGINES)
+        self.scheduler.mark_started(*self.scheduler.rollout_roles)
         self.startup.ready(f"engines ready ({len(self._engines)})")
 
     def restart_if_lost(self, trainers_alive: Callable[[], bool]) -> None:
@@ -128,9 +128,9 @@ class EngineLifecycle:
             self._restart(make_room=False)
 
     def _restart(self, make_room: bool) -> None:
-        self.scheduler.mark_ended(ENGINES)
+        self.scheduler.mark_ended(*self.scheduler.rollout_roles)
         if make_room:
-            self.scheduler.make_room(ENGINES)
+            self.scheduler.make_room_for_rollout()
         self.host.restart()
         self._engines = {}
 
@@ -217,8 +217,8 @@ class EngineLifecycle:
     # Memory. The scheduler calls these methods.
 
     def load(self) -> None:
-        """Load the engines, with their weights, before they sample. Does nothing if the engines are loaded."""
-        self.scheduler.load(ENGINES)
+        """Load the engines, with their weights, and the models that rewards call. Does nothing if all are loaded."""
+        self.scheduler.load_for_rollout()
 
     def offload(self) -> int:
         """Pause the engines, put their running requests back into their queues, and release the memory of all MemoryTags.

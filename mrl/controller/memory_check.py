@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from models.families import family_of
-from mrl.algorithms.parts import build_algorithm
 from mrl.config.schema import Config
 from mrl.controller.plan_models import (
     ModelPlan,
@@ -20,8 +19,9 @@ from mrl.controller.plan_models import (
     make_input_files,
     parallel_layout,
     plan_models,
+    section_of,
 )
-from mrl.controller.plan_train import TrainPlan, plan_training
+from mrl.controller.plan_train import TrainPlan, actor_holds_reference, algorithm_of, plan_training
 from mrl.placement.device_map import planned_device_map
 from mrl.placement.resource_pools import check_capacity, gpus_of_nodes, with_node_count
 from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
@@ -43,7 +43,7 @@ class MemoryEstimator:
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:
         """Read the models of a config and return an estimator. Raises ValueError for a mistake that is unrelated to memory."""
-        needs = build_algorithm(config).needs
+        needs = algorithm_of(config).needs
         make_input_files(config)
         return cls._of(config, needs, plan_models(config, needs, weights=False))
 
@@ -56,7 +56,7 @@ class MemoryEstimator:
     def _of(cls, config: Config, needs: frozenset[str], models: dict[str, ModelPlan]) -> MemoryEstimator:
         starts_engines = not (config.rollout.replay or config.rollout.engine_urls)
         topology = engine_topology(config, models["actor"]) if starts_engines else None
-        return cls(config, models, "ref_logprobs" in needs, topology)
+        return cls(config, models, actor_holds_reference(needs, models), topology)
 
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
@@ -76,7 +76,7 @@ class MemoryEstimator:
 
     def _model(self, config: Config, role: str) -> RoleModel:
         plan = self.models[role]
-        dims = parallel_layout(config, "" if role == "actor" else role)
+        dims = parallel_layout(config, section_of(role))
         check_layout(config, plan.arch, dims)
         settings = trainer_settings(
             config,

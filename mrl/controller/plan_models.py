@@ -1,4 +1,4 @@
-"""ModelPlan: one model of a run (actor, critic or teacher) with its parallel layout, checked before any process starts.
+"""ModelPlan: one model of a run with its parallel layout, checked before any process starts.
 
 The functions read the config, and the headers of the files in the model's folder. They start no process and need no GPU. Every
 function raises ValueError for a mistake in the config. The message names the config key.
@@ -6,7 +6,7 @@ function raises ValueError for a mistake in the config. The message names the co
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from models.megatron_overrides import (
 )
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.process_schema import Transport
-from mrl.config.schema import Config
+from mrl.config.schema import Config, RoleConfig
+from mrl.config.validate import roles_of
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
@@ -45,6 +46,9 @@ class ModelPlan:
     hf: HFConfig  # config.json of the folder `model_path`
     arch: Architecture  # sizes and parts of the model
     packing: Packing  # how rows are packed into micro-batches
+    head: str = field(
+        default="vocabulary", kw_only=True
+    )  # output head: vocabulary, value (critic) or score (reward model)
 
     @property
     def context(self) -> int:
@@ -62,35 +66,48 @@ def plan_models(
 ) -> dict[str, ModelPlan]:
     """Return the plans of the models of an RL run, by role.
 
-    `needs` are the columns that the algorithm needs. These columns decide whether the run has a critic or a teacher. `actor_path`
-    replaces model.path. If `weights` is False, only config.json is read from each model's folder.
+    `needs` are the columns that the algorithm needs. These columns decide whether the run has a critic, and which entries of the
+    key `roles` it has. `actor_path` replaces model.path. If `weights` is False, only config.json is read from each model's
+    folder.
     """
     models = dict(actor=plan_model(config, actor_path or config.model.path, weights=weights))
     if "values" in needs:
         models["critic"] = _plan_critic(config, models["actor"], weights)
-    if "teacher_logprobs" in needs:
-        models["teacher"] = _plan_teacher(config, models["actor"], weights)
+    for name, role in roles_of(config).items():
+        if not role.is_served and role.column in needs:
+            models[name] = _plan_role(config, name, role, models["actor"], weights)
     return models
 
 
 def plan_model(
-    config: Config, path: str, section: str = "", optimizer: OptimConfig | None = None, weights: bool = True
+    config: Config,
+    path: str,
+    section: str = "",
+    optimizer: OptimConfig | None = None,
+    weights: bool = True,
+    head: str = "vocabulary",
 ) -> ModelPlan:
     """Plan the model in the folder `path`.
 
-    `section` is "" for the actor, and "critic" or "teacher" for a second model. A second model has the actor's layout, except for
-    the keys that its config section sets. If `weights` is False, only config.json is read.
+    `section` is "" for the actor, and "critic" or "roles.NAME" for a second model. A second model has the actor's layout, except
+    for the keys that its config section sets. If `weights` is False, only config.json is read. `head`: see ModelPlan.
     """
     dims = parallel_layout(config, section)
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
     arch = family_of(hf).read(hf)
+    if head == "vocabulary" and arch.is_reward_model:
+        raise ValueError(
+            f"{section or 'model'}.path={path}: {hf.architecture} is a reward model, which has no output layer; expected a "
+            "language model. `mrl sft objective=reward_model` trains a reward model."
+        )
     check_layout(config, arch, dims)
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
     packing = Packing(
         config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.multiply_adds())
     )
-    return ModelPlan(config, dims, optimizer if section else _actor_optimizer(config), path, hf, arch, packing)
+    optim = optimizer if section else _actor_optimizer(config)
+    return ModelPlan(config, dims, optim, path, hf, arch, packing, head=head)
 
 
 def parallel_layout(config: Config, section: str = "") -> ParallelDims:
@@ -100,9 +117,15 @@ def parallel_layout(config: Config, section: str = "") -> ParallelDims:
     """
     layout = vars(config.parallel)
     if section:
-        overrides = vars(config)[section].parallel
+        name = section.removeprefix("roles.")
+        overrides = (config.critic if section == "critic" else roles_of(config)[name]).parallel
         layout = layout | {name: value for name, value in overrides.items() if value is not None}
     return ParallelDims.from_world_size(**layout)
+
+
+def section_of(role: str) -> str:
+    """Return the config section of a model: "" for the actor."""
+    return {"actor": "", "critic": "critic"}.get(role, f"roles.{role}")
 
 
 def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None:
@@ -139,16 +162,20 @@ def _plan_critic(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
             "the critic starts from the warm start, as the actor does: set sft.output to store the warm start, or set "
             "critic.path."
         )
-    plan = plan_model(config, critic.path or actor.model_path, "critic", critic.optim, weights)
+    plan = plan_model(config, critic.path or actor.model_path, "critic", critic.optim, weights, "value")
     _check_reads_actor_sequences(config, plan, actor, f"critic.path={critic.path}")
     return plan
 
 
-def _plan_teacher(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
-    if not config.teacher.path:
-        raise ValueError("teacher.path must name a Hugging Face folder: algorithm.advantage distils from a teacher.")
-    plan = plan_model(config, config.teacher.path, "teacher", None, weights)
-    _check_reads_actor_sequences(config, plan, actor, f"teacher.path={config.teacher.path}")
+def _plan_role(config: Config, name: str, role: RoleConfig, actor: ModelPlan, weights: bool) -> ModelPlan:
+    key = f"roles.{name}.path"
+    if not role.path and config.sft.train and not config.sft.output:
+        raise ValueError(
+            f"{key} is not set, so {name} starts from the warm start, as the actor does: set sft.output to store the warm "
+            f"start, or set {key}."
+        )
+    plan = plan_model(config, role.path or actor.model_path, f"roles.{name}", None, weights)
+    _check_reads_actor_sequences(config, plan, actor, f"{key}={role.path}")
     return plan
 
 
@@ -182,7 +209,8 @@ def max_prompt_length(
 
 def build_pools(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
     """Build the resource pools of an RL run. `dims` is the layout of each model, by role."""
-    return make_pools(config.placement.pools, slot_demands(config.rollout, dims))
+    served = {name: role for name, role in roles_of(config).items() if role.is_served}
+    return make_pools(config.placement.pools, slot_demands(config.rollout, dims, served))
 
 
 def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
@@ -225,7 +253,7 @@ def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[P
 
     A trainer rank is a rank of the actor. Raises ValueError if the weights cannot travel between these GPUs, or if an engine
     would have different numbers of GPUs on its nodes. The run applies the same rules to the actual GPUs
-    (mrl/weight_sync/session.py, mrl/rollout/engines/hosts.py).
+    (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).
     """
     senders, receivers = (
         [ProcessLocation(*place) for place in locate_ranks(devices, role)] for role in ("actor", "engines")

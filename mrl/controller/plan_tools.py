@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
-from mrl.algorithms.parts import build_algorithm
 from mrl.checkpoint.run_dir import check_unused
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
@@ -22,7 +21,8 @@ from mrl.controller.plan_models import (
     plan_models,
     planned_gpus,
 )
-from mrl.controller.plan_train import check_supervised_data
+from mrl.controller.plan_supervised import SupervisedObjective, check_supervised_data
+from mrl.controller.plan_train import algorithm_of
 from mrl.placement.resource_pools import Pools
 from mrl.rollout.engines.server_args import check_server_args
 from mrl.weight_sync.engine_layout import EngineLayout
@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 def plan_supervised(config: Config) -> ModelPlan:
     """Check the config of `mrl sft`, and return its plan."""
     if not config.sft.train:
-        raise ValueError("sft.train must name a file of prompt/response rows (see docs/tutorials/data.md).")
+        raise ValueError("sft.train must name a file of rows (see docs/tutorials/data.md).")
     if config.sft.output and Path(config.sft.output).exists():
         raise ValueError(f"sft.output={config.sft.output} exists already; name another folder, or remove it.")
     check_unused(Path(config.run.dir))
     make_input_files(config)
-    model = plan_model(config, config.model.path)
+    model = plan_model(config, config.model.path, head=SupervisedObjective.of(config).head)
     check_supervised_data(config, model)
     logger.info("pools: %s", model.pools)
     return model
@@ -126,7 +126,7 @@ def plan_sync(config: Config) -> SyncPlan:
 
 def plan_placement(config: Config, weights: bool = True) -> Pools:
     """Return the resource pools of an RL run. If `weights` is False, only config.json is read from each model's folder."""
-    needs = build_algorithm(config).needs
+    needs = algorithm_of(config).needs
     make_input_files(config)
     models = plan_models(config, needs, weights=weights)
     return build_pools(config, {role: model.dims for role, model in models.items()})

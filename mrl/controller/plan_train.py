@@ -3,11 +3,9 @@
 Every mistake that a user can make is found here. Each function raises ValueError with a message that names the key.
 """
 
-import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mrl.algorithms.filters import Filter
@@ -15,6 +13,8 @@ from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config, SftConfig
+from mrl.config.validate import REFERENCE, roles_of
+from mrl.controller.colocation import ENGINES
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -24,24 +24,22 @@ from mrl.controller.plan_models import (
     plan_models,
 )
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
+from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
+from mrl.controller.step_plan import StepPlan, plan_step
 from mrl.data.prompts import PromptDataset
-from mrl.data.supervised_dataset import SftDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
+from mrl.rewards.remote_models import called_roles
 from mrl.rewards.reward_types import CombinedReward, Reward
 from mrl.rewards.scorer import check_reward
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.engines.server_args import DETERMINISTIC, NO_TOKENIZER, check_server_args, default_server_args
-from mrl.rollout.held_out import HeldOutEvaluation
+from mrl.rollout.held_out import HeldOutEvaluation, rewards_of_sets
 from mrl.tracking.backends import check_installed
 from mrl.tracking.console import show_warning
 from mrl.tracking.learning_health import LearningSettings, find_static_problems
 
 logger = logging.getLogger(__name__)
-
-
-COLUMN_OF_CHECKPOINT_PART = {"critic": "values", "reference": "ref_logprobs"}
-"""Part of a checkpoint -> the column [R] that it computes. A checkpoint has this part if the algorithm needs the column."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +51,27 @@ class TrainPlan(ModelPlan):
     agent: ToolAgent | None  # None: every response has one turn
     server_args: dict[str, Any]  # server arguments of SGLang
     warm_start: SftConfig | None  # supervised stage that runs first; None: the config has none, or its output exists
+    step: StepPlan  # what runs a training step
     resume: ResumePoint  # checkpoint from which the run continues, if there is one
     train: PromptDataset  # training prompts
     test: PromptDataset | None  # held-out prompts
     evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores them
-    critic: ModelPlan | None
-    teacher: ModelPlan | None
+    others: Mapping[str, ModelPlan]  # the models beside the actor, by role
 
     @property
     def models(self) -> dict[str, ModelPlan]:
-        """Plans of the run's models, by role: the actor, and the critic and the teacher if the run has them."""
-        models = dict(actor=self, critic=self.critic, teacher=self.teacher)
-        return {role: model for role, model in models.items() if model}
+        """Plans of the run's models, by role, the actor first."""
+        return dict(actor=self, **self.others)
+
+    @property
+    def critic(self) -> ModelPlan | None:
+        """Plan of the critic, if the run has one."""
+        return self.others.get("critic")
+
+    @property
+    def actor_holds_reference(self) -> bool:
+        """Whether the actor's processes hold the weights of the reference, too."""
+        return actor_holds_reference(self.algorithm.needs, self.others)
 
     @property
     def pools(self) -> Pools:
@@ -73,7 +80,7 @@ class TrainPlan(ModelPlan):
 
     @property
     def colocated_roles(self) -> frozenset[frozenset[str]]:
-        """Sets of roles (actor, critic, teacher, engines) that share devices, one set per pool."""
+        """Sets of roles that share devices, one set per pool."""
         return self.pools.colocated_roles
 
 
@@ -84,7 +91,9 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     """
     check_installed(config.tracking.backends)
     resume = find_resume_point(config, check_hashes=check_hashes)
-    algorithm = build_algorithm(config)
+    step = plan_step(config)
+    algorithm = build_algorithm(config, step.needs)
+    _warn_of_unused_roles(config, algorithm)
     reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     _check_advantage_weights(algorithm, reward)
@@ -100,16 +109,20 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     train, test = load_prompt_datasets(config, actor, reward, evaluations)
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
+        check_warm_start(config)
         check_supervised_data(config, actor)
     if not config.rollout.replay:
         engine_layout(config, actor)
-    parts = {part for part, column in COLUMN_OF_CHECKPOINT_PART.items() if column in algorithm.needs}
-    check_checkpoint_fits(resume, actor.arch, {"actor"} | parts)
-    check_pickles(resume, {"actor"} | parts)
+    others = {role: model for role, model in models.items() if role != "actor"}
+    parts = {"actor", *({"critic"} & others.keys())}
+    parts |= {"reference"} if actor_holds_reference(algorithm.needs, others) else set()
+    check_checkpoint_fits(resume, actor.arch, parts)
+    check_pickles(resume, parts)
     _check_prompt_position(config, resume, train)
     plan = TrainPlan(
         **vars(actor),
         algorithm=algorithm,
+        step=step,
         reward=reward,
         agent=_build_agent(config, actor),
         server_args=_server_args(config, actor.context, evaluations),
@@ -118,14 +131,34 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         test=test,
         evaluations=evaluations,
         resume=resume,
-        critic=models.get("critic"),
-        teacher=models.get("teacher"),
+        others=others,
     )
     check_profile(config, max(model.dims.world_size for model in plan.models.values()))
     check_time_sharing(config, plan.colocated_roles)
+    rewards = {"reward": reward}
+    rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(evaluations).items()}
+    check_served_roles(config, rewards, plan.colocated_roles)
     check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
+
+
+def actor_holds_reference(needs: frozenset[str], others: Mapping[str, ModelPlan]) -> bool:
+    """Return whether the actor's processes hold the weights of the reference. `others`: the models beside the actor, by role."""
+    return "ref_logprobs" in needs and REFERENCE not in others
+
+
+def algorithm_of(config: Config) -> AlgorithmParts:
+    """Build the algorithm of a config, with the needs of its training step."""
+    return build_algorithm(config, plan_step(config).needs)
+
+
+def _warn_of_unused_roles(config: Config, algorithm: AlgorithmParts) -> None:
+    for name, role in roles_of(config).items():
+        if not role.is_served and role.column not in algorithm.needs:
+            show_warning(
+                f"roles.{name}: is not started, because no part of the algorithm reads the column {role.column}."
+            )
 
 
 def check_profile(config: Config, num_ranks: int) -> None:
@@ -194,6 +227,33 @@ def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]
         raise ValueError(
             f"sglang.{saver}=false: {why}, and offloading needs the memory saver on a GPU; leave {saver} out."
         )
+
+
+def check_served_roles(
+    config: Config, rewards: Mapping[str, Reward], colocated_roles: frozenset[frozenset[str]]
+) -> None:
+    """Raise ValueError if rewards call roles that are not served, or if a served role cannot share its devices.
+
+    A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this time.
+    `rewards`: config key -> reward, for the reward of the run and those of held-out sets.
+    """
+    served = {name: role for name, role in roles_of(config).items() if role.is_served}
+    called = {name: key for key, reward in rewards.items() for name in called_roles(reward)}
+    if missing := sorted(called.keys() - served.keys()):
+        raise ValueError(
+            f"{called[missing[0]]}: calls roles.{missing[0]}, which SGLang does not serve; set roles.{missing[0]}.path and "
+            f"roles.{missing[0]}.num_engines."
+        )
+    for name, role in served.items():
+        check_server_args(role.sglang, f"roles.{name}.sglang")
+        if name not in called:
+            show_warning(f"roles.{name}: no reward calls this model; name it in the argument `role` of a reward.")
+        shared = {other for roles in colocated_roles if name in roles for other in roles} - {name, ENGINES, *served}
+        if shared and (config.rollout.staleness or config.rollout.over_sample_rate):
+            raise ValueError(
+                f"placement.pools: {name} shares devices with {', '.join(sorted(shared))}, but responses are scored while the "
+                "trainers work; use rollout.mode=sync without rollout.over_sample_rate, or give it a pool of its own."
+            )
 
 
 def _check_prompt_position(config: Config, resume: ResumePoint, train: PromptDataset) -> None:
@@ -270,41 +330,3 @@ def _server_args(config: Config, context: int, evaluations: Sequence[HeldOutEval
             )
         defaults["disable_radix_cache"] = True
     return defaults | config.sglang | dict(custom_weight_loader=loaders)
-
-
-def check_supervised_data(config: Config, model: ModelPlan) -> None:
-    """Raise ValueError if a row of `sft.train` cannot be read, is longer than the context, or has an unknown token."""
-    assert config.sft.train, "only called for a config with a supervised stage"
-    data = SftDataset.load(config.sft.train, model.model_path, model.context, chat_template(config))
-    data.check_vocabulary(model.arch.vocab_size)
-
-
-WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the settings that decided the weights
-
-
-def warm_start_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide the weights of a warm start."""
-    settings = dict(
-        model=config.model.path, seed=None if config.data.inputs else config.run.seed, sft=asdict(config.sft)
-    )
-    chat = {name: value for name, value in asdict(chat_template(config)).items() if value}
-    return settings | (dict(chat=chat) if chat else {})
-
-
-def find_finished_warm_start(config: Config) -> str:
-    """Return the folder of a warm start that exists already, or "".
-
-    Raises ValueError if that warm start was made with other settings.
-    """
-    folder = config.sft.output if config.sft.train else None
-    if not folder or not Path(folder).is_dir():
-        return ""
-    path = Path(folder) / WARM_START_SETTINGS
-    made_with = json.loads(path.read_text()) if path.is_file() else None
-    needed = json.loads(json.dumps(warm_start_settings(config)))
-    if made_with != needed:
-        raise ValueError(
-            f"sft.output={folder}: was made from other settings ({made_with}) than this run needs ({needed}); remove the folder "
-            "to make it again, name another sft.output, or set sft.train=null to train model.path as it is."
-        )
-    return folder

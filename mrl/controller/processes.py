@@ -15,12 +15,15 @@ from mrl.checkpoint.starts import record_run
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
+from mrl.config.validate import roles_of
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
+from mrl.controller.loop_parts import State
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
 from mrl.controller.plan_train import TrainPlan
-from mrl.controller.trainer import State
-from mrl.controller.worker_groups import ModelGroups, store_warm_start, stored_warm_start, train_supervised
+from mrl.controller.served_roles import ServedModel, on_slots, served_groups, served_roles
+from mrl.controller.supervised_stage import store_warm_start, train_supervised
+from mrl.controller.worker_groups import ModelGroups, stored_warm_start
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
 from mrl.core.shutdown import shutdown_deadline
 from mrl.placement.device_map import device_map_text
@@ -49,11 +52,15 @@ class RunProcesses:
         self.plan, self.startup, self.run_dir = plan, startup, Path(config.run.dir).resolve()
         self.scheduler = MemoryScheduler(plan.colocated_roles)
         self.models = ModelGroups(plan.models, placements, self.scheduler, self.startup, stack)
+        for name in served_roles(config):
+            self.scheduler.register_served(name, ServedModel(lambda: self.rollout.worker, name))
         self._start_actor()
-        if self._engines_are_colocated:  # an engine sizes its KV cache by the memory that is free when it starts
+        if (
+            self.scheduler.rollout_shares_devices()
+        ):  # SGLang sizes its KV cache by the memory that is free when it starts
             self.models.wait_started(ACTOR)
-            self.scheduler.make_room(ENGINES)
-        worker = self._start_rollout_worker(placements.get("engines"))
+            self.scheduler.make_room_for_rollout()
+        worker = self._start_rollout_worker(placements)
         stack.callback(worker.close)
         self.engines = EngineLifecycle(
             host=worker,
@@ -67,12 +74,10 @@ class RunProcesses:
         )
         self.rollout = RolloutManager(worker, self.engines)
 
-    @property
-    def _engines_are_colocated(self) -> bool:
-        return bool(self.scheduler.peers(ENGINES))
-
-    def _start_rollout_worker(self, placement: RolePlacement | None) -> RolloutWorkerHandle:
+    def _start_rollout_worker(self, placements: Mapping[str, RolePlacement]) -> RolloutWorkerHandle:
         spec, options = rollout_spec(self.plan, str(self.run_dir)), dict[str, Any](num_cpus=0)
+        spec = replace(spec, served=tuple(on_slots(group, placements[group.name]) for group in spec.served))
+        placement = placements.get(ENGINES)
         if placement and placement.pin_engines_to_nodes:
             spec = replace(spec, slots=placement.engine_slots)
         elif placement:  # the engines are child processes of the rollout worker, and use its slot
@@ -92,19 +97,19 @@ class RunProcesses:
         """
         plan, actor = self.plan, self.models.actor
         self.models.wait_started(ACTOR)
-        if self._engines_are_colocated:
+        if self.scheduler.rollout_shares_devices():
             # The engines must be connected before their first offload, see EngineLifecycle.reset_after_trainer_restart.
             self.engines.wait_started()
             self.engines.connect()
         if self._needs_warm_start and not checkpoint:
             self._warm_start(actor)
-        if "ref_logprobs" in plan.algorithm.needs:
+        if plan.actor_holds_reference:
             if checkpoint:
                 actor.call(TrainWorker.load_reference, str(checkpoint.path / REFERENCE))
             else:
                 actor.call(TrainWorker.copy_weights_to_reference)
         if self.models.roles_beside_actor:
-            self.models.start_critic_and_teacher(self._critic_path())
+            self.models.start_others(self._paths_of_others())
             self.startup.ready(" and ".join(self.models.roles_beside_actor) + " ready")
         if checkpoint:
             for role, group in self.models.trained_groups.items():
@@ -121,10 +126,16 @@ class RunProcesses:
         actor.call(TrainWorker.reset_optimizer, **vars(plan.optimizer))
         self.startup.ready(f"supervised warm start done (loss {loss:.3f})")
 
-    def _critic_path(self) -> str | None:
-        """Return the folder of the warm start if the critic starts there. None: the critic starts from the folder in its plan."""
-        warm_start = self.plan.warm_start
-        return warm_start.output if warm_start and not self.plan.config.critic.path else None
+    def _paths_of_others(self) -> dict[str, str]:
+        """Return role -> folder of the warm start, for the models beside the actor that start there.
+
+        All others start from the folder in their plans.
+        """
+        config, warm_start = self.plan.config, self.plan.warm_start
+        paths = {"critic": config.critic.path} | {name: role.path for name, role in roles_of(config).items()}
+        if not (warm_start and warm_start.output):
+            return {}
+        return {role: warm_start.output for role in self.plan.others if not paths[role]}
 
     def restart_trainers(self) -> None:
         """Kill the trainer ranks of all models, and start building the actor in new trainer ranks."""
@@ -182,6 +193,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         request_timeout_s=rollout.request_timeout_s,
         record=rollout.record,
         replay=str(Path(rollout.replay).resolve()) if rollout.replay else None,
+        served=served_groups(config, run_dir, plan.colocated_roles),
         server_args=(memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}) | plan.server_args,
     )
 

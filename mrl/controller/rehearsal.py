@@ -28,7 +28,7 @@ from mrl.rewards.reward_types import (
 from mrl.rewards.worker_pool import WorkerPool
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import Completion, SamplingParams
-from mrl.rollout.held_out import HeldOutEvaluation
+from mrl.rollout.held_out import rewards_of_sets
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +63,10 @@ def rehearse(plan: TrainPlan) -> None:
         rehearse_agent(plan.agent, tokenizer, plan.config)
     responses = _make_up_responses(plan.train, range(len(plan.train)), multi_turn=plan.agent is not None)
     rehearse_reward(plan.reward, responses, plan.config.scoring)
-    for name, reward in _rewards_of_sets(plan.evaluations).items():
+    for name, reward in rewards_of_sets(plan.evaluations).items():
         assert plan.test is not None, "an evaluation has held-out prompts"
         responses = _make_up_responses(plan.test, plan.test.rows_by_source()[name], multi_turn=plan.agent is not None)
         rehearse_reward(reward, responses, plan.config.scoring, f"data.test_sets.{name}.reward")
-
-
-def _rewards_of_sets(evaluations: Sequence[HeldOutEvaluation]) -> dict[str, Reward]:
-    """Return name of a held-out set -> its reward, for the sets that have a reward of their own."""
-    return {name: evaluation.reward for evaluation in evaluations if evaluation.reward for name in evaluation.sets}
 
 
 def _make_up_responses(data: PromptDataset, rows: Sequence[int], multi_turn: bool) -> list[Response]:

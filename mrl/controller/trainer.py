@@ -1,96 +1,35 @@
 """The training loop. Each step samples and rewards responses, estimates advantages, trains, and pushes the new weights."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.kl import KLControl
+from mrl.algorithms.losses import Loss
 from mrl.checkpoint.run_dir import SampleLedger
 from mrl.checkpoint.saver import CheckpointSaver
+from mrl.controller.loop_parts import (
+    LostProcessRecovery,
+    Phases,
+    PolicyUpdater,
+    RolloutSource,
+    State,
+    StepMetrics,
+    StepRecord,
+    ValueUpdater,
+    WeightPusher,
+)
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
 from mrl.tracking.tracker import Tracker
-from parallel.spans import record
-
-State = dict[str, Any]  # plain JSON values
-
-
-class RolloutSource(Protocol):
-    """Samples and scores responses. Their tokens stay in Ray's object store and never reach the driver."""
-
-    def generate(self, prompts: PromptStream, step: int) -> Rollouts:
-        """Return the B scored responses that the step trains."""
-        ...
-
-    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Compute advantages [R] of the responses that the last `generate` returned.
-
-        The advantages depend on the rewards of the responses, and on `columns`: name of a column [R] -> handles of its values.
-        """
-        ...
-
-    def evaluate(self, step: int) -> Metrics:
-        """Evaluate on the held-out prompts after `step` steps. Returns the metrics eval/*."""
-        ...
-
-    def state_dict(self) -> State:
-        """Return the prompts that were drawn and that no step has trained yet."""
-        ...
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore a state that `state_dict` returned."""
-        ...
-
-
-class PolicyUpdater(Protocol):
-    """Optimizer steps of the actor."""
-
-    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
-        """Train on the rollouts. `step` is the number of earlier steps of the run that trained the actor."""
-        ...
-
-    def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> Sequence[NDArray[np.float64]]:
-        """Return an array [B] for each optimizer step of `update`: the loss weight of every token of each response."""
-        ...
-
-
-class ValueUpdater(Protocol):
-    """Optimizer steps of the critic."""
-
-    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int) -> Metrics:
-        """Train on the returns of the rollouts."""
-        ...
-
-
-class WeightPusher(Protocol):
-    """Weight sync from the actor to all engines."""
-
-    def push(self, version: int) -> Metrics:
-        """Push the actor's weights, and return when every engine serves them as `version`."""
-        ...
-
-
-class LostProcessRecovery(Protocol):
-    """Restarts lost processes."""
-
-    initial_state: State  # state before the first step, for a run without a checkpoint
-
-    def __call__(self, error: ProcessesLostError, state_after_step: State | None) -> State:
-        """Restart the lost processes. Returns the state of the run that matches the trainers' weights.
-
-        `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If
-        `state_after_step` is not None and the trainers are alive, it is returned. Otherwise the trainers load the last
-        checkpoint, and the state in that checkpoint is returned. Raises an error if the run cannot continue.
-        """
-        ...
-
+from mrl.workers.model_trainers import ColumnPass
 
 WEIGHT_CHANGING = ("update", "weight_sync")
 """Phases in which the trainers may have newer weights than after the last finished step.
@@ -140,35 +79,13 @@ class TrainingResult:
     after: Metrics = field(default_factory=dict)  # metrics eval/* of the final weights
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """Metrics of one training step."""
-
-    values: Metrics  # all metrics by name, except those that need the duration of the step
-    mean_reward: float
-    num_tokens: float  # tokens that the policy sampled
-    num_samples: float  # responses
-    worker_s: float  # seconds spent in engines, Megatron and rewards; the rest of the step is spent in the controller
-
-    @classmethod
-    def of(cls, values: Metrics) -> Self:
-        """Return the StepMetrics with these `values`. The other fields are taken from `values`."""
-        spent = ("engine", "sync_engine", "megatron", "critic", "reward")
-        worker_s = values["time/score_s"] + sum(values.get(f"spent/{name}_s", 0.0) for name in spent)
-        return cls(values, values["reward/mean"], values["rollout/tokens"], values["rollout/samples"], worker_s)
-
-    def with_duration(self, seconds: float) -> Metrics:
-        """Return all metrics, including those that need the duration of the whole step."""
-        return self.values | {
-            "time/step_s": seconds,
-            "spent/controller_s": seconds - self.worker_s,
-            "throughput/tokens_per_s": self.num_tokens / seconds,
-            "throughput/samples_per_s": self.num_samples / seconds,
-        }
-
-
 def _check_nothing(step: int, metrics: Metrics) -> None:
     """Stand-in for a health check in a run without one."""
+
+
+def _no_data_source(row: int) -> str:
+    """Stand-in for `data_source` in a run whose prompts have no data source."""
+    return ""
 
 
 def _record_nothing(step: int) -> None:
@@ -177,57 +94,151 @@ def _record_nothing(step: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Trains one policy with RL. mrl.controller.build builds it."""
+    """Trains one policy with RL. mrl.controller.build builds it.
+
+    `train_step` is the work of one step. `trainer._target_` may name a subclass that overrides `train_step`, or a function that
+    takes its place. Both call the operations `generate`, `score`, `estimate`, `update` and `push` in an order of their own. The
+    operations measure their phases, collect metrics and write the ledger; `fit` evaluates, writes checkpoints and recovers.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()  # a subclass names here the columns that `score` must compute for it
 
     prompts: PromptStream
     rollout: RolloutSource
-    # Name of a column [R] -> function that computes the column.
-    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]
+    scorers: Sequence[ColumnPass]  # forward passes, each of which computes one or several columns [R]
     actor: PolicyUpdater
     critic: ValueUpdater | None
     kl: KLControl  # coefficients of the KL penalties in the reward and in the loss
     weight_sync: WeightPusher
-    phase: "Phases"
+    phase: Phases
     tracker: Tracker
     ledger: SampleLedger
     saver: CheckpointSaver
     recover: LostProcessRecovery  # restarts lost processes
     preemption_requested: Callable[[], bool]  # whether the run must stop before the next step
     schedule: TrainingSchedule
+    step_function: Callable[["Trainer"], None] | None = None  # replaces `train_step`
+    data_source: Callable[[int], str] = _no_data_source  # returns the data source of a row of the training prompts
     check_learning: Callable[[int, Metrics], None] = (
         _check_nothing  # health check: gets each finished step; may end the run
     )
     begin_step: Callable[[int], None] = _record_nothing  # tells all processes which step begins; the first step is 1
     placement_metrics: Callable[[], Metrics] = dict  # returns the metrics placement/* for the time since the last call
     progress: TrainingProgress = field(default_factory=TrainingProgress)
+    record: StepRecord = field(default_factory=StepRecord)
+
+    def train_step(self) -> None:
+        """Do the work of one step: sample N * G responses, train on them, and push the new weights."""
+        rollouts = self.generate()
+        columns = self.score(rollouts)
+        estimates = self.estimate(columns)
+        self.update(rollouts, estimates)
+        self.push()
+
+    def generate(self) -> Rollouts:
+        """Let the engines sample responses to the next prompts, and score them with the reward. A step calls this once."""
+        self.record.check_generate()
+        with self.phase("rollout"):
+            rollouts = self.rollout.generate(self.prompts, self.record.step)  # B = N * G responses
+        self.record.rollouts = rollouts
+        self.record.metrics |= rollouts.metrics(version=self.record.step)
+        return rollouts
+
+    def score(self, rollouts: Rollouts) -> dict[str, list[Handle]]:
+        """Let the trainer ranks compute the columns [R] that the algorithm needs: name -> handles of the parts of the column."""
+        with self.phase("score"):
+            calls = [
+                begin(rollouts) for begin in self.scorers
+            ]  # models with devices of their own compute at the same time
+            computed = [call.result() for call in calls]
+        self.record.add_seconds("spent/score_s", sum(each.seconds for each in computed))
+        return {name: parts for each in computed for name, parts in each.columns.items()}
+
+    def estimate(
+        self,
+        columns: Mapping[str, list[Handle]],
+        *,
+        rows: NDArray[np.bool_] | None = None,
+        advantage: Advantage | None = None,
+        loss: Loss | None = None,
+    ) -> AdvantageResult:
+        """Let the rollout worker, which holds the tokens, compute advantages [R].
+
+        Args:
+            columns: result of `score`.
+            rows: [B] the responses that get advantages; the others are rejected. Default: all responses.
+            advantage: estimator in place of algorithm.advantage.
+            loss: policy loss in place of algorithm.loss; only its extra columns are computed here.
+        """
+        with self.phase("advantage"):
+            estimates = self.rollout.estimate(
+                columns, self.kl.coef("reward"), self.record.step, rows=rows, advantage=advantage, loss=loss
+            )
+        self.record.metrics |= estimates.metrics
+        return estimates
+
+    def update(
+        self,
+        rollouts: Rollouts,
+        estimates: AdvantageResult | None,
+        *,
+        rows: NDArray[np.bool_] | None = None,
+        loss: Loss | None = None,
+    ) -> None:
+        """Let the trainer ranks fetch their rows and train the critic, if there is one, and the actor.
+
+        The critic is trained only if there are estimates. The first `schedule.critic_steps` steps train only the critic.
+
+        Args:
+            rollouts: result of `generate`.
+            estimates: result of `estimate`, or None for a loss that reads no advantages, such as CrossEntropy.
+            rows: [B] the responses that are trained. The loss is averaged over them. Default: all responses.
+            loss: policy loss in place of algorithm.loss. The correction, the KL penalty and the entropy bonus stay, unless `loss`
+                is an Objective.
+        """
+        record = self.record
+        record.check_update()
+        with self.phase("update"):
+            critic, actor = None, None  # both train at the same time, unless they share devices
+            if self.critic and estimates:
+                critic = self.critic.begin_update(rollouts, estimates, record.step, rows=rows)
+            if (actor_step := record.step - self.schedule.critic_steps) >= 0:
+                kl_coef = self.kl.coef("loss")
+                actor = self.actor.begin_update(rollouts, estimates, actor_step, kl_coef, rows=rows, loss=loss)
+            if critic:
+                record.metrics |= critic.result()
+            if actor:
+                record.updates.append(actor.result())
+                record.metrics |= self.actor.metrics(record.updates)
+
+    def push(self) -> None:
+        """Let the trainer ranks send the shards of their weights to the engines. A step calls this once, after its updates."""
+        with self.phase("weight_sync"):
+            self.record.metrics |= self.weight_sync.push(version=self.record.step + 1)
+        self.record.pushed = True
+
+    def data_sources(self, rollouts: Rollouts) -> NDArray[np.str_]:
+        """Return [B]: the data source of the prompt of each response."""
+        return np.array([self.data_source(row) for row in rollouts.rows.tolist()])
 
     def step(self, step: int) -> StepMetrics:
-        """Run the step with index `step`, from 0: sample N * G responses, train on them, and push the new weights."""
-        with self.phase("rollout"):  # engines sample responses and rewards score them
-            rollouts = self.rollout.generate(self.prompts, step)  # B = N * G responses
-        metrics = rollouts.metrics(version=step)
+        """Run the step with index `step`, from 0, and record it in the ledger. Pushes the weights if the step has not done it."""
+        self.record.begin(step, self.kl.metrics())
+        if self.step_function:
+            self.step_function(self)
+        else:
+            self.train_step()
+        if not self.record.pushed:
+            self.push()
+        return self._finished_step()
 
-        with self.phase("score"):  # trainer ranks compute the log-probabilities and values [R] that the algorithm needs
-            columns = {name: compute(rollouts) for name, compute in self.scorers.items()}
-
-        with self.phase("advantage"):  # the rollout worker, which holds the tokens, computes advantages [R]
-            estimates = self.rollout.estimate(columns, self.kl.coef("reward"), step)
-        metrics |= {**estimates.metrics, **self.kl.metrics()}
-
-        token_weights: Sequence[NDArray[np.float64]] = ()
-        with self.phase("update"):  # trainer ranks fetch their rows and train
-            if self.critic:
-                metrics |= self.critic.update(rollouts, estimates, step)
-            if (actor_step := step - self.schedule.critic_steps) >= 0:
-                metrics |= self.actor.update(rollouts, estimates, actor_step, self.kl.coef("loss"))
-                token_weights = self.actor.token_weights(rollouts, estimates)
-                self.kl.adapt(metrics, len(rollouts.groups))
-
-        with self.phase("weight_sync"):  # trainer ranks send the shards of their weights to the engines
-            metrics |= self.weight_sync.push(version=step + 1)
-
-        self.ledger.record(step + 1, rollouts, self.prompts.drawn, token_weights)
-        return StepMetrics.of(metrics | self.phase.seconds() | self.placement_metrics())
+    def _finished_step(self) -> StepMetrics:
+        record, rollouts = self.record, self.record.generated()
+        self.rollout.write_samples(record.step)
+        if record.updates:
+            self.kl.adapt(record.metrics, len(rollouts.groups))
+        self.ledger.record(record.step + 1, rollouts, self.prompts.drawn, record.token_weights)
+        return StepMetrics.of(record.metrics, self.phase.seconds() | self.placement_metrics())
 
     def fit(self) -> TrainingResult:
         """Train until the schedule ends, and evaluate before and after training. Recovers from lost processes.
@@ -240,7 +251,8 @@ class Trainer:
             try:
                 return self._train()
             except ProcessesLostError as error:
-                weights_intact = self.phase.interrupted not in WEIGHT_CHANGING
+                weights_intact = self.phase.interrupted not in WEIGHT_CHANGING and not self.record.has_trained
+                self.record.reset()
                 self.load_state_dict(self.recover(error, self.progress.state_after_step if weights_intact else None))
             except (PreemptedError, UnhealthyRunError):
                 self.saver.save_now(self.progress.state_after_step)
@@ -271,6 +283,7 @@ class Trainer:
         """Record a finished step and log its metrics. Returns the metrics that do not need the step's duration."""
         progress = self.progress
         progress.step += 1
+        self.record.reset()
         progress.window = [*progress.window, result.mean_reward][-self.schedule.stop_window :]
         progress.after, progress.step_s = {}, seconds
         progress.state_after_step = self.state_dict()
@@ -292,11 +305,12 @@ class Trainer:
     def should_abandon_step(self, grace_s: float) -> bool:
         """Return whether a preempted run with `grace_s` seconds left abandons the running step.
 
-        Two conditions must hold. First, the current phase is one of ABANDONABLE. Second, the last step took longer than
-        `grace_s` seconds, or no step has finished yet.
+        Three conditions must hold. First, the current phase is one of ABANDONABLE. Second, the step has not trained yet. Third,
+        the last step took longer than `grace_s` seconds, or no step has finished yet.
         """
         step_s = self.progress.step_s
-        return self.phase.current in ABANDONABLE and (step_s is None or step_s > grace_s)
+        may_abandon = self.phase.current in ABANDONABLE and not self.record.has_trained
+        return may_abandon and (step_s is None or step_s > grace_s)
 
     def state_dict(self) -> State:
         """Return all state of the driver as plain values. The trainer ranks hold the state of the models."""
@@ -323,30 +337,3 @@ class Trainer:
 
     def _done(self) -> bool:
         return self.schedule.is_complete(self.progress.step, self.progress.window)
-
-
-class Phases:
-    """Measures the duration of each phase of a step, and records which phase is running or was interrupted."""
-
-    def __init__(self) -> None:
-        self.current: str | None = None
-        self.interrupted: str | None = None  # the phase that is running, or that an exception has ended
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start, since = time.time(), time.perf_counter()
-        self.current = self.interrupted = name
-        try:
-            yield
-            self.interrupted = None
-        finally:
-            self.current = None
-            seconds = time.perf_counter() - since
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-            record(name, "phase", start, seconds)  # the timeline has the same number as the metric
-
-    def seconds(self) -> Metrics:
-        """Return the metrics time/<phase>_s for the time since the last call."""
-        seconds, self._seconds = self._seconds, {}
-        return {f"time/{name}_s": value for name, value in seconds.items()}

@@ -2,7 +2,7 @@
 
 COMMANDS = {
     "train": "train a model with RL (the default experiment runs on any machine)",
-    "sft": "fine-tune a model on prompt/response rows",
+    "sft": "train a model on responses or preferences (SFT, DPO and others), or a reward model",
     "report": "write a page that shows a run, two runs side by side, or a sweep",
     "top": "show in the terminal what a run and its processes do now",
     "samples": "show sampled responses of a run with their rewards",

@@ -1,7 +1,7 @@
 """The declaration of one metric, and the metrics whose names have a variable part, such as a data source."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,3 +83,18 @@ def find_member(name: str) -> Metric | None:
         if match := re.fullmatch(pattern, name):
             return declare(*match.groups())
     return None
+
+
+def shown_evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics eval/* that are shown while a run goes on: mean rewards, and accuracies that differ from them.
+
+    With a reward that is 0 or 1, the accuracy equals the mean reward, and is not shown a second time.
+    """
+    shown = {}
+    for name, value in metrics.items():
+        quantity = name.rpartition("/")[2].partition("_")[0]
+        if not name.startswith("eval/") or quantity not in ("reward", "accuracy"):
+            continue
+        if quantity == "reward" or metrics.get(name.replace("accuracy", "reward")) != value:
+            shown[name] = value
+    return shown

@@ -8,12 +8,12 @@ most names. mrl.core.metric_families declares names of these forms:
 - `reward/<source>/mean`, `reward/<source>/<part>_mean` and `reward/<source>/failed_fraction`, where <source> is a data source
 - `eval/<set>/reward`, `eval/<set>/accuracy`, `eval/<set>/pass_at_<k>` and `eval/<set>/maj_at_<k>`, where <set> is a set of
   data.test_sets. The first two may end with `_sampled` or `_greedy`
-- `own/<name>`, where <name> is a metric of a user's plug-in
+- `own/<name>`, where <name> is a metric of a user's loss or correction
 """
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from mrl.core.metric_families import Metric, find_member
 
@@ -29,6 +29,7 @@ SECTIONS = {
     "loss": "Loss",
     "optim": "Optimizer",
     "advantage": "Advantages",
+    "preference": "Preferences",
     "critic": "Critic",
     "mismatch": "Mismatch between trainer and engine",
     "correction": "Correction of the mismatch",
@@ -207,6 +208,18 @@ METRICS: dict[str, Metric] = {
         ".2f",
         good="at most spent/megatron_s for models of equal size",
     ),
+    "spent/score_s": Metric(
+        "s",
+        "duration of the forward passes that compute columns, as the sum over all models; passes may run at the same time",
+        ".2f",
+        good="below the time of the update",
+    ),
+    "spent/overlap_s": Metric(
+        "s",
+        "time saved because models work at the same time: the sum of their durations minus the wall time of score and update",
+        ".2f",
+        good="above 0 if critic, reference or other models have devices of their own",
+    ),
     "spent/sync_engine_s": Metric(
         "s", "part of the step that waits for SGLang to load weights", ".2f", good="a few percent of the step"
     ),
@@ -215,7 +228,7 @@ METRICS: dict[str, Metric] = {
     ),
     "spent/controller_s": Metric(
         "s",
-        "rest of the step: its wall time minus time/score_s and all other spent/* metrics",
+        "rest of the step: its wall time minus the time in which engines, trainer ranks or rewards work",
         ".2f",
         good="a few percent of the step",
     ),
@@ -330,14 +343,23 @@ METRICS: dict[str, Metric] = {
         good="near the fraction that the algorithm asks for",
     ),
     "loss/sft": Metric(
-        "nats", "mean cross-entropy per response token in supervised fine-tuning", label="loss", good="falls"
+        "nats", "loss of supervised training; cross-entropy is per response token", label="loss", good="falls"
     ),
+    "loss/sft_held_out": Metric("nats", "loss/sft on the rows of sft.test", good="falls"),
     "optim/grad_norm": Metric("", "gradient norm before clipping", good="constant, without jumps"),
     "optim/lr": Metric("", "learning rate", ".1e", good="follows the schedule of optim", reduction="last"),
     "advantage/mean": Metric("", "mean advantage per trained token", good="near 0"),
     "advantage/std": Metric(
         "", "standard deviation of the advantages over trained tokens", good="above 0; at 0 nothing is learned"
     ),
+    "preference/accuracy": Metric("", "fraction of the pairs, or labels, with the right order", good="rises towards 1"),
+    "preference/held_out_accuracy": Metric("", "preference/accuracy on the rows of sft.test", good="rises towards 1"),
+    "preference/margin": Metric("", "reward of the chosen minus that of the rejected response", good="rises"),
+    "preference/chosen_reward": Metric("", "mean reward, or score, of the chosen responses", good="rises"),
+    "preference/rejected_reward": Metric("", "mean reward, or score, of the rejected responses", good="falls"),
+    "preference/chosen_logprob": Metric("nats", "mean log-probability of a chosen response", good="falls little"),
+    "preference/rejected_logprob": Metric("nats", "mean log-probability of a rejected response", good="falls"),
+    "preference/reference_point": Metric("nats", "KL to the reference in the loss of KTO", ".2e", good="rises slowly"),
     "critic/loss": Metric("", "half the mean squared error of the values", ".2e", good="falls"),
     "critic/value_mean": Metric("", "mean of the critic's values for the sampled tokens", good="near the mean return"),
     "critic/explained_variance": Metric(
@@ -435,6 +457,14 @@ def find(name: str) -> Metric:
     )
 
 
+def plug_in_name(name: str) -> str:
+    """Return the name under which a metric of a loss or correction is logged: `surprise` -> `own/surprise`.
+
+    Names with a slash, as those of mrl's own losses, stay as they are. No declared name is without a slash.
+    """
+    return name if "/" in name else f"own/{name}"
+
+
 def section(name: str) -> str:
     """Return the title of a metric's section: `reward/mean` -> `Reward`."""
     return SECTIONS[name.split("/")[0]]
@@ -459,21 +489,6 @@ def reduce(name: str, values: Sequence[float]) -> float:
 def label(name: str) -> str:
     """Return the short name for the progress display: `reward/mean` -> `reward`, `time/rollout_s` -> `rollout`."""
     return find(name).label or name.split("/")[1].removesuffix("_s")
-
-
-def shown_evaluation(metrics: Mapping[str, float]) -> Metrics:
-    """Return the metrics eval/* that are shown while a run goes on: mean rewards, and accuracies that differ from them.
-
-    With a reward that is 0 or 1, the accuracy equals the mean reward, and is not shown a second time.
-    """
-    shown = {}
-    for name, value in metrics.items():
-        quantity = name.rpartition("/")[2].partition("_")[0]
-        if not name.startswith("eval/") or quantity not in ("reward", "accuracy"):
-            continue
-        if quantity == "reward" or metrics.get(name.replace("accuracy", "reward")) != value:
-            shown[name] = value
-    return shown
 
 
 def check(names: Iterable[str]) -> None:

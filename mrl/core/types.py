@@ -278,11 +278,27 @@ class ColumnPart:
         return dict(zip(self.rows.tolist(), pieces[:-1], strict=True))
 
 
-def assemble_column(parts: Iterable[ColumnPart], lengths: NDArray[np.int64]) -> Column:
-    """Return the whole column [R]. `lengths` [B] are the numbers of sampled tokens of all rows of the block."""
+@dataclass(frozen=True)
+class RankColumns:
+    """What one trainer rank computed in a forward pass."""
+
+    parts: Mapping[str, Handle]  # name of a column -> refers to a ColumnPart; empty for all ranks of a replica but one
+    seconds: float  # duration of the pass on this rank
+
+
+def assemble_column(parts: Iterable[ColumnPart], lengths: NDArray[np.int64], fill: float | None = None) -> Column:
+    """Return the whole column [R]. `lengths` [B] are the numbers of sampled tokens of all rows of the block.
+
+    `fill` is the value of the tokens of rows that no part has. None: the parts must have all rows.
+    """
     rows: dict[int, Column] = {}
     for part in parts:
         rows |= part.by_row(lengths)
+    if fill is not None:
+        missing = {
+            row: np.full(length, fill, np.float32) for row, length in enumerate(lengths.tolist()) if row not in rows
+        }
+        rows |= missing
     assert len(rows) == len(lengths), f"the parts have {len(rows)} rows, but the block has {len(lengths)}"
     return np.concatenate([np.empty(0, np.float32), *(rows[row] for row in range(len(lengths)))])
 
@@ -311,12 +327,45 @@ class TrainBatch:
     # Indices of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0
     denominator_rows: NDArray[np.int64]
     columns: Handle = None  # refers to a dict, name -> column [R] of the block
+    # whether all rows of a group are in one micro-batch, for a loss that compares the responses of a group
+    whole_groups: bool = False
 
     @classmethod
     def of(cls, block: TokenBlock, groups: NDArray[np.int64] | None) -> "TrainBatch":
         """Return a batch of all rows of a block."""
         rows = np.arange(len(block.lengths))
         return cls(block, block.prompt_lengths, block.response_lengths, block.sampled_lengths, groups, rows, rows)
+
+
+@dataclass(frozen=True)
+class SupervisedRows:
+    """What the driver knows about the rows of a supervised data set.
+
+    Row i of the file has the sequences i * sequences_per_row, i * sequences_per_row + 1, ... of the block. If the block has more
+    sequences than that, sequence num_rows + i is the prompt of row i with the response to another prompt.
+    """
+
+    block: Handle  # refers to the TokenBlock with B sequences
+    lengths: NDArray[np.int64]  # [B] number of tokens
+    response_lengths: NDArray[np.int64]  # [B] number of tokens
+    sampled_lengths: NDArray[np.int64]  # [B] number of tokens in the loss
+    num_rows: int  # rows of the file
+    sequences_per_row: int  # 2: each row is a pair, otherwise 1
+
+    def sequences_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sequences of rows of the file, in their order."""
+        return (rows[:, None] * self.sequences_per_row + np.arange(self.sequences_per_row)).ravel()
+
+    def mismatched_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return, for each row of the file, the sequence of its prompt with another response; empty if there are none."""
+        return rows + self.num_rows if len(self.lengths) > self.num_rows * self.sequences_per_row else rows[:0]
+
+    def batch(self, sequences: NDArray[np.int64]) -> TrainBatch:
+        """Return a batch of these sequences. The sequences of a pair have the same group."""
+        is_paired = self.sequences_per_row > 1
+        groups = np.arange(len(self.lengths)) // self.sequences_per_row if is_paired else None
+        lengths = (self.lengths - self.response_lengths, self.response_lengths, self.sampled_lengths)
+        return TrainBatch(self.block, *lengths, groups, sequences, sequences, whole_groups=is_paired)
 
 
 @dataclass(frozen=True)

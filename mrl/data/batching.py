@@ -1,6 +1,6 @@
 """Balances a batch over data-parallel replicas and divides the rows of each replica into micro-batches.
 
-    unit   rows that are packed together: one row, or several rows of a group whose prompt is computed only once
+    unit   rows that are packed together: one row, several rows of a group whose prompt is computed only once, or a whole group
     part   the units of one data-parallel replica; all parts have nearly equal cost
     pack   the units of one micro-batch, within a token budget; all packs of a part have nearly equal cost
 
@@ -41,7 +41,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class PackingUnit:
-    """Rows that are packed together: one row, or several rows of a group whose prompt is computed only once."""
+    """Rows that are packed together: one row, rows of a group whose prompt is computed only once, or a whole group."""
 
     rows: tuple[int, ...]
     tokens: int  # tokens in the pack: the prompt (only once if it is shared), and all responses
@@ -89,6 +89,37 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
     choices = [uncut, *(cut(mean * limit) for limit in GROUP_LIMITS)]
     heaviest = [_heaviest_cost(units, parts) for units in choices]
     return next(units for units, load in zip(choices, heaviest, strict=True) if load <= EVEN_ENOUGH * min(heaviest))
+
+
+def make_whole_units(
+    prompt_lengths: NDArray[np.int64],
+    response_lengths: NDArray[np.int64],
+    groups: NDArray[np.int64],
+    rows: Ints,
+    cost: CostModel,
+    share_prompts: bool,
+) -> list[PackingUnit]:
+    """Return a unit for each group, with its rows in ascending order. A group is never cut, whatever its size.
+
+    A group whose rows occur n times in `rows` gets n units. `prompt_lengths`, `response_lengths` and `groups` are columns [B]
+    of the whole batch. With `share_prompts`, a unit contains the prompt once.
+    """
+    members: dict[tuple[int, int], list[int]] = {}  # (group, how often its rows occurred before) -> rows
+    occurrences: dict[int, int] = {}
+    for row in sorted(rows.tolist()):
+        earlier = occurrences.get(row, 0)
+        occurrences[row] = earlier + 1
+        members.setdefault((int(groups[row]), earlier), []).append(row)
+    if share_prompts:
+        return [
+            _shared_unit(unit, group, prompt_lengths, response_lengths, cost)
+            for (group, _), unit in sorted(members.items())
+        ]
+    lengths = prompt_lengths + response_lengths
+    return [
+        PackingUnit(tuple(unit), int(lengths[unit].sum()), sum(cost(int(lengths[row])) for row in unit))
+        for _, unit in sorted(members.items())
+    ]
 
 
 def partition_units(units: Sequence[PackingUnit], parts: int) -> list[list[PackingUnit]]:

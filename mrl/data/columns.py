@@ -4,7 +4,7 @@ import difflib
 import math
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, Self
 
 from mrl.config.schema import Node
 from mrl.data.row_files import Row, RowError, column_value, text_value
@@ -47,7 +47,7 @@ class Columns:
     named: frozenset[str] = frozenset()  # names of the fields above that the user has set
 
     @classmethod
-    def of(cls, node: Node, key: str, base: "Columns | None" = None) -> "Columns":
+    def of(cls, node: Node, key: str, base: Self | None = None) -> Self:
         """Return `base` (default: verl's columns) with the columns in `node`: field -> column. `key`: config key of `node`.
 
         Raises ValueError if `node` has an unknown field or an invalid value.

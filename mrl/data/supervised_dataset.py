@@ -1,9 +1,16 @@
-"""Supervised data set. Each row has a prompt and a response. A response may have several turns with tool results."""
+"""Supervised data set. Each row has a prompt and a response. A response may have several turns with tool results.
 
-from dataclasses import dataclass
+mrl/data/preference_dataset.py reads rows with preferences into the same data set.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mrl.core.types import TokenBlock
 from mrl.data.columns import read_messages
 from mrl.data.row_files import Row, RowError, column_value, read_all
 from mrl.data.tokenizer import ChatTemplate, Messages, check_vocabulary, encode_messages, encode_texts, load_tokenizer
@@ -12,11 +19,19 @@ from mrl.data.tool_template import ToolTemplate, encode_text
 
 @dataclass(frozen=True)
 class SftDataset:
-    """Token ids of each row. The loss covers the response and its end-of-sequence token, but not tool results."""
+    """Token ids of B sequences. The loss covers the response and its end-of-sequence token, but not tool results.
+
+    A row of the file is one sequence, or two successive sequences: the chosen and the rejected response of a pair.
+    """
 
     prompts: list[list[int]]
     responses: list[list[int]]
     loss_masks: list[list[bool]] | None = None  # whether each response token is in the loss; None: all tokens are
+    sequences_per_row: int = 1  # 2: the rows are pairs
+    # name -> one number for each sequence, such as labels or margins; the loss reads it as a column
+    columns: Mapping[str, list[float]] = field(default_factory=dict)
+    # for each row, a prompt with the response to another prompt, as KTO needs them; the tokens of its response. Empty: none
+    mismatched_responses: list[int] = field(default_factory=list)
 
     @classmethod
     def load(
@@ -31,31 +46,55 @@ class SftDataset:
         tokenizer, args = load_tokenizer(model_path, chat), chat.args if chat else None
         rows = read_all(path, _read)
         prompts = encode_messages(tokenizer, [messages for _, messages, _ in rows], args)
-        responses, loss_masks = _encode_responses(tokenizer, [response for *_, response in rows], args)
-        for (number, *_), prompt, response in zip(rows, prompts, responses, strict=True):
-            if len(prompt) + len(response) > max_tokens:
-                raise ValueError(
-                    f"{path}, row {number}: prompt and response have {len(prompt) + len(response)} tokens, more than the "
-                    f"{max_tokens} of the model's context; shorten or remove the row."
-                )
+        responses, loss_masks = encode_responses(tokenizer, [response for *_, response in rows], args)
+        check_lengths(path, [number for number, *_ in rows], prompts, responses, max_tokens)
         return cls(prompts, responses, loss_masks)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if a row has a token outside the vocabulary of the model."""
         check_vocabulary(self.prompts + self.responses, vocab_size)
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the file."""
+        return len(self.prompts) // self.sequences_per_row
+
+    def block(self) -> TokenBlock:
+        """Return all sequences, followed by the prompts with mismatched responses, if there are any."""
+        others = self.mismatched_responses
+        masks = self.loss_masks and [*self.loss_masks, *(self.loss_masks[row] for row in others)]
+        prompts = self.prompts + (self.prompts if others else [])
+        block = TokenBlock.from_lists(prompts, self.responses + [self.responses[row] for row in others], sampled=masks)
+        numbers = {
+            name: np.array([*values, *([0.0] * len(others))], np.float32) for name, values in self.columns.items()
+        }
+        return block.with_columns(**{name: values.repeat(block.sampled_lengths) for name, values in numbers.items()})
+
+
+def check_lengths(
+    path: str | Path, numbers: list[int], prompts: list[list[int]], responses: list[list[int]], max_tokens: int
+) -> None:
+    """Raise ValueError if a sequence exceeds `max_tokens`. `numbers` are the row numbers of the sequences in the file."""
+    for number, prompt, response in zip(numbers, prompts, responses, strict=True):
+        if len(prompt) + len(response) > max_tokens:
+            raise ValueError(
+                f"{path}, row {number}: prompt and response have {len(prompt) + len(response)} tokens, more than the "
+                f"{max_tokens} of the model's context; shorten or remove the row."
+            )
+
 
 ResponseMessages = str | list[dict[str, str]]  # a text, or the messages of several turns
 
 
 def _read(number: int, row: Row) -> tuple[int, Messages, ResponseMessages]:
-    return number, read_messages(column_value(row, "prompt"), "prompt"), _read_response(column_value(row, "response"))
+    prompt = read_messages(column_value(row, "prompt"), "prompt")
+    return number, prompt, read_response(column_value(row, "response"), "response")
 
 
-def _read_response(response: Any) -> ResponseMessages:
+def read_response(response: Any, column: str) -> ResponseMessages:
     """Return a response: a text, or messages whose roles are assistant, tool, assistant, ..., assistant.
 
-    Raises RowError for all other values.
+    Raises RowError for all other values. `column` is the name of the column.
     """
     if isinstance(response, str):
         return response
@@ -65,14 +104,14 @@ def _read_response(response: Any) -> ResponseMessages:
         fits &= isinstance(message, dict) and message.get("role") == role and isinstance(message.get("content"), str)
     if not fits:
         raise RowError(
-            "response",
+            column,
             "expected a text, or a list of messages with the roles assistant, tool, assistant, ..., assistant; "
             f"got {response!r:.80}.",
         )
     return response
 
 
-def _encode_responses(
+def encode_responses(
     tokenizer: Any, responses: list[ResponseMessages], args: dict[str, Any] | None
 ) -> tuple[list[list[int]], list[list[bool]] | None]:
     """Return the tokens of each response, and whether each token is in the loss.

@@ -17,7 +17,7 @@ CONTEXT_TOKENS = 64  # largest number of tokens of prompt and response together
 
 
 def make_doubling_task(folder: str | Path, seed: int = 0, model: str = "qwen3") -> None:
-    """Create in `folder` the task of doubling four-digit numbers: train, test and sft parquet files, and `model/`.
+    """Create in `folder` the task of doubling four-digit numbers: train, test, sft and pairs parquet files, and `model/`.
 
     Does nothing if `folder` exists. The folder is created atomically, so several processes may call this at the same
     time. `model` is a key of TINY_MODELS. Each model needs its own folder.
@@ -30,6 +30,7 @@ def make_doubling_task(folder: str | Path, seed: int = 0, model: str = "qwen3") 
         write_prompts(partial / "test.parquet", "test", numbers[:DOUBLING_NUM_TEST])
         write_prompts(partial / "train.parquet", "train", numbers[DOUBLING_NUM_TEST:])
         write_supervised(partial / "sft.parquet", numbers[DOUBLING_NUM_TEST:])
+        write_preferences(partial / "pairs.parquet", numbers[DOUBLING_NUM_TEST:], seed)
         make_tiny_model(
             partial / "model",
             character_tokenizer(),
@@ -101,6 +102,18 @@ def write_supervised(path: Path, numbers: list[int]) -> None:
 
     rows = [{"prompt": doubling_question(number), "response": str(2 * number)} for number in numbers]
     pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def write_preferences(path: Path, numbers: list[int], seed: int) -> None:
+    """Write one pair for each problem: the right answer is chosen, and an answer with one wrong digit is rejected."""
+    rng, rows = random.Random(seed), []
+    for number in numbers:
+        right = str(2 * number)
+        place = rng.randrange(len(right))
+        digit = rng.choice([other for other in "0123456789" if other != right[place]])
+        wrong = right[:place] + digit + right[place + 1 :]
+        rows.append({"prompt": doubling_question(number), "chosen": right, "rejected": wrong})
+    _write_parquet(path, rows)
 
 
 PRODUCT_NUMBERS = range(320, 1000)  # the factors; every product has six digits

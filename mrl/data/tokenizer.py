@@ -78,12 +78,12 @@ def _check_template(tokenizer: Any, chat: ChatTemplate, folder: str | Path) -> N
         pass  # a template may reject this short conversation; every row is checked later
 
 
-def render(tokenizer: Any, messages: Messages, args: dict[str, Any] | None = None) -> str:
-    """Return the text of a conversation, up to the start of the assistant's next turn.
+def render(tokenizer: Any, messages: Messages, args: dict[str, Any] | None = None, *, for_answer: bool = True) -> str:
+    """Return the text of a conversation, up to the start of the assistant's next turn. Without `for_answer`, none follows.
 
     Raises jinja2.TemplateError if the chat template rejects the conversation.
     """
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(args or {}))
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_answer, **(args or {}))
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:

@@ -17,6 +17,12 @@ from mrl.workers.group import WorkerGroup
 from mrl.workers.trace_comparison import TOLERANCES, ParityDifference, StepTrace, compare_traces
 from parallel.dims import ParallelDims
 
+_FROM_LOGPROBS: dict[str, Callable[[Column], Column]] = {
+    "entropies": lambda logprobs: np.maximum(-logprobs, 0),
+    "sum_pi_squared": lambda logprobs: np.minimum(np.exp(logprobs), 1),
+}
+"""Column that is not a log-probability -> function that makes plausible values from log-probabilities."""
+
 
 @dataclass(frozen=True)
 class ParityCheck:
@@ -58,7 +64,8 @@ class ParityCheck:
     ) -> TokenBlock:
         """Return the block as if older weights had sampled it, with all columns that the loss needs.
 
-        Each column of log-probabilities is `logprobs` [R] plus noise.
+        Each column of log-probabilities is `logprobs` [R] plus noise. The other columns are estimates of the real values from
+        a single sample: the mean of -log pi is the entropy, and the mean of pi is the sum of pi^2.
         """
         loss, advantages = self.loss, block.columns["advantages"]
 
@@ -66,9 +73,12 @@ class ParityCheck:
             return (logprobs + rng.normal(scale=0.1, size=len(logprobs))).astype(np.float32)
 
         block = replace(block, rollout_logprobs=perturb())
-        columns = {name: perturb() for name in ("old_logprobs", *sorted(loss.needs if loss else ()))}
+        needs = loss.needs if loss else frozenset()
+        columns = {name: perturb() for name in ("old_logprobs", *sorted(needs - {"rollout_logprobs"}))}
+        columns |= {name: make(columns[name]) for name, make in _FROM_LOGPROBS.items() if name in needs}
         if loss:
-            inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, columns)
+            known = columns | {"rollout_logprobs": block.rollout_logprobs}
+            inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, known)
             columns |= loss.extra_columns(inputs, advantages, rng)
         return block.with_columns(**columns)
 

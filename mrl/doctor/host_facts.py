@@ -55,7 +55,7 @@ class HostGpus:
 
     cards: list[GpuCard] = field(default_factory=list)
     error: str = ""  # why nvidia-smi fails; "" if it works or the host has no GPU
-    cuda: str = ""  # newest CUDA version that the driver supports
+    newest_cuda: str = ""  # newest CUDA version that the driver supports
     links: dict[str, str] = field(
         default_factory=dict
     )  # pair of GPUs ("0-1") -> link: NV18, PIX, PXB, PHB, NODE or SYS
@@ -151,7 +151,7 @@ class Requirements:
     """What a run needs from its hosts, derived from the config of the run."""
 
     gpus: int = 0  # number of GPUs that the run uses
-    cuda: bool = False  # whether the run needs GPUs; otherwise it can also use CPUs
+    needs_gpus: bool = False  # whether the run needs GPUs; otherwise it can also use CPUs
     layout: str = ""  # parallel layout of the actor
     groups: dict[str, list[int]] = field(default_factory=dict)  # process group -> trainer ranks
     model: str | None = None  # model folder

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.families import family_of
-from mrl.algorithms.parts import build_algorithm
 from mrl.config.schema import Config
 from mrl.controller.plan_models import build_pools, engine_layout, make_input_files, plan_models
+from mrl.controller.plan_train import algorithm_of
 from mrl.doctor.host_facts import Requirements
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import max_checkpoints_on_disk
@@ -20,7 +20,7 @@ AXES = ("tp", "cp", "dp", "pp")
 def requirements_of(config: Config) -> Requirements:
     """Derive the requirements of a run from its config. An error in the config is not raised, but returned in `mistakes`."""
     try:
-        needs = build_algorithm(config).needs
+        needs = algorithm_of(config).needs
         make_input_files(config)
         models = plan_models(config, needs)
         actor, pools = models["actor"], build_pools(config, {role: model.dims for role, model in models.items()})
@@ -34,7 +34,7 @@ def requirements_of(config: Config) -> Requirements:
     needed = max_checkpoints_on_disk(config) * checkpoint_bytes(trained, config.model.itemsize)
     return Requirements(
         gpus=pools.size,
-        cuda=_needs_cuda(config, num_parameters),
+        needs_gpus=_needs_gpus(config, num_parameters),
         layout=str(actor.dims),
         groups={name: list(ranks) for name, ranks in process_groups(actor.dims).items()},
         model=str(Path(actor.model_path).absolute()),
@@ -51,7 +51,7 @@ def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _needs_cuda(config: Config, parameters: int) -> bool:
+def _needs_gpus(config: Config, parameters: int) -> bool:
     uses_cuda = config.sglang.get("device") == "cuda" or config.weight_sync.transport == "cuda_ipc"
     return uses_cuda or parameters > MAX_CPU_PARAMETERS
 

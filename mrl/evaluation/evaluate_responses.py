@@ -1,25 +1,27 @@
-"""`mrl evaluate`: scores and summarises the responses of a finished `mrl generate`, and writes the report files."""
+"""`mrl evaluate`: scores and summarises responses of `mrl generate` or of another tool, and writes the report files."""
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config
 from mrl.controller.plan_prompts import own_rewards
-from mrl.evaluation.evaluation_prompts import SetRewards, to_reward_responses
+from mrl.evaluation.comparison import SCORES, Comparison, compare, read_scores
+from mrl.evaluation.evaluation_prompts import SetRewards, checked_rewards, prompt_digest, to_reward_responses
 from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k, group_by_prompt, summarise
-from mrl.evaluation.generation_plan import checked_rewards
-from mrl.evaluation.response_store import JsonObject, Row, parts_column, read_responses, response_schema
+from mrl.evaluation.foreign_responses import read_foreign_responses
+from mrl.evaluation.harness import HarnessResult
+from mrl.evaluation.response_store import MANIFEST, JsonObject, Row, parts_column, read_responses, response_schema
 from mrl.rewards.pass_at_k import voted_answers
 from parallel.durable_files import atomic_file
 
 logger = logging.getLogger(__name__)
 
-REPORT, PICTURE, SCORES = "evaluation.json", "evaluation.png", "scores.parquet"
+REPORT, PICTURE = "evaluation.json", "evaluation.png"
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,24 @@ class Evaluation:
     answers: list[str | None]  # [B] answer for which each response votes in maj@k
     reward: dict[str, Any]  # config section `reward` that gave the scores
     settings: JsonObject  # settings of the generation, from _generate.json
+    comparison: Comparison | None = None  # differences from the evaluation in evaluate.compare
+    earlier: list[EvaluationSummary] = field(default_factory=list)  # summaries of that evaluation
+
+    @property
+    def origin(self) -> str:
+        """Where the responses come from: the model, or the files of another tool."""
+        return self.settings.get("model.path") or self.settings["input"]
 
 
 def evaluate(folder: Path, config: Config) -> Evaluation:
-    """Summarise the responses in the output folder of `mrl generate`.
+    """Summarise the responses in the output folder of `mrl generate`, or in files of another tool.
 
-    The responses are scored first if they have no scores or if evaluate.rescore is set. Raises ValueError if the folder
-    contains no finished generation, if evaluate.k exceeds the number of responses to a prompt, or if the reward is invalid.
+    The responses are scored first if they have no scores or if evaluate.rescore is set. Raises ValueError if `folder` contains
+    neither a finished generation nor files of responses, if evaluate.k exceeds the number of responses to a prompt, if the
+    reward is invalid, or if evaluate.compare names no evaluation of the same prompts.
     """
-    settings, rows = read_responses(folder)
+    before = read_scores(Path(config.evaluate.compare)) if config.evaluate.compare else []
+    settings, rows = _read_input(folder, config.evaluate.columns)
     ks = choose_k(config.evaluate.k, settings["generate.samples"])
     rescore = config.evaluate.rescore or settings["reward"] is None
     reward_section = config.reward if rescore else settings["reward"]
@@ -50,10 +61,28 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
     else:
         rewards = _stored_rewards(settings, folder)
     answers = rewards.voted_answers(rows) if rewards else voted_answers(None, to_reward_responses(rows))
+    rows = [row | dict(prompt_digest=prompt_digest(row)) for row in rows]
     prompts = group_by_prompt(rows, answers)
-    # A response passes if its score is at least evaluate.threshold.
-    summaries = summarise(prompts, ks, config.evaluate.threshold, config.evaluate.confidence)
-    return Evaluation(summaries, rows, answers, reward_section, settings)
+    limits = config.evaluate.threshold, config.evaluate.confidence  # a response passes if its score reaches the threshold
+    summaries = summarise(prompts, ks, *limits)
+    evaluation = Evaluation(summaries, rows, answers, reward_section, settings)
+    if not config.evaluate.compare:
+        return evaluation
+    comparison = compare(Path(config.evaluate.compare), before, prompts, ks, *limits)
+    earlier_ks = [k for k in ks if k <= min(prompt.samples for prompt in before)]
+    earlier = summarise(before, earlier_ks, *limits) if earlier_ks else []
+    return replace(evaluation, comparison=comparison, earlier=earlier)
+
+
+def _read_input(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, list[Row]]:
+    """Return the settings and the responses of a generation, or of files of another tool. `columns`: evaluate.columns."""
+    if not (path / MANIFEST).is_file():
+        return read_foreign_responses(path, columns)
+    if columns:
+        raise ValueError(
+            f"evaluate.columns={dict(columns)} names columns of other tools, but `mrl generate` wrote {path}; remove this key."
+        )
+    return read_responses(path)
 
 
 def _stored_rewards(settings: JsonObject, folder: Path) -> SetRewards | None:
@@ -77,13 +106,31 @@ def write_evaluation(evaluation: Evaluation, folder: Path, config: Config) -> No
         confidence=config.evaluate.confidence,
         reward=evaluation.reward,
         summaries=[asdict(summary) for summary in evaluation.summaries],
+        comparison=evaluation.comparison and asdict(evaluation.comparison),
         generation=evaluation.settings,
     )
     (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     settings = evaluation.settings
-    title = f"{Path(settings['model.path']).name}, {settings['generate.samples']} samples"
-    draw_pass_at_k(folder / PICTURE, evaluation.summaries, title=title, confidence=config.evaluate.confidence)
+    title = f"{Path(evaluation.origin).name}, {settings['generate.samples']} samples"
+    if evaluation.earlier:
+        title += f"; dotted: {config.evaluate.compare}"
+    confidence = config.evaluate.confidence
+    draw_pass_at_k(folder / PICTURE, evaluation.summaries, evaluation.earlier, title=title, confidence=confidence)
     _write_scores(folder / SCORES, evaluation.rows, evaluation.answers)
+
+
+def write_harness_results(results: Sequence[HarnessResult], source: Path, folder: Path, config: Config) -> None:
+    """Write evaluation.json and evaluation.png to `folder`. `source`: file in which the harness has written the results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report = dict(
+        confidence=config.evaluate.confidence,
+        summaries=[],
+        harness=dict(command=config.evaluate.harness, file=str(source), results=[asdict(result) for result in results]),
+        generation={"model.path": str(Path(config.model.path).resolve())},
+    )
+    (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    title, confidence = Path(config.model.path).name, config.evaluate.confidence
+    draw_harness_results(folder / PICTURE, results, title=title, confidence=confidence)
 
 
 def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]) -> None:
@@ -93,9 +140,10 @@ def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]
 
     # `file` is the name of the data file with the prompt. `file_number` is its index among all held-out data files.
     names = ("set", "file", "file_number", "row", "sample", "data_source", "score", "failure", "parts")
-    columns = pa.schema([*(response_schema().field(name) for name in names), ("answer", pa.string())])
+    texts = [("answer", pa.string()), ("prompt_digest", pa.string())]
+    columns = pa.schema([*(response_schema().field(name) for name in names), *texts])
     records = [
-        {name: row[name] for name in names} | dict(parts=parts_column(row), answer=a)
+        {name: row[name] for name in (*names, "prompt_digest")} | dict(parts=parts_column(row), answer=a)
         for row, a in zip(rows, answers, strict=True)
     ]
     pq.write_table(pa.Table.from_pylist(records, schema=columns), path)
@@ -104,14 +152,19 @@ def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]
 COLOURS = ("#4C78A8", "#E45756", "#54A24B", "#B279A2", "#F58518", "#72B7B2", "#9D755D", "#79706E")
 
 
-def draw_pass_at_k(path: Path, summaries: Sequence[EvaluationSummary], *, title: str, confidence: float) -> None:
-    """Write a PNG of pass@k (solid) and maj@k (dashed) over k, one colour per summary, with confidence bands."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
-    from matplotlib.figure import Figure
+def draw_pass_at_k(
+    path: Path,
+    summaries: Sequence[EvaluationSummary],
+    earlier: Sequence[EvaluationSummary] = (),
+    *,
+    title: str,
+    confidence: float,
+) -> None:
+    """Write a PNG of pass@k (solid) and maj@k (dashed) over k, one colour per summary, with confidence bands.
 
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    `earlier`: summaries of an evaluation with which this one is compared. Their pass@k is dotted, in the same colours.
+    """
+    figure, axes = _new_figure(title)
     for index, summary in enumerate(summaries):
         colour = COLOURS[index % len(COLOURS)]
         for estimates, style, name in ((summary.pass_at, "o-", "pass@k"), (summary.maj_at, "s--", "maj@k")):
@@ -119,6 +172,9 @@ def draw_pass_at_k(path: Path, summaries: Sequence[EvaluationSummary], *, title:
             axes.plot(ks, [e.value for e in values], style, color=colour, label=f"{summary.name}, {name}", markersize=5)
             bounds = [e.low or 0.0 for e in values], [1.0 if e.high is None else e.high for e in values]
             axes.fill_between(ks, *bounds, color=colour, alpha=0.15 if name == "pass@k" else 0.07, linewidth=0)
+        for before in (each for each in earlier if each.name == summary.name):
+            values = [estimate.value for estimate in before.pass_at.values()]
+            axes.plot(list(before.pass_at), values, "x:", color=colour, label=f"{summary.name}, earlier pass@k")
     axes.set_xscale("log", base=2)
     ks = list(summaries[0].pass_at)
     axes.set_xticks(ks, [str(k) for k in ks])
@@ -127,9 +183,38 @@ def draw_pass_at_k(path: Path, summaries: Sequence[EvaluationSummary], *, title:
         ylabel=f"fraction of prompts, with {confidence:.0%} intervals",
         ylim=(-0.02, 1.02),
     )
+    axes.legend(frameon=False, loc="best", fontsize=9)
+    _save(figure, path)
+
+
+def draw_harness_results(path: Path, results: Sequence[HarnessResult], *, title: str, confidence: float) -> None:
+    """Write a PNG with one point for each metric of a harness, and its confidence interval."""
+    figure, axes = _new_figure(title, height=1.5 + 0.35 * len(results))
+    names = [f"{result.task}: {result.metric}" for result in results]
+    for index, value in enumerate(result.value for result in results):
+        low, high = (value.value if bound is None else bound for bound in (value.low, value.high))
+        axes.plot([low, high], [index, index], "-", color=COLOURS[0], linewidth=2)
+        axes.plot(value.value, index, "o", color=COLOURS[0], markersize=6)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"value, with {confidence:.0%} intervals")
+    _save(figure, path)
+
+
+def _new_figure(title: str, height: float = 4.5) -> tuple[Any, Any]:
+    """Return a matplotlib figure and its axes. `height` is in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="best", fontsize=9)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
     with atomic_file(path) as partial:
         figure.savefig(partial, format="png")

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from mrl.config.schema import ScoringConfig
+from mrl.config.instantiate import instantiate_callable
+from mrl.config.schema import Node, ScoringConfig
+from mrl.controller.plan_prompts import own_rewards
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource
 from mrl.evaluation.response_store import Row
 from mrl.rewards.pass_at_k import voted_answers
+from mrl.rewards.remote_models import called_roles
 from mrl.rewards.reward_types import Response, Reward, Score
-from mrl.rewards.scorer import Scorer
+from mrl.rewards.scorer import Scorer, check_reward
 from mrl.rollout.client import Completion, response_seed
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
@@ -127,6 +130,16 @@ def prompt_key(row: Row) -> tuple[int, int]:
     return row["file_number"], row["row"]
 
 
+def prompt_digest(row: Row) -> str:
+    """Return a digest of the prompt to which this row is a response: of its messages and its ground truth.
+
+    System messages are not included, so that evaluations with different system messages can be compared.
+    """
+    messages = [message for message in row["prompt"] if message["role"] not in ("system", "developer")]
+    content = [[(message["role"], message["content"]) for message in messages], row["ground_truth"]]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
 def to_reward_responses(rows: Sequence[Row]) -> list[Response]:
     """Return response rows in the form that a reward takes. Responses to one prompt form a group."""
     groups: dict[tuple[int, int], int] = {}
@@ -142,7 +155,7 @@ def _to_reward_response(row: Row, group: int) -> Response:
         extra_info=json.loads(row["extra_info"]),
         prompt=row["prompt"],
         group=group,
-        num_tokens=row["num_tokens"],
+        num_tokens=row["num_tokens"] or 0,  # None: another tool sampled the response, and its tokens are unknown
         truncated=row["finish_reason"] == "length",
         ability=row["ability"],
         style=row["style"],
@@ -186,3 +199,19 @@ class SetRewards:
             indices.setdefault(row["set"] if row["set"] in self.of_set else None, []).append(index)
         for name, chosen in indices.items():
             yield None if name is None else self.of_set[name], chosen, [responses[i] for i in chosen]
+
+
+def checked_rewards(reward: Node, test_sets: Node) -> SetRewards:
+    """Return the reward of a config and the rewards of its held-out sets.
+
+    Raises ValueError if one of them is invalid, or if it calls a model that a training run serves.
+    """
+    built, of_set = instantiate_callable(reward, "reward"), own_rewards(test_sets)
+    check_reward(built)
+    for key, each in {"reward": built, **{f"data.test_sets.{name}.reward": of_set[name] for name in of_set}}.items():
+        if called := called_roles(each):
+            raise ValueError(
+                f"{key}: calls roles.{called[0]}, which only `mrl train` serves; start a server of this model, and set the "
+                "argument `url` of the reward in place of `role`."
+            )
+    return SetRewards(built, of_set)

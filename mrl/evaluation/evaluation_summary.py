@@ -61,11 +61,12 @@ class PromptScores:
     """Scores and answers of the n responses to one prompt."""
 
     data_source: str
+    digest: str  # digest of the prompt, by which evaluations are compared
     scores: list[float]
     answers: list[str | None]  # answer for which each response votes in maj@k; None: no answer
     failed: int  # number of responses that could not be scored; their score is 0
-    cut: int  # number of responses that were truncated at the token limit
-    tokens: int  # number of tokens in all responses together
+    cut: int | None  # number of responses that were truncated at the token limit; None: unknown
+    tokens: int | None  # number of tokens in all responses together; None: unknown
 
     @property
     def samples(self) -> int:
@@ -89,26 +90,41 @@ class EvaluationSummary:
     maj_at: dict[int, IntervalEstimate]  # by k
     failed_fraction: float  # fraction of responses that could not be scored
     unanswered_fraction: float  # fraction of responses without an answer, which do not vote in maj@k
-    cut_fraction: float  # fraction of responses that were truncated at the token limit
-    mean_tokens: float  # mean number of tokens in a response
+    cut_fraction: float | None  # fraction of responses that were truncated at the token limit; None: unknown
+    mean_tokens: float | None  # mean number of tokens in a response; None: unknown
 
 
 def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[PromptScores]:
-    """Group scored rows by prompt. `answers` [B] are the answers for which the responses vote in maj@k."""
+    """Group scored rows by prompt. `answers` [B] are the answers for which the responses vote in maj@k.
+
+    The rows need the columns prompt_digest (see `prompt_digest`), finish_reason and num_tokens. The latter two may be None.
+    """
     indices: dict[tuple[int, int], list[int]] = {}
     for index, row in enumerate(rows):
         indices.setdefault(prompt_key(row), []).append(index)
     return [
         PromptScores(
             data_source=rows[group[0]]["data_source"],
+            digest=rows[group[0]]["prompt_digest"],
             scores=[rows[i]["score"] for i in group],
             answers=[answers[i] for i in group],
             failed=sum(rows[i]["failure"] is not None for i in group),
-            cut=sum(rows[i]["finish_reason"] == "length" for i in group),
-            tokens=sum(rows[i]["num_tokens"] for i in group),
+            cut=_sum_or_none([_is_cut(rows[i]) for i in group]),
+            tokens=_sum_or_none([rows[i]["num_tokens"] for i in group]),
         )
         for group in indices.values()
     ]
+
+
+def _is_cut(row: Row) -> bool | None:
+    reason = row["finish_reason"]
+    return None if reason is None else reason == "length"
+
+
+def _sum_or_none(values: Sequence[int | None]) -> int | None:
+    """Return the sum, or None if a value is None."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def choose_k(ks: Sequence[int], samples: int) -> list[int]:
@@ -133,11 +149,15 @@ def summarise(
 
     A response passes if its score is at least `threshold`. `confidence` is the confidence level of the intervals.
     """
+    return [_summary(name, of_source, ks, threshold, confidence) for name, of_source in by_data_source(prompts)]
+
+
+def by_data_source(prompts: Sequence[PromptScores]) -> list[tuple[str, list[PromptScores]]]:
+    """Return (name, prompts) for each data source, sorted by name. If there are several, OVERALL with all prompts follows."""
     by_source: dict[str, list[PromptScores]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.data_source, []).append(prompt)
-    parts = sorted(by_source.items()) + ([(OVERALL, list(prompts))] if len(by_source) > 1 else [])
-    return [_summary(name, of_source, ks, threshold, confidence) for name, of_source in parts]
+    return sorted(by_source.items()) + ([(OVERALL, list(prompts))] if len(by_source) > 1 else [])
 
 
 def _summary(
@@ -150,6 +170,7 @@ def _summary(
         return wilson_mean(np.array(values), confidence)
 
     responses = sum(prompt.samples for prompt in prompts)
+    cut, tokens = _sum_or_none([prompt.cut for prompt in prompts]), _sum_or_none([prompt.tokens for prompt in prompts])
     return EvaluationSummary(
         name=name,
         prompts=len(prompts),
@@ -159,6 +180,6 @@ def _summary(
         maj_at={k: over_prompts([by_k[k] for by_k in majority]) for k in ks},
         failed_fraction=sum(prompt.failed for prompt in prompts) / responses,
         unanswered_fraction=sum(prompt.answers.count(None) for prompt in prompts) / responses,
-        cut_fraction=sum(prompt.cut for prompt in prompts) / responses,
-        mean_tokens=sum(prompt.tokens for prompt in prompts) / responses,
+        cut_fraction=None if cut is None else cut / responses,
+        mean_tokens=None if tokens is None else tokens / responses,
     )

@@ -1,33 +1,31 @@
 """`mrl generate`: samples and scores responses to all prompts of a plan. It continues where an earlier process stopped."""
 
-import queue
+import asyncio
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any, Protocol
-
-import httpx
 
 from models.conversion.resumable_folder import ByteProgress
 from mrl.data.tokenizer import load_tokenizer
+from mrl.evaluation.engines import EngineWatcher, engine_group, running_engines
 from mrl.evaluation.evaluation_prompts import EvaluationPrompt, prompts_digest
 from mrl.evaluation.generation_plan import CONVERTED_MODEL, GenerationPlan
 from mrl.evaluation.response_store import JsonObject
 from mrl.rewards.scorer import Scorer
-from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingParams
-from mrl.rollout.engines.server import EngineServer, ExternalEngine, check_seed_support
+from mrl.rollout.client import Completion, SamplingParams
+from mrl.rollout.engine_pool import deadline_error
 
 FILES_AHEAD = 2
-"""Number of output files whose responses are requested before the current output file is complete.
+"""Number of output files that are requested in advance, in addition to those whose responses the engines sample at one time.
 
-Engines stay busy while the slowest responses of the current file are sampled. An output file contains the responses to
-generate.prompts_per_file prompts.
+Engines stay busy while the slowest responses of a file are sampled and while its responses are scored. An output file contains
+the responses to generate.prompts_per_file prompts.
 """
 
 MAX_POSTS = 64
@@ -62,99 +60,48 @@ def generate(
 
     Raises:
         ValueError: the input files have an error (raised before engines start), or the reward gives no scores.
-        EngineError: an engine failed. Finished files are kept.
+        EngineError: no engine is left, or an engine refused a request. Finished files are kept.
     """
     prompts, settings = plan.prompts(), plan.config.generate
     with plan.store as store:
         store.check_prompts(prompts_digest(prompts))
         scratch = store.folder / CONVERTED_MODEL  # only used if the model is a Megatron checkpoint
         folder = plan.model.prepare_engine_folder(scratch, converting)
-        with (
-            running_engines(plan, folder) as clients,
-            RequestDispatcher(clients, settings.requests_in_flight, logprobs=settings.logprobs) as dispatcher,
-        ):
+        group = engine_group(plan.config, plan.server_args, folder)
+        with running_engines(plan.config, group, logprobs=settings.logprobs) as watcher:
+            dispatcher = RequestDispatcher(watcher, settings.requests_in_flight)
             totals = Generation(plan, prompts, dispatcher, progress).run()
         shutil.rmtree(scratch, ignore_errors=True)
         store.finish(totals)
     return totals
 
 
-@contextmanager
-def running_engines(plan: GenerationPlan, folder: Path) -> Iterator[list[EngineClient]]:
-    """Start SGLang engines that serve the model in `folder`. When all engines are ready, yield a client for each engine.
-
-    The engines are stopped when the context exits. If rollout.engine_urls is set, no engines are started. The clients then
-    connect to the servers at these URLs, which keep running.
-
-    Raises:
-        EngineError: an engine does not start.
-        ValueError: a server of rollout.engine_urls does not support seeds.
-    """
-    config = plan.config
-    with ExitStack() as stack:
-        servers: list[EngineServer | ExternalEngine] = [ExternalEngine(url) for url in config.rollout.engine_urls]
-        for index in range(0 if servers else config.rollout.num_engines):
-            arguments: dict[str, Any] = dict(model_path=str(folder.resolve()), random_seed=config.run.seed + index)
-            if plan.server_args["device"] == "cuda":  # every engine of the machine gets its own GPUs
-                arguments["base_gpu_id"] = config.sglang.get("base_gpu_id", 0) + index * config.rollout.engine_tp
-            log = Path(config.run.dir).resolve() / "logs" / f"engine_{index}.log"
-            servers.append(stack.enter_context(EngineServer(plan.server_args | arguments, log)))
-        deadline = time.monotonic() + config.cluster.start_timeout_s
-        for server in servers:
-            try:
-                server.wait_ready(max(1.0, deadline - time.monotonic()))
-            except (RuntimeError, TimeoutError) as error:
-                raise EngineError(str(error)) from None
-        clients = [stack.enter_context(EngineClient(s.url, config.rollout.request_timeout_s)) for s in servers]
-        if config.rollout.engine_urls and config.generate.deterministic:
-            for client in clients:
-                check_seed_support(client, "generate.deterministic")
-        yield clients
-
-
 class RequestDispatcher:
     """Distributes requests over engines, with a limit on the responses that each engine samples at the same time.
 
-    When the context of the dispatcher exits, requests that have not been sent are cancelled.
+    Each request goes to the engine with the fewest pending responses.
     """
 
-    def __init__(self, clients: Sequence[EngineClient], in_flight: int, *, logprobs: bool) -> None:
-        """`in_flight` limits the GenerationRequests that an engine computes at the same time. A request asks for one response.
-
-        If `logprobs`, log-probabilities are requested.
-        """
-        posts = min(MAX_POSTS, in_flight)
-        self._per_post, self._logprobs = in_flight // posts, logprobs
-        self._free: queue.SimpleQueue[EngineClient] = queue.SimpleQueue()
-        for _ in range(posts):
-            for client in clients:
-                self._free.put(client)
-        self._pool = ThreadPoolExecutor(posts * len(clients), thread_name_prefix="generate")
+    def __init__(self, watcher: EngineWatcher, in_flight: int) -> None:
+        """`in_flight`: largest number of GenerationRequests that an engine computes at the same time."""
+        self.capacity = in_flight * len(watcher.pool.engines)  # of all engines together
+        self._watcher, self._posts = watcher, min(MAX_POSTS, in_flight)
+        self._per_post = in_flight // self._posts
 
     def submit(self, requests: Sequence[GenerationRequest]) -> PendingResponses:
-        """Send the requests in other threads. Returns one future per HTTP request, with its responses in order."""
-        size = self._per_post
-        return [self._pool.submit(self._post, requests[at : at + size]) for at in range(0, len(requests), size)]
+        """Send the requests in another thread. Returns one future per HTTP request, with its responses in order."""
+        parts = [requests[at : at + self._per_post] for at in range(0, len(requests), self._per_post)]
+        pool = self._watcher.pool
+        return [pool.submit(self._watcher.call(partial(self._sample, part), self._posts)) for part in parts]
 
-    def _post(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        client = self._free.get()
+    async def _sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        pool = self._watcher.pool
+        timeout_s, (prompts, params) = pool.spec.request_timeout_s, zip(*requests, strict=True)
         try:
-            completions = client.generate([r[0] for r in requests], [r[1] for r in requests], logprobs=self._logprobs)
-        except httpx.HTTPError as error:
-            raise EngineError(f"the engine at {client.url} failed: {type(error).__name__}: {error}") from error
-        finally:
-            self._free.put(client)
-        for completion in completions:
-            if completion.finish_reason == "abort" or not completion.token_ids:
-                raise EngineError(f"the engine at {client.url} aborted a response ({completion.finish_reason}).")
-        return completions
-
-    def __enter__(self) -> "RequestDispatcher":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        # A request that has been sent is not cancelled: it ends with its engine or at its timeout.
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            async with asyncio.timeout(timeout_s):
+                return await pool.generate(range(len(requests)), prompts, params)
+        except TimeoutError:
+            raise deadline_error(timeout_s) from None
 
 
 class Generation:
@@ -179,12 +126,13 @@ class Generation:
         num_prompts = sum(map(len, self.files))
         num_missing = sum(len(self.files[index]) for index in missing)
         self.progress.begin(num_prompts * samples, (num_prompts - num_missing) * samples)
+        ahead = FILES_AHEAD + self.dispatcher.capacity // (self.settings.prompts_per_file * samples)
         pending: deque[tuple[int, PendingResponses]] = deque()
         rewards = self.plan.rewards
         with rewards.open_scorer(self.plan.config.scoring) if rewards else nullcontext() as scorer:
             for index in missing:
                 pending.append((index, self.dispatcher.submit(self._requests(index))))
-                if len(pending) > FILES_AHEAD:
+                if len(pending) > ahead:
                     self._complete(*pending.popleft(), scorer)
             while pending:
                 self._complete(*pending.popleft(), scorer)

@@ -10,16 +10,14 @@ from models.conversion.hf_reader import HFWeights, check_hf_folder
 from models.conversion.resumable_folder import ByteProgress, fingerprint
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config.instantiate import instantiate_callable
-from mrl.config.schema import Config, Node
+from mrl.config.schema import Config
 from mrl.controller.plan_models import chat_template, make_input_files, max_prompt_length
-from mrl.controller.plan_prompts import find_unscored, own_rewards
+from mrl.controller.plan_prompts import find_unscored
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources
-from mrl.evaluation.evaluation_prompts import EvaluationPrompt, SetRewards, load_prompts
+from mrl.evaluation.evaluation_prompts import EvaluationPrompt, SetRewards, checked_rewards, load_prompts
 from mrl.evaluation.response_store import ResponseStore
 from mrl.rewards.pass_at_k import MAX_SAMPLES
-from mrl.rewards.scorer import check_reward
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 
@@ -27,7 +25,7 @@ CONVERTED_MODEL = "model"  # temporary subfolder of generate.output; contains th
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class SampledModel:
     """The model that engines serve: a Hugging Face folder, or a Megatron checkpoint that is converted to a temporary folder."""
 
     hf: HFConfig
@@ -69,7 +67,7 @@ class ServedModel:
         return scratch
 
 
-def find_model(config: Config) -> ServedModel:
+def find_model(config: Config) -> SampledModel:
     """Return the model at model.path. Raises ValueError if there is no model. The message suggests another path."""
     path, base = Path(config.model.path), config.generate.base
     if (path / ".metadata").is_file() and not (path / "config.json").is_file():
@@ -78,7 +76,7 @@ def find_model(config: Config) -> ServedModel:
                 f"model.path={path}: a Megatron checkpoint has neither config nor tokenizer; name the Hugging Face folder "
                 "that it was trained from: generate.base=FOLDER."
             )
-        return ServedModel(HFConfig.load(base, config.model.family), path)
+        return SampledModel(HFConfig.load(base, config.model.family), path)
     if base:
         raise ValueError(
             f"generate.base={base} is only for a Megatron checkpoint, but model.path={path} is not one; remove generate.base."
@@ -87,7 +85,7 @@ def find_model(config: Config) -> ServedModel:
     inner += sorted(path.glob("checkpoints/step_*/actor"))[-1:]
     if inner and not (path / "config.json").is_file():
         raise ValueError(f"model.path={path} is a run directory; set model.path to {' or '.join(map(str, inner))}.")
-    return ServedModel(check_hf_folder(path, config.model.family))
+    return SampledModel(check_hf_folder(path, config.model.family))
 
 
 @dataclass(frozen=True)
@@ -96,18 +94,18 @@ class GenerationPlan:
 
     config: Config
     store: ResponseStore
-    model: ServedModel
+    model: SampledModel
     sources: list[PromptSource]
     rewards: SetRewards | None  # None: the responses are not scored
     sampling: SamplingParams  # parameters of every response, except its seed
 
     @property
     def server_args(self) -> dict[str, Any]:
-        """Arguments of SGLang for every engine, except model_path and random_seed."""
+        """Arguments of SGLang for every engine, except model_path, tp_size and random_seed."""
         config = self.config
-        defaults = default_server_args(config.model.dtype, self.model.context)
-        defaults |= {DETERMINISTIC: config.generate.deterministic}
-        return defaults | config.sglang | dict(tp_size=config.rollout.engine_tp)
+        device = config.sglang.get("device")
+        defaults = default_server_args(config.model.dtype, self.model.context, device=device)
+        return defaults | {DETERMINISTIC: config.generate.deterministic} | config.sglang
 
     def prompts(self) -> list[EvaluationPrompt]:
         """Read and check all prompts. Raises ValueError with the file, the row and the reason if a prompt is unusable."""
@@ -164,18 +162,11 @@ def plan_generation(config: Config) -> GenerationPlan:
     return GenerationPlan(config, store, model, sources, rewards, sampling)
 
 
-def checked_rewards(reward: Node, test_sets: Node) -> SetRewards:
-    """Return the reward of a config and the rewards of its held-out sets. Raises ValueError if one of them is invalid."""
-    built = instantiate_callable(reward, "reward")
-    check_reward(built)
-    return SetRewards(built, own_rewards(test_sets))
-
-
 DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args", "bad_rows", "overlong")
 """Keys of the data section that determine the prompts, in addition to the files."""
 
 
-def _response_settings(config: Config, model: ServedModel, prompt_files: list[Path]) -> dict[str, Any]:
+def _response_settings(config: Config, model: SampledModel, prompt_files: list[Path]) -> dict[str, Any]:
     """Return everything that determines the output files. A generation continues only if all of it is unchanged.
 
     These are config values, versions of packages, and sizes and modification times of files. rollout.num_engines and

@@ -1,4 +1,4 @@
-"""Slurm jobs of runs: writes and submits the batch script, which starts Ray on all nodes and runs `mrl train`."""
+"""Slurm jobs: writes and submits the batch script, which starts Ray on all nodes and runs `mrl train` or another command."""
 
 import os
 import re
@@ -46,8 +46,9 @@ class Job:
     # option of sbatch -> its value, "" if it takes no value; one mapping for each component of a heterogeneous job
     components: tuple[Mapping[str, str], ...]
     environment: Mapping[str, str]  # variables that the script exports
-    arguments: tuple[str, ...]  # arguments of `mrl train`
+    arguments: tuple[str, ...]  # arguments of the command
     run_dir: Path
+    command: str = "train"  # train, generate or evaluate
 
     @property
     def script(self) -> str:
@@ -57,7 +58,7 @@ class Job:
         arguments = " \\\n    ".join(map(shlex.quote, self.arguments))
         lines = [
             "#!/usr/bin/env bash",
-            "# Written by `mrl train`. Submit it again with `sbatch` to continue the run.",
+            f"# Written by `mrl {self.command}`. Submit it again with `sbatch` to continue the run.",
             "\n#SBATCH hetjob\n".join(parts),
             "",
             *exports,
@@ -66,8 +67,10 @@ class Job:
         return "\n".join(lines) + "\n"
 
 
-def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequence[str]) -> Job:
-    """Make the job that runs `mrl train` with these overrides in this run directory.
+def make_job(
+    cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequence[str], command: str = "train"
+) -> Job:
+    """Make the job that runs `mrl train`, or another command, with these overrides in this run directory.
 
     The job runs in the current working directory, so relative paths in the overrides stay valid. Raises ValueError if an option
     in cluster.slurm or cluster.components is not allowed or malformed.
@@ -87,7 +90,8 @@ def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequen
         _sbatch_options(component_options | dict(nodes=1) | part, "cluster.components") for part in cluster.components
     ]
     arguments = (*_job_arguments(overrides), format_override("run.dir", run_dir))
-    return Job(tuple(components), _job_environment(), arguments, run_dir)
+    environment = _job_environment() | ({} if command == "train" else {"MRL_COMMAND": command})
+    return Job(tuple(components), environment, arguments, run_dir, command)
 
 
 def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequence[int], max_running: int) -> Job:
@@ -158,11 +162,13 @@ def write_script(job: Job) -> Path:
 def submission_message(job: Job, job_id: str) -> str:
     """Return a text that explains how to follow, preempt and cancel a submitted job."""
     log = job.components[0].get("output", "").replace("%j", job_id).replace("%%", "%")
+    saves = "saves a checkpoint" if job.command == "train" else "finished files are kept"
+    own_folder = "" if job.command == "train" else f" with {format_override('run.dir', job.run_dir)}"
     return (
         f"job {job_id} is submitted; its script is {job.run_dir / SCRIPT}\n"
         f"  follow   squeue --job {job_id}; tail -F {log} {job.run_dir / 'logs/driver.log'}\n"
-        f"  preempt  scancel --batch --signal=USR1 {job_id}   (saves a checkpoint; then the job is queued again)\n"
-        f"  cancel   scancel {job_id}   (to continue later, run the same `mrl train` command again)\n"
+        f"  preempt  scancel --batch --signal=USR1 {job_id}   ({saves}; then the job is queued again)\n"
+        f"  cancel   scancel {job_id}   (to continue later, run the same `mrl {job.command}` command again{own_folder})\n"
         f"run directory: {job.run_dir}\n"
     )
 

@@ -240,8 +240,16 @@ def _crossing_groups(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -
                 yield f"{crossing} of {len(groups)} {what} on more than one node; this adds network traffic in every layer."
 
 
-ROLE_COLORS = {"engines": "#54A24B", "teacher": "#B279A2", "critic": "#F58518", "actor": "#4C78A8"}
+ROLE_COLORS = {
+    "engines": "#54A24B",
+    "reward_model": "#E45756",
+    "reference": "#72B7B2",
+    "teacher": "#B279A2",
+    "critic": "#F58518",
+    "actor": "#4C78A8",
+}
 """Color of each role. The order is the order in which the roles work during a step."""
+OTHER_COLOR = "#9D755D"  # of the other models in the key `roles`, which work before the critic
 MAX_NODE_ROWS = 16  # if a map has more nodes, consecutive nodes with equal roles share a row
 
 
@@ -277,15 +285,24 @@ def _render_cell(cell: DeviceCell | None) -> Text:
         return Text("·", style="dim")
     if not cell.processes:
         return Text("idle", style="dim")
-    return Text("\n").join(Text(cell.processes[role], style=ROLE_COLORS[role]) for role in _roles_on(cell))
+    return Text("\n").join(Text(cell.processes[role], style=_color(role)) for role in _roles_on(cell))
 
 
 def _roles_on(cell: DeviceCell | None) -> list[str]:
-    return [role for role in ROLE_COLORS if cell and role in cell.processes]
+    return sorted(cell.processes, key=_work_order) if cell else []
 
 
 def _present_roles(devices: DeviceMap) -> list[str]:
-    return [role for role in ROLE_COLORS if role in devices.pools.by_role]
+    return sorted(devices.pools.by_role, key=_work_order)
+
+
+def _work_order(role: str) -> tuple[int, str]:
+    known = list(ROLE_COLORS)
+    return known.index(role) if role in known else known.index("critic"), role
+
+
+def _color(role: str) -> str:
+    return ROLE_COLORS.get(role, OTHER_COLOR)
 
 
 def _phase_name(role: str) -> str:
@@ -302,7 +319,7 @@ def _pool_table(devices: DeviceMap) -> Table:
         table.add_column(_phase_name(role))
     for pool in devices.pools.pools:
         cells = [
-            Text(f"{pool.demands[role].slots} work", style=ROLE_COLORS[role])
+            Text(f"{pool.demands[role].slots} work", style=_color(role))
             if role in pool.demands
             else Text("–", style="dim")
             for role in roles
@@ -383,7 +400,7 @@ def _draw_cell(axes: Any, x: int, y: int, cell: DeviceCell | None) -> None:
             0.86,
             height - 0.06,
             boxstyle="round,pad=0,rounding_size=0.05",
-            facecolor=ROLE_COLORS[role],
+            facecolor=_color(role),
             edgecolor="none",
         )
         axes.add_patch(band)
@@ -397,7 +414,7 @@ def _draw_phases(axes: Any, devices: DeviceMap) -> None:
         for x, role in enumerate(roles):
             share = pool.demands[role].slots / pool.size if role in pool.demands else 0.0
             axes.barh(y, 0.96, left=x, height=0.7, color="#EEEEEE")
-            axes.barh(y, 0.96 * share, left=x, height=0.7, color=ROLE_COLORS[role])
+            axes.barh(y, 0.96 * share, left=x, height=0.7, color=_color(role))
             text = f"{role}: {pool.demands[role].slots} of {pool.size}" if share else f"{pool.size} idle"
             color = "white" if share > 0.5 else "#888888"
             axes.text(x + 0.48, y, text, ha="center", va="center", fontsize=8, color=color)

@@ -24,7 +24,7 @@ from ray._private.utils import estimate_available_memory  # private: the memory 
 from ray.job_config import JobConfig
 
 from mrl.config.process_schema import ClusterConfig
-from mrl.config.secrets import ENGINE_KEY, engine_key
+from mrl.config.secrets import ENGINE_KEY, ENGINE_KEYS, engine_key
 from mrl.core.installation import import_environment, python_path
 from mrl.core.run_errors import ProcessesLostError
 from mrl.core.shutdown import shutdown_deadline
@@ -164,11 +164,11 @@ def _restrict_to_loopback() -> None:
 
 
 def _key_setter() -> Callable[[], None]:
-    """Return a function that sets the engine key. Each worker process of an existing cluster runs the function first."""
-    key = engine_key()
+    """Return a function that sets the engine keys. Each worker process of an existing cluster runs the function first."""
+    keys = {ENGINE_KEY: engine_key()} | {name: os.environ[name] for name in (ENGINE_KEYS,) if name in os.environ}
 
     def set_engine_key() -> None:
-        os.environ[ENGINE_KEY] = key
+        os.environ.update(keys)
 
     return set_engine_key
 

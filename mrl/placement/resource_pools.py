@@ -1,8 +1,8 @@
 """Resource pools: which roles of a run use which devices. This module computes the pools from the config, without Ray.
 
-A role is a model with its trainer ranks, or all engines together (see ROLES). A slot is one device: a GPU, or one CPU if the
-cluster has no GPUs. A pool is a set of slots that one or several roles time-share. By default, a pool has as many slots
-as its largest role needs.
+A role is a model with its trainer ranks, or all engines together (see ROLES). The key `roles` may name more models. A slot is
+one device: a GPU, or one CPU if the cluster has no GPUs. A pool is a set of slots that one or several roles time-share. By
+default, a pool has as many slots as its largest role needs.
 """
 
 import difflib
@@ -12,14 +12,16 @@ from math import ceil
 from typing import Any
 
 from mrl.config.process_schema import ClusterConfig
-from mrl.config.schema import RolloutConfig
+from mrl.config.schema import RoleConfig, RolloutConfig
 from parallel.dims import ParallelDims
 
 POOLS_KEY = "placement.pools"
 ROLES = {
-    "actor": "trains the policy; its processes also hold the weights of the reference",
+    "actor": "trains the policy; without a role `reference`, its processes also hold the weights of the reference",
     "critic": "trains the value function",
+    "reference": "computes the log-probabilities of the reference policy",
     "teacher": "computes the log-probabilities that distillation needs",
+    "reward_model": "scores responses",
     "engines": "sample responses",
 }
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -90,15 +92,19 @@ class Pools:
         return " | ".join(map(str, self.pools))
 
 
-def slot_demands(rollout: RolloutConfig, dims: Mapping[str, ParallelDims]) -> dict[str, SlotDemand]:
-    """Return the number of slots that each role needs. `dims`: role -> layout of its model.
+def slot_demands(
+    rollout: RolloutConfig, dims: Mapping[str, ParallelDims], served: Mapping[str, RoleConfig] | None = None
+) -> dict[str, SlotDemand]:
+    """Return the number of slots that each role needs. `dims`: role -> layout of its model. `served`: models that SGLang serves.
 
     Engines need no slots if the run replays recorded rollouts or uses external servers (rollout.engine_urls).
     """
     demands = {role: SlotDemand(layout.world_size, layout.tp) for role, layout in dims.items()}
     if not (rollout.replay or rollout.engine_urls):
         demands["engines"] = SlotDemand(rollout.num_engines * rollout.engine_tp, rollout.engine_tp)
-    return demands
+    return demands | {
+        name: SlotDemand(role.num_engines * role.engine_tp, role.engine_tp) for name, role in (served or {}).items()
+    }
 
 
 def make_pools(section: Mapping[str, Any], demands: Mapping[str, SlotDemand]) -> Pools:
@@ -107,7 +113,10 @@ def make_pools(section: Mapping[str, Any], demands: Mapping[str, SlotDemand]) ->
     `demands`: role -> slots that the role needs. Raises ValueError for an unknown role or key, for a role in no pool or in
     several pools, and for a pool that is too small.
     """
-    specs = {name: _checked_spec(name, spec) for name, spec in (section or {role: [role] for role in ROLES}).items()}
+    roles = [*ROLES, *(role for role in demands if role not in ROLES)]
+    specs = {
+        name: _checked_spec(name, spec, roles) for name, spec in (section or {role: [role] for role in roles}).items()
+    }
     pool_names: dict[str, str] = {}
     for name, spec in specs.items():
         for role in spec["roles"]:
@@ -125,7 +134,7 @@ def make_pools(section: Mapping[str, Any], demands: Mapping[str, SlotDemand]) ->
     return Pools(tuple(pool for pool in pools if pool.demands))
 
 
-def _checked_spec(name: str, spec: Any) -> dict[str, Any]:
+def _checked_spec(name: str, spec: Any, known_roles: Sequence[str]) -> dict[str, Any]:
     """Return the config of a pool as a mapping with all POOL_FIELDS. `spec` may also be just the list of roles."""
     key = f"{POOLS_KEY}.{name}"
     fields = dict(spec) if isinstance(spec, Mapping) else dict(roles=spec)
@@ -136,11 +145,13 @@ def _checked_spec(name: str, spec: Any) -> dict[str, Any]:
             )
     roles = fields.get("roles")
     if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
-        raise ValueError(f"{key}={roles!r}: expected a list of roles ({_listed(ROLES)}), as in {key}=[actor].")
+        raise ValueError(f"{key}={roles!r}: expected a list of roles ({_listed(known_roles)}), as in {key}=[actor].")
     for role in roles:
-        if role not in ROLES:
-            note = " (the reference is in the actor's processes)" if role == "reference" else ""
-            raise ValueError(f"{key}: {role!r} is not a role{note}; expected {_listed(ROLES)}{_hint(role, ROLES)}")
+        if role not in known_roles:
+            raise ValueError(
+                f"{key}: {role!r} is not a role; expected {_listed(known_roles)}, or a model in the key `roles` whose column the "
+                f"algorithm reads{_hint(role, known_roles)}"
+            )
     if (strategy := fields.setdefault("strategy", "PACK")) not in STRATEGIES:
         hint = _hint(str(strategy).upper(), STRATEGIES)
         raise ValueError(f"{key}.strategy={strategy!r}: expected {_listed(STRATEGIES)}{hint}")
@@ -158,7 +169,7 @@ def _pool(name: str, spec: Mapping[str, Any], demands: Mapping[str, SlotDemand])
         largest = max(demands, key=lambda role: demands[role].slots)
         raise ValueError(
             f"{POOLS_KEY}.{name}.gpus={gpus}: the role {largest} needs {size} GPUs; leave gpus out, set it to {size}, or make "
-            f"{largest} smaller ({_SIZE_KEYS[largest]})."
+            f"{largest} smaller ({_SIZE_KEYS.get(largest, f'roles.{largest}.parallel.*')})."
         )
     return Pool(name, demands, gpus or size, spec["strategy"])
 
@@ -166,7 +177,6 @@ def _pool(name: str, spec: Mapping[str, Any], demands: Mapping[str, SlotDemand])
 _SIZE_KEYS = {
     "actor": "parallel.*",
     "critic": "critic.parallel.*",
-    "teacher": "teacher.parallel.*",
     "engines": "rollout.num_engines x rollout.engine_tp",
 }
 

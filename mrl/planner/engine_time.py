@@ -26,7 +26,7 @@ class EngineTime:
     shape: ModelShape
     cluster: GpuCluster
     tp: int
-    memory_fraction: float = DEFAULT_MEM_FRACTION  # fraction of a GPU's memory for model weights and KV cache
+    memory_fraction: float = DEFAULT_MEM_FRACTION  # part of GpuCluster.memory_bytes for model weights and KV cache
     max_requests: int | None = None  # largest number of requests that run together; None: as many as the KV cache holds
     kv_itemsize: int = WEIGHT_BYTES  # bytes of one element of the KV cache
 
@@ -67,7 +67,7 @@ class EngineTime:
         return 2 * self.shape.token_macs / self.tp / self.cluster.matmul_flops_per_s
 
     def _all_reduce_s(self, tokens: float) -> float:
-        """Return the seconds of two all-reduces per layer for `tokens` tokens.
+        """Return the seconds of all all-reduces of one decoding step, of `tokens` tokens: two all-reduces in each layer.
 
         The result includes the latency even for an engine on one GPU. There, the latency stands for the time to launch the
         kernels of the layer.
@@ -82,9 +82,9 @@ class EngineTime:
         function equals `decoding_step_s` for one running request and for the largest number of running requests.
         """
         most = self.max_running(lengths)
-        full = max(2, min(most, requests))
-        one, many = self.decoding_step_s(1, lengths.mean_context), self.decoding_step_s(full, lengths.mean_context)
-        request_s = (many - one) / (full - 1)
+        largest = max(2, min(most, requests))  # largest number of requests that run together
+        one, many = self.decoding_step_s(1, lengths.mean_context), self.decoding_step_s(largest, lengths.mean_context)
+        request_s = (many - one) / (largest - 1)
         size = 2 * 2 * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp * self.shape.num_layers
         prefill_s = self._compute_s + size / self.cluster.link_bytes_per_s(self.tp)
         return EngineSpeeds(one - request_s, request_s, prefill_s, most)
@@ -108,10 +108,11 @@ class RolloutTime:
         # Tokens of the requests that run when weights are pushed; after the push, the engine prefills these tokens again.
         prefilled_again = min(most, requests * staleness) * lengths.mean_context
         prefill_s = (prompts + requests + prefilled_again) * speeds.prefill_s
-        shared = requests * lengths.mean * speeds.request_s + prefill_s
-        full = shared + requests * lengths.mean / min(most, requests * (staleness + 1)) * speeds.fixed_step_s
+        responses_s = requests * lengths.mean * speeds.request_s + prefill_s
+        decoding_steps_if_saturated = requests * lengths.mean / min(most, requests * (staleness + 1))
+        saturated_step_s = responses_s + decoding_steps_if_saturated * speeds.fixed_step_s
         steps = decoding_steps(lengths, requests, work.responses, requests if staleness else most)
-        return cls(staleness, steps * speeds.fixed_step_s, shared, full)
+        return cls(staleness, steps * speeds.fixed_step_s, responses_s, saturated_step_s)
 
     def step_s(self, train_s: float) -> float:
         """Return the seconds of a training step without the weight push, if training takes `train_s` of these seconds.
@@ -121,14 +122,15 @@ class RolloutTime:
         must be sampled within (K + 1) * step_s - train_s seconds. Work that grows with the number of responses takes the fraction
         responses_s / step_s of the time. Only the rest is left for the fixed part of the decoding steps. So the longest response
         takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
-        `longest_in_time` is the step_s for which these two expressions are equal (the larger root of a quadratic equation).
+        `longest_response_step_s` is the step_s for which these two expressions are equal (the larger root of a quadratic
+        equation): in shorter steps, the longest response would not be finished in time.
         """
         if not self.staleness:
             return train_s + self.fixed_decoding_s + self.responses_s
         steps, responses_s = self.staleness + 1, self.responses_s
         linear = steps * responses_s + train_s + self.fixed_decoding_s
-        longest_in_time = (linear + sqrt(linear**2 - 4 * steps * train_s * responses_s)) / (2 * steps)
-        return max(train_s, self.saturated_step_s, longest_in_time)
+        longest_response_step_s = (linear + sqrt(linear**2 - 4 * steps * train_s * responses_s)) / (2 * steps)
+        return max(train_s, self.saturated_step_s, longest_response_step_s)
 
 
 def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, running: int) -> float:
@@ -146,10 +148,10 @@ def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, r
 def push_s(
     shape: ModelShape, cluster: GpuCluster, trainers: int, engines: int, engine_tp: int, bucket_bytes: int
 ) -> float:
-    """Return the seconds of a weight push by messages from `trainers` GPUs to `engines` engines.
+    """Return the seconds of a weight push with weight_sync.transport=process_group: `trainers` GPUs send to `engines` engines.
 
     All trainer GPUs send the same number of bytes, and every engine receives a full copy (mrl/weight_sync/transfer_plan.py). The
-    push takes as long as the slower side.
+    push takes as long as the sending of a trainer GPU or the receiving of an engine GPU, whichever takes longer.
     """
     weights = WEIGHT_BYTES * shape.num_weights
     sent, received = weights * engines / trainers, weights / engine_tp
@@ -159,7 +161,10 @@ def push_s(
 
 
 def push_within_a_node_s(shape: ModelShape, cluster: GpuCluster, trainers: int, engine_tp: int) -> float:
-    """Return the seconds of a weight push within one node. The trainers write the weights once; every engine reads them all."""
+    """Return the seconds of a weight push between trainers and engines on the same GPUs of one node.
+
+    All trainers together send the weights once over NVLink, and every engine receives them all.
+    """
     weights = WEIGHT_BYTES * shape.num_weights
     return max(weights / trainers, weights / engine_tp) / cluster.nvlink_bytes_per_s
 
@@ -186,7 +191,9 @@ class SimulatedRequest:
     """
 
     key: Hashable  # identifies the request for the caller
-    prompt: Hashable  # equal for requests with the same prompt; only the first of these requests prefills the prompt
+    # Equal for requests with the same prompt. The first of these requests prefills the prompt. The others find all tokens of the
+    # prompt except the last one in the prefix cache
+    prompt: Hashable
     prompt_tokens: int
     response_tokens: int
     decoded: float = 0.0  # number of decoded tokens when the request last left the running batch
@@ -228,7 +235,10 @@ class EngineQueue:
         return len(self._running) + len(self.waiting)
 
     def next_finish(self) -> float:
-        """Return the time at which the next request finishes if no call changes the queue. Infinity if no request is decoding."""
+        """Return the time at which the next request finishes if no call changes the queue.
+
+        Returns infinity if no request runs or the engine is paused.
+        """
         if self.paused or not self._running:
             return inf
         return self.now + self._prefill_left_s + self._steps_left() * self.speeds.decoding_step_s(len(self._running))

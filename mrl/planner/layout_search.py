@@ -2,8 +2,14 @@
 
 The seconds of the trainers depend only on the layout and the number of GPUs of the trainers. The seconds of the engines depend
 only on the layout and the number of GPUs of the engines. So the search evaluates trainers and engines separately for every number
-of GPUs. Then the search compares all divisions of the GPUs between trainers and engines. The search is deterministic, and
-finds the exact optimum of the predicted seconds.
+of GPUs. Then the search compares all divisions of the GPUs between trainers and engines.
+
+The search is deterministic. It finds the shortest predicted step among the candidates that it considers:
+
+- As many engines as fit on the GPUs that the trainers leave, or on the trainers' GPUs if they share them. There are at most as
+  many engines as responses in a step, or as many as plan.fix says.
+- On several nodes, the replicas of the trained model fill whole nodes.
+- Trainers recompute activations only if they do not fit in memory otherwise.
 """
 
 from __future__ import annotations
@@ -37,7 +43,8 @@ If a layout fits with some number of replicas, it also fits with every larger nu
 def memory_check(shape: ModelShape, cluster: GpuCluster, settings: TrainerSettings) -> FitsInMemory:
     """Return a function that tells whether the rank that needs the most memory fits on its GPU in every phase of a step.
 
-    The returned function counts memory in the same way as `mrl plan memory`.
+    The returned function is stricter than `mrl plan memory`: it subtracts plan.reserve_gb for two processes and the buckets of
+    the weight sync in every phase, also for trainers that do not share their GPUs with engines.
     """
     available_bytes = cluster.memory_bytes - SENDER_BUCKETS * settings.bucket_bytes
 
@@ -68,7 +75,7 @@ class TrainerCandidate:
         return self.layout.gpus * self.replicas
 
     @property
-    def sizes(self) -> ReplicaLayout:
+    def layout_without_vpp(self) -> ReplicaLayout:
         """The layout without virtual pipeline stages."""
         return replace(self.layout, vpp=1)
 
@@ -92,7 +99,7 @@ class RunCandidate:
 
     @property
     def rollout_s(self) -> float:
-        """Seconds of a step without the weight push, if training took no time."""
+        """Seconds of a step that only samples: training, weight push and offloading take no time."""
         return self.rollout.step_s(0.0)
 
     @property
@@ -111,9 +118,12 @@ class RunCandidate:
         return self.placement, self.mode, self.trainers.layout, self.engine_tp
 
     @property
-    def sizes(self) -> tuple:
-        """Key that is the same for candidates whose trainers differ only in replicas and in virtual pipeline stages."""
-        return self.placement, self.trainers.sizes
+    def placement_and_layout(self) -> tuple:
+        """Key that is the same for candidates with the same placement and trainer layout.
+
+        The candidates may differ in virtual pipeline stages, in the number of replicas, in the engines and in the mode.
+        """
+        return self.placement, self.trainers.layout_without_vpp
 
     @property
     def order(self) -> tuple:
@@ -125,24 +135,24 @@ class RunCandidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, and the numbers of layouts that the search evaluated and excluded."""
+    """The best candidates, the number of evaluated trainer layouts, and the reasons for which choices were excluded."""
 
-    best: list[
-        RunCandidate
-    ]  # fastest first; each has different `sizes`, or a different `kind` if there are too few sizes
+    # Fastest first. All have different `placement_and_layout`. If there are too few such candidates, the list also has
+    # candidates that differ only in `kind`
+    best: list[RunCandidate]
     best_of_each: list[RunCandidate]  # the fastest candidate of each combination of placement and mode
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
-    excluded: Counter[str]  # reason -> number of choices that it has excluded
+    excluded: Counter[str]  # reason -> number of layouts and engine sizes that were excluded for this reason
 
 
 @dataclass(eq=False)
 class LayoutSearch:
-    """Search for the fastest configuration of one model, one workload and one cluster."""
+    """Searches for the configuration of one model, one workload and one cluster that has the shortest predicted step."""
 
     space: LayoutSpace
     work: StepWorkload
     fits: FitsInMemory
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: int = 64 * 2**20  # bytes of a bucket of the weight sync: weight_sync.bucket_bytes
     memory_fraction: float = DEFAULT_MEM_FRACTION
     max_requests: int | None = None  # largest number of running requests of one engine: sglang.max_running_requests
     kv_itemsize: int = WEIGHT_BYTES  # bytes of one element of the KV cache
@@ -164,10 +174,10 @@ class LayoutSearch:
         for candidate in candidates:
             by_kind.setdefault(candidate.kind, candidate)
             by_mode.setdefault((candidate.placement, candidate.mode), candidate)
-        by_sizes: dict[tuple, RunCandidate] = {}
+        by_layout: dict[tuple, RunCandidate] = {}
         for candidate in candidates:
-            by_sizes.setdefault(candidate.sizes, candidate)
-        chosen = list(by_sizes.values())[:count]
+            by_layout.setdefault(candidate.placement_and_layout, candidate)
+        chosen = list(by_layout.values())[:count]
         others = [candidate for candidate in by_kind.values() if candidate not in chosen]
         best = sorted([*chosen, *others[: count - len(chosen)]], key=lambda candidate: candidate.order)
         return SearchResult(best, list(by_mode.values()), self.evaluated, +self.space.excluded)
@@ -177,8 +187,8 @@ class LayoutSearch:
     ) -> tuple[dict[int, list[TrainerCandidate]], dict[int, list[TrainerCandidate]]]:
         """Return two mappings from a number of GPUs to the `count` fastest trainer candidates on this number of GPUs.
 
-        The candidates of a number of GPUs have different `sizes`. The first mapping is for trainers on GPUs of their own. The
-        second mapping is for trainers that share GPUs with engines.
+        The candidates of a number of GPUs have different `layout_without_vpp`. The first mapping is for trainers on GPUs of
+        their own. The second mapping is for trainers that share GPUs with engines.
         """
         timed = list(self._timed_layouts())
         if not timed:
@@ -195,13 +205,13 @@ class LayoutSearch:
             starts = np.flatnonzero(np.diff(gpus[order], prepend=0))
             fastest: dict[int, list[TrainerCandidate]] = {}
             for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-                by_sizes: dict[ReplicaLayout, TrainerCandidate] = {}
+                by_layout: dict[ReplicaLayout, TrainerCandidate] = {}
                 for n in order[start:end].tolist():
                     each = TrainerCandidate(layouts[index[n]], int(replicas[n]), float(seconds[n]), float(switch[n]))
-                    by_sizes.setdefault(each.sizes, each)
-                    if len(by_sizes) == count:
+                    by_layout.setdefault(each.layout_without_vpp, each)
+                    if len(by_layout) == count:
                         break
-                fastest[int(gpus[order[start]])] = list(by_sizes.values())
+                fastest[int(gpus[order[start]])] = list(by_layout.values())
             return fastest
 
         return fastest_by(seconds), fastest_by(seconds + switch)
@@ -285,7 +295,12 @@ class LayoutSearch:
     def _colocated(
         self, gpus: int, trainers: Sequence[TrainerCandidate], engines: Sequence[EngineTime]
     ) -> Iterator[RunCandidate]:
-        """Yield candidates whose engines use the trainers' GPUs only, because an engine gets its weights from its own GPU."""
+        """Yield candidates whose engines use only GPUs of the trainers, and get their weights by weight_sync.transport=cuda_ipc.
+
+        With this transport, every engine rank must share its GPU with a trainer rank. On one node, the weight push is predicted
+        for links within the node. On several nodes, it is predicted as that of process_group, because the trainer ranks first
+        pass the weights on between nodes; the copies on each GPU are neglected.
+        """
         cluster, shape = self.space.cluster, self.space.shape
         for engine in engines:
             if not (count := self._num_engines(engine, gpus)):
@@ -336,7 +351,7 @@ class LayoutSearch:
         return self._engine_time(candidate.engine_tp).max_running(self.work.lengths), requested
 
     def parts(self, candidate: RunCandidate) -> dict[str, float]:
-        """Return the seconds of each part of a step: the PARTS of training, rollout, push and switch."""
+        """Return part of a step -> seconds. The parts are the PARTS of training, and rollout, push and switch."""
         trainers = candidate.trainers
         trainer_parts = self._trainer_time(trainers.layout).times(np.array([trainers.replicas])).at(0)
         others = dict(rollout=candidate.rollout_s, push=candidate.push_s, switch=candidate.switch_s)
@@ -362,7 +377,7 @@ MIN_REPORTED_FRACTION = 0.005  # a part is reported if its difference is larger 
 
 
 def explain_limits(search: LayoutSearch, best: RunCandidate) -> list[str]:
-    """Return three lines about the best candidate: balance of sampling and training, limit of sampling, limit of training."""
+    """Return three lines: how sampling and training share the step, what limits sampling, and what training spends time on."""
     return [_balance(best), _sampling_limit(search, best), _training_limit(search, best)]
 
 

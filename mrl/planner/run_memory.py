@@ -270,6 +270,12 @@ def _gpu_phases(
             parts = {"weights": engine.weights, "kv cache": max(0, engine.kv_cache)}
             yield GpuPhase(pool.name, role, "rollout", parts | buckets | reserve, limit, "each")
             continue
+        if role not in trainers:  # SGLang serves this model to rewards
+            served = int(
+                limit * (config.roles[role].get("sglang", {}).get("mem_fraction_static") or DEFAULT_MEM_FRACTION)
+            )
+            yield GpuPhase(pool.name, role, "rollout", {"weights and kv cache": served} | reserve, limit, "each")
+            continue
         memory = trainers[role]
         for phase in memory.by_phase:
             if phase == "weight_sync" and (role != "actor" or (shared and "engines" in pool.demands)):

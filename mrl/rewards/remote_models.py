@@ -1,6 +1,7 @@
 """Rewards from remote models over HTTP: a language model that judges, and a scalar reward model that SGLang serves."""
 
 import asyncio
+import itertools
 import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,8 +10,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mrl.config.secrets import engine_key_from
-from mrl.rewards.reward_types import Response, Score, as_number, gather_scores
+from mrl.config.secrets import authorization, engine_key_from
+from mrl.rewards.reward_types import Response, Reward, Score, as_number, gather_scores, single_rewards
 
 Json = dict[str, Any]
 Post = Callable[[Json], Awaitable[Any]]
@@ -25,20 +26,36 @@ class RetryableError(RemoteError):
     """The service answered with a status that may be temporary: 408, 425, 429 or 5xx."""
 
 
+_SERVERS: dict[str, list[str]] = {}  # name of a model of the key `roles` -> URLs of its servers
+
+
+def set_servers(role: str, urls: Sequence[str]) -> None:
+    """Record the URLs at which SGLang serves a model of the key `roles`. The process that owns the servers calls this."""
+    _SERVERS[role] = list(urls)
+
+
+def called_roles(reward: Reward) -> list[str]:
+    """Return the names of the models of the key `roles` that a reward, or an inner reward of it, calls."""
+    return [name for each in single_rewards(reward) if (name := getattr(each, "role", ""))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class HttpService:
     """Base class of rewards that call an HTTP service. It limits the concurrency and the time of calls, and repeats failed calls.
 
-    A call is repeated after a network error, a timeout, or an answer with the status 408, 425, 429 or 5xx. The pauses
-    between attempts grow.
+    The service is at `url`, or it is a model of the key `roles` that the run itself serves. The calls are distributed over all
+    servers of such a model. A call is repeated after a network error, a timeout, or an answer with the status 408, 425, 429
+    or 5xx. The pauses between attempts grow.
 
-    Raises ValueError for a malformed URL and for a limit that is not positive. Also raises ValueError if the environment
-    variable that `api_key_env` names is not set, or if an HTTP header cannot contain its value.
+    Raises ValueError unless exactly one of `url` and `role` is given, for a malformed URL, and for a limit that is not positive.
+    Also raises ValueError if the environment variable that `api_key_env` names is not set, or if an HTTP header cannot contain
+    its value.
     """
 
     needs_server: ClassVar[bool] = True
 
-    url: str  # base URL of the server, for example http://HOST:PORT
+    url: str = ""  # base URL of the server, for example http://HOST:PORT
+    role: str = ""  # name of a model of the key `roles` that the run serves, in place of `url`
     concurrency: int = 32  # number of concurrent calls
     timeout_s: float = 60.0  # time limit of one attempt in seconds
     attempts: int = 3  # largest number of attempts per call
@@ -46,7 +63,11 @@ class HttpService:
     api_key_env: str | None = None  # name of an environment variable, whose value is sent as Bearer token
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        if bool(self.url) == bool(self.role):
+            raise ValueError(
+                f"url={self.url!r}, role={self.role!r}: give the URL of a server, or the name of a served role."
+            )
+        if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url!r}: expected http://HOST:PORT or https://HOST.")
         for name in ("concurrency", "timeout_s", "attempts", "deadline_s"):
             if vars(self)[name] <= 0:
@@ -63,30 +84,53 @@ class HttpService:
 
         limits = httpx.Limits(max_connections=self.concurrency)
         async with httpx.AsyncClient(timeout=self.timeout_s, limits=limits, headers=self._headers()) as client:
+            number = itertools.count()
 
             async def post(body: Json) -> Any:
-                return await self._post(client, self.url.rstrip("/") + path, body)
+                return await self._post(client, path, body, next(number))
 
             bound = [_bind_post(call, post) for call in calls]
             return await gather_scores(bound, concurrency=self.concurrency, deadline_s=self.deadline_s)
 
     def _headers(self) -> dict[str, str]:
+        if self.role:
+            return authorization()
         return {"Authorization": f"Bearer {engine_key_from(self.api_key_env)}"} if self.api_key_env else {}
 
-    async def _post(self, client: Any, url: str, body: Json) -> Any:
+    def _url(self, path: str, number: int) -> str:
+        """Return the URL for attempt `number`. Successive numbers use the servers of a role one after another."""
+        if not self.role:
+            return self.url.rstrip("/") + path
+        if not (urls := _SERVERS.get(self.role)):
+            raise RemoteError(f"no server of roles.{self.role} runs")
+        return urls[number % len(urls)] + path
+
+    async def _post(self, client: Any, path: str, body: Json, number: int) -> Any:
         import httpx
-        from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+        from tenacity import (
+            AsyncRetrying,
+            retry_if_exception_type,
+            stop_after_attempt,
+            stop_after_delay,
+            wait_random_exponential,
+        )
 
         retrying = AsyncRetrying(
-            stop=stop_after_attempt(self.attempts),
+            stop=stop_after_delay(self.deadline_s) if self.role else stop_after_attempt(self.attempts),
             wait=wait_random_exponential(multiplier=0.25, max=10),
             retry=retry_if_exception_type((httpx.TransportError, RetryableError, TimeoutError)),
             reraise=True,
         )
+        attempts = itertools.count(number)
+
+        async def attempt() -> Any:  # tenacity awaits the result only of a function that is declared async
+            return await self._try(client, self._url(path, next(attempts)), body)
+
         try:
-            return await retrying(self._try, client, url, body)
+            return await retrying(attempt)
         except (TimeoutError, httpx.TimeoutException):
-            raise RemoteError(f"{url} gave no answer within {self.timeout_s} s in {self.attempts} attempts") from None
+            url, tried = self._url(path, number), next(attempts) - number
+            raise RemoteError(f"{url} gave no answer within {self.timeout_s} s in {tried} attempts") from None
 
     async def _try(self, client: Any, url: str, body: Json) -> Any:
         async with asyncio.timeout(self.timeout_s):  # the timeout of httpx limits each read, not the whole request
@@ -132,7 +176,7 @@ class Judge(HttpService):
 
     in_process: ClassVar[bool] = True  # it only waits for the network
 
-    model: str  # name of the model on the server
+    model: str = ""  # name of the model on the server; a model of the key `roles` needs none
     template: str = JUDGE_TEMPLATE  # message to the judge; {prompt}, {response} and {ground_truth} are replaced
     # Regular expression that finds the number in the answer of the judge. The last match counts.
     pattern: str = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"

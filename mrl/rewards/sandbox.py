@@ -197,7 +197,7 @@ def _start(
         "readable": [*dict.fromkeys([*stdlib, *_SYSTEM_PATHS, *_DEVICE_FILES, *path])],
         "path": list(path),
         "parent": os.getpid(),
-        "filter": (program.code, program.pid_offsets),
+        "filter": (program.code, program.own_pid_offsets),
         "source_fd": source,
         "status_fd": write_end,
     }

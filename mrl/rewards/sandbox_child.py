@@ -3,7 +3,9 @@
 `mrl.rewards.sandbox` runs this file as a script without site packages (`python -I -S sandbox_child.py CONFIG`). The file
 imports only modules of the standard library that load fast (not json, signal or typing).
 
-The order of the steps matters: resource limits, Landlock, capabilities, seccomp, and last the compilation of the program.
+The process sets resource limits, restricts itself with Landlock, drops its capabilities, installs the seccomp filter, and last
+compiles the program. The filter comes after the other restrictions, because it refuses the system calls that set them. The
+compilation comes last, because a hostile program may attack or exhaust the compiler.
 If a restriction fails, the process ends before it writes `RESTRICTED`, and the sandbox reports that the program was not run.
 """
 
@@ -46,9 +48,9 @@ def landlock_abi() -> int:
 
 def seccomp_works() -> bool:
     """Return whether the kernel supports seccomp filters that kill the process."""
-    numbers = {"x86_64": 317, "aarch64": 277}
+    call_numbers = {"x86_64": 317, "aarch64": 277}  # machine -> number of the system call seccomp
     action = ctypes.c_uint32(0x80000000)  # SECCOMP_RET_KILL_PROCESS
-    return _libc.syscall(numbers.get(os.uname().machine, -1), 2, 0, ctypes.byref(action)) == 0
+    return _libc.syscall(call_numbers.get(os.uname().machine, -1), 2, 0, ctypes.byref(action)) == 0
 
 
 def _allow_path(ruleset: int, path: str, rights: int) -> None:
@@ -62,20 +64,23 @@ def _allow_path(ruleset: int, path: str, rights: int) -> None:
 
 
 def restrict_files(work: str, readable: list[str]) -> None:
-    """Restrict access to files.
+    """Restrict access to files, and with newer kernels also to sockets and other processes, by Landlock.
 
     After this call, the process can read only the paths `readable`, plain files in the folder `work`, and /dev/null. It can
-    write only plain files in `work`, and /dev/null.
+    write only plain files in `work`, and /dev/null. If the kernel's Landlock can refuse them, the process can also open no TCP
+    connection, connect to no abstract socket outside, and send no signal to other processes. Raises OSError if the kernel
+    refuses a rule.
     """
     abi = landlock_abi()
-    handled = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= abi)]
-    # Refuse TCP (from ABI 4 on), and abstract sockets and signals (from ABI 6 on).
+    restricted_rights = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= abi)]
+    # Bit masks: 3 refuses to bind and to connect TCP sockets (from ABI 4 on), and to use abstract sockets of other processes and
+    # to send them signals (from ABI 6 on).
     tcp, scope = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)
-    attributes = struct.pack("QQQ", handled, tcp, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    attributes = struct.pack("QQQ", restricted_rights, tcp, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
     ruleset = _require_success(
         _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock"
     )
-    _allow_path(ruleset, work, _WORK_RIGHTS & handled)
+    _allow_path(ruleset, work, _WORK_RIGHTS & restricted_rights)
     for path in readable:
         _allow_path(ruleset, path, _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE)
     _allow_path(ruleset, "/dev/null", _READ_FILE | _WRITE_FILE)
@@ -87,9 +92,9 @@ def restrict_files(work: str, readable: list[str]) -> None:
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Set hard resource limits.
+    """Lower the soft and the hard limit of resources: name of RLIMIT_NAME -> limit. Limits that are lower already stay.
 
-    The limit of core dumps is 1 byte, because with any other limit the kernel may start a handler of core dumps.
+    The limit of core dumps is 1 byte. With any other limit, even 0, the kernel may start a program that handles core dumps.
     """
     for name, value in {"CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
         number = getattr(resource, f"RLIMIT_{name}")
@@ -106,17 +111,20 @@ def drop_capabilities() -> None:
     _require_success(_libc.capset(header, nothing), "capset")
 
 
-def restrict_system_calls(code: bytes, pid_offsets: tuple[int, ...]) -> None:
+def restrict_system_calls(code: bytes, own_pid_offsets: tuple[int, ...]) -> None:
     """Install the seccomp filter, permanently. The arguments are the fields of mrl.rewards.sandbox_filter.SeccompProgram."""
     buffer = ctypes.create_string_buffer(code, len(code))
-    for offset in pid_offsets:
+    for offset in own_pid_offsets:
         struct.pack_into("I", buffer, offset, os.getpid())
     header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
     _require_success(_libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
 
 
 def restrict_process(config: dict) -> None:
-    """Apply all restrictions to this process. Raises OSError if the kernel refuses a restriction."""
+    """Apply all restrictions to this process.
+
+    Raises OSError or ValueError if the kernel refuses a restriction, and AssertionError if the parent process has ended.
+    """
     limit_resources(config["limits"])
     _libc.mallopt(-8, 1)  # only one malloc arena, because each arena reserves 64 MiB of the limited address space
     _require_success(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")

@@ -139,7 +139,7 @@ class SeccompProgram:
     """A BPF program as an array of `struct sock_filter`, in which the process id is still missing."""
 
     code: bytes
-    pid_offsets: tuple[int, ...]  # where the child writes its process id, as 4 bytes
+    own_pid_offsets: tuple[int, ...]  # offsets in `code` at which the child writes its own process id, as 4 bytes
 
     @classmethod
     def of(cls, instructions: list[tuple[int, int, int, int]]) -> "SeccompProgram":

@@ -217,25 +217,15 @@ class EngineClient(EngineControl):
         input_ids: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         *,
+        logprobs: bool = True,
         routed_experts: bool = False,
     ) -> list[Completion]:
         """Sample like `generate`, but asynchronously and without a deadline. It is meant for many concurrent requests.
 
         Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
         """
-        import aiohttp  # imported here because the import takes half a second and other users of this module do not need it
-
-        body = orjson.dumps(_generate_body(input_ids, sampling, True, routed_experts))
-        headers, started_at = {"content-type": "application/json"} | authorization(), time.time()
-        try:
-            async with http.post(f"{self.url}/generate", data=body, headers=headers) as response:
-                status, content = response.status, await response.read()
-        except aiohttp.ClientConnectorError as error:
-            raise EngineUnreachableError(f"takes no connections: {error}") from error
-        except (OSError, aiohttp.ClientError) as error:
-            raise EngineFaultError(f"{self.url}/generate cannot be reached: {type(error).__name__}: {error}") from error
-        if status in RETRYABLE_STATUSES or status >= 500:
-            raise EngineFaultError(f"{self.url}/generate answered {status}: {content[:200].decode(errors='replace')}")
+        body, started_at = orjson.dumps(_generate_body(input_ids, sampling, logprobs, routed_experts)), time.time()
+        status, content, _ = await self.post_async(http, "/generate", body)
         answers = self._read("/generate", status, content)
         pairs = zip(answers, input_ids, strict=True)
         completions = [self._completion(answer, prompt, routed_experts) for answer, prompt in pairs]
@@ -255,6 +245,25 @@ class EngineClient(EngineControl):
             record("request", "request", started_at, time.time() - started_at, engine=self.url, **sizes)
         return completions
 
+    async def post_async(self, http: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int, bytes, str]:
+        """Send a JSON body by POST, without a deadline. Returns the status, the content and the content type of the answer.
+
+        Raises EngineUnreachableError or EngineFaultError if the engine failed. An answer that refuses the request is returned.
+        """
+        import aiohttp  # imported here because the import takes half a second and other users of this module do not need it
+
+        headers = {"content-type": "application/json"} | authorization(self.url)
+        try:
+            async with http.post(f"{self.url}{path}", data=body, headers=headers) as response:
+                status, content, kind = response.status, await response.read(), response.content_type
+        except aiohttp.ClientConnectorError as error:
+            raise EngineUnreachableError(f"takes no connections: {error}") from error
+        except (OSError, aiohttp.ClientError) as error:
+            raise EngineFaultError(f"{self.url}{path} cannot be reached: {type(error).__name__}: {error}") from error
+        if status in RETRYABLE_STATUSES or status >= 500:
+            raise EngineFaultError(f"{self.url}{path} answered {status}: {content[:200].decode(errors='replace')}")
+        return status, content, kind
+
     async def heartbeat(self, http: aiohttp.ClientSession, timeout_s: float) -> Hashable:
         """Return a value that changes whenever the scheduler has computed something; None if the server does not answer.
 
@@ -265,7 +274,7 @@ class EngineClient(EngineControl):
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with http.get(
-                f"{self.url}/v1/loads", params={"include": "core"}, headers=authorization(), timeout=limit
+                f"{self.url}/v1/loads", params={"include": "core"}, headers=authorization(self.url), timeout=limit
             ) as answer:
                 if answer.status != httpx.codes.OK:
                     return time.monotonic()

@@ -18,10 +18,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_random_exponential,
+)
 
 from mrl.rollout.agents.tool_agent import ConcurrencyLimits, Conversation, GenerateTurn, run_conversations
 from mrl.rollout.client import (
@@ -35,7 +42,7 @@ from mrl.rollout.client import (
 from mrl.rollout.engines.hosts import AnyEngineServer, EngineServers
 from mrl.rollout.engines.server import ExternalEngine, check_seed_support, check_stop_support
 from mrl.rollout.rollout_log import CompletionCache
-from mrl.rollout.spec import RolloutSpec
+from mrl.rollout.spec import PoolSettings
 from mrl.rollout.staleness_buffer import MAX_RESPONSES_PER_REQUEST
 from mrl.rollout.trajectory import Trajectory
 
@@ -65,7 +72,11 @@ class PooledEngine:
     expected_work: float = 0.0  # sum over the pending requests, in tokens or in number of responses (see `generate`)
     faults: int = 0  # number of failed requests in a row
     failure: str | None = None  # reason why the engine is out of service; None: it is in service
-    requests: set[asyncio.Task[list[Completion]]] = field(default_factory=set)  # pending HTTP requests
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
+
+
+type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutine[Any, Any, T]]
+"""Function that sends one request to an engine. Its coroutine raises EngineFaultError if the engine failed."""
 
 
 @dataclass
@@ -76,14 +87,17 @@ class StickySession:
 
 
 class EnginePool:
-    """All engines of one rollout worker. The pool replaces failed engines; the driver then pushes weights to the new engines."""
+    """All engines of one rollout worker or of `mrl generate`. The pool starts a new engine for each engine that fails.
 
-    def __init__(self, spec: RolloutSpec) -> None:
+    The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes weights.
+    """
+
+    def __init__(self, spec: PoolSettings) -> None:
         """Start the engines. Returns before the engines are ready; `wait_ready` waits for them."""
         self.spec = spec
         self.paused = False  # whether the driver has paused the engines; an idle engine then counts as healthy
         self.engines: list[PooledEngine] = []  # changed in the event loop only
-        self._servers = EngineServers(spec)
+        self._servers = EngineServers(spec.engine_group)
         self._loop = EventLoopThread("engines")
         self.submit = self._loop.submit  # runs a coroutine, for example `generate`, in the pool's event loop
         self._http: aiohttp.ClientSession | None = None
@@ -119,7 +133,7 @@ class EnginePool:
             return PooledEngine(client, server.alive, str(server.log_path))
         if self.spec.deterministic:
             check_seed_support(client, "rollout.deterministic")
-        if any(params.stop for params in self.spec.all_sampling):
+        if self.spec.has_stop_texts:
             check_stop_support(client)
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
@@ -172,49 +186,64 @@ class EnginePool:
         if missing:
             inputs, params = [prompts[index] for index in missing], [sampling[index] for index in missing]
             work = float(len(inputs)) if expected_work is None else expected_work
-            max_attempts = self.spec.fault_tolerance.max_response_attempts
-            retrying = AsyncRetrying(
-                stop=stop_after_attempt(max_attempts),
-                wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
-                retry=retry_if_exception_type(EngineFaultError),
-                reraise=True,
+            options = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
+            request = partial(EngineClient.generate_async, input_ids=inputs, sampling=params, **options)
+            completions = await self._retrying(
+                self._send, session or self.open_session(), request, len(inputs), work
             )
-            try:
-                completions = await retrying(self._send, session or self.open_session(), inputs, params, work)
-            except EngineFaultError as fault:
-                raise EngineError(
-                    f"a request failed {max_attempts} times (fault_tolerance.max_response_attempts); the last failure: {fault}"
-                ) from fault
             sampled = [numbers[index] for index in missing]
             if cache is not None:
                 cache.put(sampled, inputs, completions)
             found |= dict(zip(sampled, completions, strict=True))
         return [found[number] for number in numbers]
 
-    async def _send(
-        self,
-        session: StickySession,
-        prompts: Sequence[list[int]],
-        sampling: Sequence[SamplingParams],
-        expected_work: float,
-    ) -> list[Completion]:
-        """Send one request to the session's engine. If the request fails, choose another engine and raise EngineFaultError."""
+    async def forward(self, path: str, body: bytes) -> tuple[int, bytes, str]:
+        """Send a JSON body to the least busy engine. Returns the status, the content and the content type of the answer.
+
+        Must run in the pool's event loop. A failed request is repeated, and errors are raised, as in `generate`. An answer that
+        refuses the request is returned.
+        """
+        request = partial(EngineClient.post_async, path=path, body=body)
+        return await self._retrying(self._send, self.open_session(), request, 1, 1.0)
+
+    @property
+    def _retrying(self) -> AsyncRetrying:
+        """Calls a coroutine function again if it raises EngineFaultError, up to `fault_tolerance.max_response_attempts` times."""
+        max_attempts = self.spec.fault_tolerance.max_response_attempts
+
+        def give_up(state: RetryCallState) -> NoReturn:
+            fault = state.outcome.exception() if state.outcome else None
+            raise EngineError(
+                f"a request failed {max_attempts} times (fault_tolerance.max_response_attempts); the last failure: {fault}"
+            ) from fault
+
+        return AsyncRetrying(
+            stop=stop_after_attempt(max_attempts),
+            wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
+            retry=retry_if_exception_type(EngineFaultError),
+            retry_error_callback=give_up,
+        )
+
+    async def _send[T](
+        self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float
+    ) -> T:
+        """Send one request to the session's engine. If the request fails, choose another engine and raise EngineFaultError.
+
+        `count`: number of responses for which the request asks. `expected_work`: work that the request adds to the engine.
+        """
         assert self._http is not None, "wait_ready() opens the HTTP session"
         while True:
             if session.engine.failure is not None:
                 session.engine = self._least_busy()
             engine = session.engine
-            request = engine.client.generate_async(
-                self._http, prompts, sampling, routed_experts=self.spec.routed_experts
-            )
-            task = asyncio.create_task(request)
+            task = asyncio.create_task(request(engine.client, self._http))
             engine.requests.add(task)
-            engine.pending += len(prompts)
+            engine.pending += count
             engine.expected_work += expected_work
             try:
-                completions = await task
+                answer = await task
                 engine.faults = 0
-                return completions
+                return answer
             except EngineUnreachableError as error:
                 # The engine's other requests are not cancelled: they will fail, too.
                 self._take_out_of_service(engine, str(error), cancel=False)
@@ -229,9 +258,9 @@ class EnginePool:
                 reason = f"{engine.client.url} {engine.failure}"
             finally:
                 engine.requests.discard(task)
-                engine.pending -= len(prompts)
+                engine.pending -= count
                 engine.expected_work -= expected_work
-            self._num_retried += len(prompts)
+            self._num_retried += count
             session.engine = self._least_busy()
             raise EngineFaultError(reason)
 
@@ -357,6 +386,11 @@ class EnginePool:
             return self.submit(run()).result()
         except TimeoutError:
             raise deadline_error(self.spec.request_timeout_s) from None
+
+    @property
+    def num_in_service(self) -> int:
+        """Number of engines that take requests."""
+        return sum(engine.failure is None for engine in self.engines)
 
     def take_failed(self) -> dict[str, str]:
         """Return URL -> reason of failure, for the engines that failed since the last call."""

@@ -36,6 +36,11 @@ class HeldOutEvaluation:
         return {name: rows_of_set[name][:count] for name, count in self.sets.items()}
 
 
+def rewards_of_sets(evaluations: Sequence[HeldOutEvaluation]) -> dict[str, Reward]:
+    """Return name of a held-out set -> its reward, for the sets that have a reward of their own."""
+    return {name: evaluation.reward for evaluation in evaluations if evaluation.reward for name in evaluation.sets}
+
+
 @dataclass(frozen=True)
 class HeldOutResponses:
     """The scored responses of one HeldOutEvaluation: n to each row, set after set, row after row."""

@@ -5,8 +5,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Concatenate, Protocol
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
+from mrl.algorithms.advantages import Advantage
+from mrl.algorithms.losses import Loss
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
@@ -190,13 +194,31 @@ class RolloutManager:
             self._engines.restore(failed)
         return failed
 
-    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
+    def estimate(
+        self,
+        columns: Mapping[str, list[Handle]],
+        kl_coef: float,
+        step: int,
+        *,
+        rows: NDArray[np.bool_] | None = None,
+        advantage: Advantage | None = None,
+        loss: Loss | None = None,
+    ) -> AdvantageResult:
         """Compute the advantages of the last generated groups, and the columns that the losses need.
 
-        `columns`: name of a column -> handles of its parts; each replica computed one part. `kl_coef`: coefficient of the KL
-        penalty in the reward.
+        Args:
+            columns: name of a column -> handles of its parts; each replica computed one part.
+            kl_coef: coefficient of the KL penalty in the reward.
+            step: index of the training step.
+            rows: [B] the responses that get advantages; the others are rejected. Default: all responses.
+            advantage: estimator in place of algorithm.advantage.
+            loss: policy loss in place of algorithm.loss, for its extra columns.
         """
-        return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step)
+        return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step, rows, advantage, loss)
+
+    def write_samples(self, step: int) -> None:
+        """Write samples of the last generated groups to samples.jsonl, with the columns of all estimates."""
+        self.worker.call(RolloutWorker.write_samples, step)
 
     def discard_log(self, before_step: int) -> None:
         """Delete the rollout log of the steps before `before_step`: a checkpoint covers them. Does not wait for the worker."""

@@ -1,9 +1,9 @@
 """RolloutSpec: all settings of a rollout worker."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.config.process_schema import FaultToleranceConfig
@@ -17,6 +17,76 @@ from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.held_out import HeldOutEvaluation
 from mrl.rollout.step_metrics import RolloutFilter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerGroup:
+    """SGLang servers that serve one model: all engines of a run, or a model of the key `roles` that rewards call."""
+
+    name: str  # server i is called <name>_<i> in the folder of logs and in hang reports
+    run_dir: str
+    arguments: Mapping[str, Any]  # fields of SGLang's ServerArgs, without model_path and tp_size
+    model_path: str  # Hugging Face folder
+    count: int  # number of servers
+    tp_size: int  # tensor-parallel size of each server
+    seed: int  # server i gets the seed `seed` + i
+    max_replacements: int  # how often a server that ends before it is ready is replaced
+    external_urls: tuple[str, ...] = ()  # servers that are running already; if there are any, no server is started
+    timeline: bool = False  # whether the servers record spans (parallel.spans)
+    # `slots(i)` returns the device slots of server i. None: servers are child processes of the rollout worker.
+    slots: Callable[[int], Sequence[DeviceSlot]] | None = None
+
+
+class PoolSettings(Protocol):
+    """The settings of an engine pool: those of a RolloutSpec, or of EngineSettings."""
+
+    @property
+    def engine_group(self) -> ServerGroup:
+        """The servers of the engines."""
+        ...
+
+    @property
+    def fault_tolerance(self) -> FaultToleranceConfig:
+        """Retries of requests, and the timeout of an engine that computes nothing."""
+        ...
+
+    @property
+    def request_timeout_s(self) -> float:
+        """How long a batch of requests may take."""
+        ...
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether external servers must use the seeds of requests."""
+        ...
+
+    @property
+    def has_stop_texts(self) -> bool:
+        """Whether requests have stop texts, which external servers can only find with a tokenizer."""
+        ...
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the engines return log-probabilities of the sampled tokens."""
+        ...
+
+    @property
+    def routed_experts(self) -> bool:
+        """Whether the engines return the experts of each token."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The settings of an engine pool without a rollout worker, for `mrl generate` and `mrl evaluate`."""
+
+    engine_group: ServerGroup
+    fault_tolerance: FaultToleranceConfig
+    request_timeout_s: float
+    deterministic: bool = False
+    has_stop_texts: bool = False
+    logprobs: bool = True
+    routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,20 +127,40 @@ class RolloutSpec:
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # retries and engine timeouts
     most_responses: int | None = None  # largest size of a group; None: all groups have the size `responses_per_prompt`
     offline: OfflineRows | None = None  # responses from a file that steps train, too; None: there are none
+    logprobs: bool = True  # whether engines return log-probabilities, which training needs
     routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
     # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
+    served: tuple[ServerGroup, ...] = ()  # models of the key `roles` that SGLang serves to the reward
+
+    @property
+    def engine_group(self) -> ServerGroup:
+        """The servers of the engines."""
+        routing = {"enable_return_routed_experts": True} if self.routed_experts else {}
+        return ServerGroup(
+            name="engine",
+            run_dir=self.run_dir,
+            arguments=self.server_args | routing,
+            model_path=self.model_path,
+            count=self.num_engines,
+            tp_size=self.engine_tp,
+            seed=self.seed,
+            max_replacements=self.fault_tolerance.max_response_attempts,
+            external_urls=self.engine_urls,
+            timeline=self.timeline,
+            slots=self.slots,
+        )
+
+    @property
+    def has_stop_texts(self) -> bool:
+        """Whether texts end responses of steps or of evaluations."""
+        return any(each.stop for each in (self.sampling, *(evaluation.sampling for evaluation in self.evaluations)))
 
     @property
     def largest_group(self) -> int:
         """Largest number of responses to a prompt."""
         return self.most_responses or self.responses_per_prompt
-
-    @property
-    def all_sampling(self) -> list[SamplingParams]:
-        """How the responses of steps and of evaluations are sampled."""
-        return [self.sampling, *(evaluation.sampling for evaluation in self.evaluations)]
 
     @property
     def extra_groups(self) -> int:

@@ -13,8 +13,10 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.filters import filter_values
 from mrl.algorithms.inputs import ScoredBatch
+from mrl.algorithms.losses import Loss
 from mrl.core.metrics import Metrics
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, spread
@@ -29,6 +31,7 @@ from mrl.rollout.held_out import HeldOutResponses
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
 from mrl.rollout.sample_texts import text_samples
+from mrl.rollout.served_models import ServedModels
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
 from mrl.rollout.step_metrics import LengthBias, SampledStep, score_failures, source_names
@@ -66,6 +69,7 @@ class RolloutWorker:
         if spec.timeline:
             spans.start(Path(spec.run_dir) / spans.FOLDER, "rollout", 0, "rollout worker")
         self.engines = EnginePool(spec)
+        self.served = ServedModels(spec.served, spec.fault_tolerance.max_restarts)
         self.train, self.test = spec.train, spec.test
         self.train.decode([])  # loads the tokenizer while the engines start
         own_rewards = [evaluation.reward for evaluation in spec.evaluations if evaluation.reward is not None]
@@ -98,10 +102,15 @@ class RolloutWorker:
         self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
         # Groups, rewards and rollout log-probabilities of the last collected step
         self._collected: tuple[list[Group], ScoredBatch, Column] | None = None
+        self._columns: dict[
+            str, Column
+        ] = {}  # columns [R] of the last collected step that `estimate` has got or computed
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until every engine takes requests; return the URLs of all engines."""
-        return self.engines.wait_ready(timeout_s)
+        """Wait until every engine and every served model takes requests; return the URLs of all engines."""
+        urls = self.engines.wait_ready(timeout_s)
+        self.served.wait_ready(timeout_s)
+        return urls
 
     def replace_engines(self, urls: list[str], timeout_s: float) -> list[str]:
         """Replace these engines by new engines, and wait until every engine takes requests. Returns the URLs of all engines."""
@@ -110,6 +119,14 @@ class RolloutWorker:
     def take_failed_engines(self) -> dict[str, str]:
         """Return URL -> reason of failure, for the engines that failed since the last call. The driver replaces these engines."""
         return self.engines.take_failed()
+
+    def offload_served(self, name: str) -> None:
+        """Release the device memory of a served model."""
+        self.served.offload(name)
+
+    def load_served(self, name: str) -> None:
+        """Load a served model to its devices again."""
+        self.served.load(name)
 
     def begin_step(self, step: int) -> None:
         """Let later spans of the timeline belong to training step `step`. The first step is 1."""
@@ -129,6 +146,7 @@ class RolloutWorker:
         the next call, for example in place of rejected groups. If a call fails, the driver may repeat the call with the same
         prompts.
         """
+        self.served.check()
         if self.spec.replay:
             groups = self._replay(step)
             kept = [group for group in groups if self._passes_filter(group)]
@@ -209,7 +227,7 @@ class RolloutWorker:
         if self.spec.record:
             write_recording(Path(self.spec.run_dir) / "rollouts", step, block, **columns)
         scored = to_scored_batch(groups)
-        self._collected = (groups, scored, block.rollout_logprobs)
+        self._collected, self._columns = (groups, scored, block.rollout_logprobs), {}
         numbers = taken.numbers or taken.filtered_numbers
         return Rollouts(
             block=ray.put(block),
@@ -232,31 +250,47 @@ class RolloutWorker:
             },
         )
 
-    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
+    def estimate(
+        self,
+        columns: Mapping[str, list[Handle]],
+        kl_coef: float,
+        step: int,
+        rows: NDArray[np.bool_] | None = None,
+        advantage: Advantage | None = None,
+        loss: Loss | None = None,
+    ) -> AdvantageResult:
         """Compute the advantages of the last collected step, and put all columns that the losses need into Ray's object store.
 
-        Also writes samples of the step to samples.jsonl.
-
-        `columns`: name of a column -> handles of its parts; each replica computed one part. `kl_coef`: coefficient of the KL
-        penalty in the reward.
+        See RolloutManager.estimate for the arguments.
         """
         assert self._collected, "collect() must be called before estimate()"
-        groups, scored, rollout_logprobs = self._collected
+        _, scored, rollout_logprobs = self._collected
         computed = {name: assemble_column(ray.get(parts), scored.lengths) for name, parts in columns.items()}
-        old = {"old_logprobs": rollout_logprobs} if self.spec.rollout_logprobs_as_old else {}
+        pipeline, from_engine = self.spec.advantage_pipeline.with_parts(advantage, loss), {}
+        if "rollout_logprobs" in pipeline.needs:
+            from_engine["rollout_logprobs"] = rollout_logprobs
+        if self.spec.rollout_logprobs_as_old:
+            from_engine["old_logprobs"] = rollout_logprobs
         with spans.span("advantages"):
-            result = self.spec.advantage_pipeline(scored, computed | old, kl_coef, [self.spec.seed, step])
-        all_columns = {**computed, **result.columns}
-        self._write_samples(step + 1, groups, all_columns)
+            result = pipeline.of_rows(rows, scored, computed | from_engine, kl_coef, [self.spec.seed, step])
+        estimated = {
+            name: _with_rows(self._columns.get(name), values, rows, scored) for name, values in result.columns.items()
+        }
+        self._columns |= computed | estimated
         rejected = result.rejected | self._all_filtered
-        return AdvantageResult(ray.put(all_columns), result.zero_advantage, rejected, result.metrics)
+        return AdvantageResult(ray.put({**computed, **result.columns}), result.zero_advantage, rejected, result.metrics)
 
-    def _write_samples(self, step: int, groups: Sequence[Group], columns: Mapping[str, Column]) -> None:
-        """Write samples of the step. Their rewards are spread evenly between the best and the worst. `columns`: name -> [R]."""
+    def write_samples(self, step: int) -> None:
+        """Write samples of the last collected step to samples.jsonl, with the columns of all estimates since `collect`.
+
+        The rewards of the samples are spread evenly between the best and the worst.
+        """
         if self._sample_file:
+            assert self._collected, "collect() must be called before write_samples()"
+            groups = self._collected[0]
             rewards = [sample.score.value for group in groups for sample in group.samples]
             chosen = spread(rewards, self.spec.samples_per_step)
-            self._sample_file.write(step, text_samples(groups, chosen, self.train, columns))
+            self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
 
     def _passes_filter(self, group: Group) -> bool:
         """Return whether the rollout filter lets steps train this group."""
@@ -354,6 +388,14 @@ class RolloutWorker:
         self._pipeline.close()
         self.engines.close()
         self._scorer.close()
+        self.served.close()
+
+
+def _with_rows(earlier: Column | None, values: Column, rows: NDArray[np.bool_] | None, scored: ScoredBatch) -> Column:
+    """Return the column `values` [R], except for the responses outside `rows` [B], which keep their `earlier` values."""
+    if rows is None or earlier is None:
+        return values
+    return np.where(np.repeat(rows, scored.lengths), values, earlier)
 
 
 def _reward_inputs(

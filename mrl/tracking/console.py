@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mrl.core import metrics as declared
+from mrl.core.metric_families import shown_evaluation
 from mrl.tracking.tracker import Metrics
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 HEADLINE = (
     "reward/mean",
     "loss/sft",
+    "preference/accuracy",
     "eval/reward_sampled",
     "eval/reward_greedy",
     "rollout/response_length_mean_tokens",
@@ -71,7 +73,7 @@ class ConsoleSink:
         evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluation:
             self._evaluations.append(evaluation)
-            self._print_line(f"step {step:>4}  held-out {_format_metrics(declared.shown_evaluation(evaluation))}")
+            self._print_line(f"step {step:>4}  held-out {_format_metrics(shown_evaluation(evaluation))}")
         if not self._has_legend and (legend := format_legend(metrics.keys() - evaluation.keys())):
             self._has_legend = True
             self._print_line(legend)
@@ -96,7 +98,7 @@ class ConsoleSink:
             before, after = self._evaluations[0], self._evaluations[-1]
             changes = [
                 f"{declared.label(name)} {before[name]:.3f} -> {after[name]:.3f} ({after[name] - before[name]:+.3f})"
-                for name in declared.shown_evaluation(before) | declared.shown_evaluation(after)
+                for name in shown_evaluation(before) | shown_evaluation(after)
                 if name in before and name in after
             ]
             self._print_line("held-out, before -> after: " + ", ".join(changes))

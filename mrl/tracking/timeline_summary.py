@@ -194,7 +194,7 @@ def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
 
 
 def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> list[str]:
-    """Say how long a rank sends buckets, and how long a rank waits for engines: the longest times of all senders."""
+    """Say how long trainer ranks send buckets and wait for engines in the weight sync: the largest times over all ranks."""
     senders = [
         [span for span in timeline.of_kind("weight_sync") if span.name in ("send bucket", "wait for engines")]
         for timeline in timelines
@@ -207,8 +207,8 @@ def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> lis
     sending = max(each.get("send bucket", 0.0) for each in seconds)
     waiting = max(each.get("wait for engines", 0.0) for each in seconds)
     return [
-        f"In the weight sync, the rank that sends longest sends buckets for {percent(sending / total_s)} of the phase, and the "
-        f"rank that waits longest waits for engines for {percent(waiting / total_s)}."
+        f"In the weight sync, a trainer rank sends buckets for at most {percent(sending / total_s)} of the phase, and waits for "
+        f"engines for at most {percent(waiting / total_s)}."
     ]
 
 

@@ -60,7 +60,7 @@ class EngineControl:
             base_url=self.url,
             timeout=timeout_s,
             transport=httpx.HTTPTransport(retries=CONNECT_RETRIES, verify=_tls()),
-            headers=authorization(),
+            headers=authorization(self.url),
             trust_env=False,
         )
 

@@ -1,22 +1,30 @@
-"""The actor and the critic on one trainer rank: a language model, and a value model that is trained to predict returns."""
+"""The actor, the critic and the reward model on one trainer rank.
 
-import time
+The actor is a language model. The critic is trained to predict returns, and the reward model to score whole sequences.
+"""
+
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from models.architecture import ModelSpec
+from models.hf_config import HFConfig
+from models.model_builder import HeadKind
 from mrl.algorithms import corrections
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss, ValueLoss
-from mrl.core.types import RankBatch, TokenBlock, UpdateReport
-from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
+from mrl.algorithms.preference import ScoreLoss
+from mrl.core.metrics import plug_in_name
+from mrl.core.types import RankBatch, TokenBlock
+from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
 from parallel.logprobs import linear_logprobs
 from parallel.megatron_layers import gather_sequence
+from parallel.schedule import LossFunction, OutputHead
 
 
 class MegatronActor(MegatronModel):
@@ -25,34 +33,30 @@ class MegatronActor(MegatronModel):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
 
-    def update(
-        self,
-        block: TokenBlock,
-        batches: Sequence[RankBatch],
-        loss: Loss,
-        lrs: Sequence[float],
-        temperature: float = 1.0,
-    ) -> list[UpdateReport]:
-        """Run one optimizer step for each mini-batch, on this replica's rows. Gradients are summed over replicas.
+    def head_and_loss(
+        self, loss: Loss, temperature: float = 1.0
+    ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head, which computes log-probabilities from logits / temperature, and the policy loss.
 
-        Log-probabilities are computed from logits / temperature. If the block has no column old_logprobs, the current
-        log-probabilities replace this column. This is correct if a rollout has only one optimizer step. Raises
-        NonFiniteGradientError if a gradient is not finite.
+        If the block has no column old_logprobs, the current log-probabilities replace this column. This is correct if a rollout
+        has only one optimizer step.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
-        reports = []
-        for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
-            micros = self.micro_batches(block, batch)
-            start = time.perf_counter()
-            statistics = self.accumulate_gradients(micros, head, partial(policy_loss, loss=loss), batch)
-            grad_norm = self.optimizer_step(lr, index)
-            seconds = time.perf_counter() - start
-            reports.append(reduce_statistics(statistics, {"optim/grad_norm": grad_norm, "seconds": seconds}))
-        return reports
+        return head, partial(policy_loss, loss=loss)
+
+    def compute_columns(
+        self, block: TokenBlock, batch: RankBatch, temperature: float, names: Sequence[str]
+    ) -> dict[str, list[Tensor]]:
+        """Compute several columns in one forward pass. `names`: names of outputs of `head`.
+
+        Returns name -> values [R] of the sampled tokens of each micro-batch. Only the last pipeline stage has them.
+        """
+        outputs = self.compute_outputs(block, batch, partial(self.head, temperature=temperature, names=names))
+        return {name: [output[index] for output in outputs] for index, name in enumerate(names)}
 
     def compute_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
         """Return for each micro-batch the log-probabilities [R] of its sampled tokens. Only the last pipeline stage has them."""
-        return self.compute_column(block, batch, partial(self.head, temperature=temperature))
+        return self.compute_columns(block, batch, temperature, ["logprobs"])["logprobs"]
 
     def compute_reference_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
         """Do the same as `compute_logprobs`, under the weights of the reference policy."""
@@ -67,11 +71,19 @@ class MegatronActor(MegatronModel):
         micro: MicroBatch,
         temperature: float,
         entropy_gradient: bool = False,
+        names: Sequence[str] = ("logprobs", "entropies"),
     ) -> Tensor:
-        """Return [2, local R]: log-probability of each sampled token, and entropy of the distribution at its position."""
+        """Return [number of names, local R]: for each sampled token, the outputs that `names` selects.
+
+            logprobs        log-probability of the token
+            entropies       entropy, in nats, of the distribution that predicts the token
+            sum_pi_squared  sum of the squared probabilities of this distribution; without gradient
+
+        The distribution is softmax(logits / temperature).
+        """
         selected = gather_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predictor_index)
         weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
-        logprobs, entropies = linear_logprobs(
+        logprobs, entropies, sum_pi_squared = linear_logprobs(
             selected,
             weight,
             micro.targets,
@@ -79,9 +91,12 @@ class MegatronActor(MegatronModel):
             self.vocab_size,
             temperature,
             self.spec.logprob_chunk,
-            needs_entropy=True,
+            needs_entropy="entropies" in names,
+            needs_sum_pi_squared="sum_pi_squared" in names,
         )
-        return torch.stack([logprobs, entropies if entropy_gradient else entropies.detach()])
+        entropies = entropies if entropy_gradient else entropies.detach()
+        outputs = dict(logprobs=logprobs, entropies=entropies, sum_pi_squared=sum_pi_squared)
+        return torch.stack([outputs[name] for name in names])
 
 
 def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, MicroBatchStatistics]:
@@ -94,7 +109,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         entropy=entropy,
         rollout_logprobs=micro.rollout_logprobs,
         responses=micro.responses,
-        columns=micro.columns,
+        columns={**micro.columns, "rollout_logprobs": micro.rollout_logprobs},
     )
     per_token, loss_statistics = loss(inputs)
     loss_weights = micro.weights.to(per_token.dtype)
@@ -110,7 +125,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         "tokens": torch.tensor(len(logprobs)),
         **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),
         "weight": loss_weights.sum(),
-        **{name: (value * loss_weights).sum() for name, value in loss_statistics.items()},
+        **{plug_in_name(name): (value * loss_weights).sum() for name, value in loss_statistics.items()},
     }
     return total, MicroBatchStatistics(sums, {"mismatch_abs": largest_mismatch})
 
@@ -118,29 +133,21 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
 class MegatronCritic(MegatronModel):
     """One rank's part of the critic: a decoder whose head predicts one number per token."""
 
+    head_kind: ClassVar[HeadKind] = "value"
+    grad_norm: ClassVar[str] = "critic/grad_norm"
+
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec, head="value")
+        super().__init__(spec, head=self.head_kind)
 
-    def update(
-        self, block: TokenBlock, batches: Sequence[RankBatch], loss: ValueLoss, lrs: Sequence[float]
-    ) -> list[UpdateReport]:
-        """Run one optimizer step for each mini-batch, on this replica's rows. The target is the column `returns`.
-
-        Raises NonFiniteGradientError if a gradient is not finite.
-        """
-        reports = []
-        for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
-            micros = self.micro_batches(block, batch)
-            start = time.perf_counter()
-            statistics = self.accumulate_gradients(micros, self.head, partial(value_loss, loss=loss), batch)
-            grad_norm = self.optimizer_step(lr, index)
-            seconds = time.perf_counter() - start
-            reports.append(reduce_statistics(statistics, {"critic/grad_norm": grad_norm, "seconds": seconds}))
-        return reports
+    def head_and_loss(
+        self, loss: ValueLoss, temperature: float = 1.0
+    ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head and the value loss, whose target is the column `returns`. Values have no temperature."""
+        return self.head, partial(value_loss, loss=loss)
 
     def compute_values(self, block: TokenBlock, batch: RankBatch) -> list[Tensor]:
         """Return for each micro-batch the value before each sampled token: [R]. Only the last pipeline stage returns them."""
-        return self.compute_column(block, batch, self.head)
+        return [output[0] for output in self.compute_outputs(block, batch, self.head)]
 
     def head(
         self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
@@ -160,3 +167,35 @@ def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tens
     for name, column in columns.items():
         sums |= {name: column.sum(), f"{name}_squared": (column**2).sum()}
     return total, MicroBatchStatistics(sums)
+
+
+class MegatronRewardModel(MegatronCritic):
+    """One rank's part of a reward model: a critic whose value at the last token of a sequence is the sequence's score.
+
+    A block for a reward model has one sampled token per row, the end mark (see mrl.data.preference_dataset). Its value is the
+    score. An exported folder is a sequence classifier of transformers.
+    """
+
+    head_kind: ClassVar[HeadKind] = "score"
+    grad_norm: ClassVar[str] = "optim/grad_norm"
+
+    def head_and_loss(  # type: ignore[bad-override]  # it has another loss than a critic
+        self, loss: ScoreLoss, temperature: float = 1.0
+    ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head and the loss of the scores, which have no temperature."""
+        return self.head, partial(score_loss, loss=loss)
+
+    @property
+    def exported_config(self) -> HFConfig:
+        return self.hf.as_reward_model()
+
+
+def score_loss(output: Tensor, micro: MicroBatch, loss: ScoreLoss) -> tuple[Tensor, MicroBatchStatistics]:
+    """Return the micro-batch's part of the loss, and its statistics. `output` [1, local R] comes from MegatronCritic.head."""
+    per_token, loss_statistics = loss(output[0], micro.responses, micro.columns)
+    loss_weights = micro.weights.to(per_token.dtype)
+    total = (per_token * loss_weights).sum()
+    sums = {"loss": total.detach(), "tokens": torch.tensor(len(per_token)), "weight": loss_weights.sum()}
+    return total, MicroBatchStatistics(
+        sums | {name: (value * loss_weights).sum() for name, value in loss_statistics.items()}
+    )

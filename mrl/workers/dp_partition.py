@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mrl.algorithms.objective import token_weights
 from mrl.core.types import RankBatch, TrainBatch
-from mrl.data.batching import CostModel, PackingUnit, make_units, plan_micro_batches
+from mrl.data.batching import CostModel, PackingUnit, make_units, make_whole_units, plan_micro_batches
 from parallel.dims import ParallelDims
 
 
@@ -63,16 +63,11 @@ def partition_step(
     weights = _loss_weights(batch, aggregation, max_response_tokens)
     shared = packing.share_prompts and batch.groups is not None
     groups = np.arange(len(weights)) if batch.groups is None else batch.groups
-    units = make_units(
-        batch.prompt_lengths,
-        batch.response_lengths,
-        groups,
-        batch.rows,
-        packing.cost,
-        packing.max_tokens,
-        dims.dp,
-        shared,
-    )
+    columns = (batch.prompt_lengths, batch.response_lengths, groups, batch.rows, packing.cost)
+    if batch.whole_groups:
+        units = make_whole_units(*columns, shared)
+    else:
+        units = make_units(*columns, packing.max_tokens, dims.dp, shared)
     replicas = plan_micro_batches(
         units,
         dims.dp,

@@ -10,7 +10,7 @@ import ray
 
 from models.architecture import ModelSpec
 from mrl.core.run_errors import StartError
-from mrl.core.types import Handle, RankBatch, TokenBlock, TrainBatch, UpdateReport
+from mrl.core.types import Handle, RankBatch, RankColumns, TokenBlock, TrainBatch, UpdateReport
 from mrl.hang_report.process_registry import registry_folder, unregister_processes
 from mrl.hang_report.ray_wait import RayWaiter
 from mrl.workers.dp_partition import Packing, StepPartition, partition_step
@@ -40,6 +40,38 @@ class StepRecording:
     def of_rank(self, rank: int, step: int) -> tuple[bool, bool, bool]:
         """Return the arguments of TrainWorker.begin_step after the step."""
         return self.timeline, step in self.profile_steps and rank in self.profile_ranks, self.profile_memory
+
+
+@dataclass(frozen=True)
+class PendingCall[T]:
+    """A call that the ranks of a model run while the driver goes on. Calls to different models can run at the same time."""
+
+    result: Callable[[], T]  # waits for the call and returns its result; raises the errors of WorkerGroup
+
+    def then[U](self, convert: Callable[[T], U]) -> "PendingCall[U]":
+        """Return the same call with a converted result."""
+        return PendingCall(lambda: convert(self.result()))
+
+
+@dataclass(frozen=True)
+class ComputedColumns:
+    """Columns [R] of a forward pass over the responses of a step."""
+
+    columns: Mapping[str, list[Handle]]  # name of a column -> a handle for each replica, with the values of its rows
+    seconds: float  # duration of the pass on the slowest rank
+
+    @classmethod
+    def of(cls, by_rank: Sequence[RankColumns]) -> "ComputedColumns":
+        """Combine the results of all ranks."""
+        columns: dict[str, list[Handle]] = {}
+        for rank in by_rank:
+            for name, part in rank.parts.items():
+                columns.setdefault(name, []).append(part)
+        return cls(columns, max(rank.seconds for rank in by_rank))
+
+    def renamed(self, names: Mapping[str, str]) -> "ComputedColumns":
+        """Return the same columns with other names. `names`: present name -> new name."""
+        return ComputedColumns({names[name]: parts for name, parts in self.columns.items()}, self.seconds)
 
 
 class WorkerGroup:
@@ -83,11 +115,11 @@ class WorkerGroup:
             remote.options(**options).remote(rank, *self._actor_args) for rank, options in enumerate(self._options())
         ]
 
-    def start(self, spec: ModelSpec, seed: int, timeout_s: float, critic: bool = False) -> None:
-        """Start to build the model on every rank. `wait_ready` waits until it is built."""
+    def start(self, spec: ModelSpec, seed: int, timeout_s: float, head: str = "vocabulary") -> None:
+        """Start to build the model, which has the output head `head`, on every rank. `wait_ready` waits until it is built."""
         rank_timeout_s = max(timeout_s, self.timeout_s) + RANK_TIMEOUT_MARGIN_S
         address = self.workers[0].rendezvous_address.remote()  # a future, whose value Ray passes to setup()
-        self._ready = [w.setup.remote(spec, seed, address, rank_timeout_s, critic) for w in self.workers]
+        self._ready = [w.setup.remote(spec, seed, address, rank_timeout_s, head) for w in self.workers]
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every rank has built its part of the model.
@@ -153,17 +185,29 @@ class WorkerGroup:
         workers: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method on `workers` (default: all ranks), wait, and return the results by rank.
+        """Call a method on `workers` (default: all ranks), wait, and return the results by rank."""
+        return self._send(method, args, options, workers, timeout_s).result()
+
+    def _send(
+        self,
+        method: Callable,
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+        workers: Sequence[Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> PendingCall[list[Any]]:
+        """Call a method on `workers` (default: all ranks). The results are in the order of the ranks.
 
         Every rank receives the batches of all replicas, as one list behind a handle. The batches share their arrays [B], so
-        the list is little larger than one batch.
+        the list is little larger than one batch. If models that share the devices have calls that still run, this method first
+        waits for these calls, because it offloads those models.
         """
         name = method.__name__
         if must_be_loaded_first(method):
             self.before_device_use(self.role)
         futures = [getattr(worker, name).remote(*args, **options) for worker in workers or self.workers]
         deadline_s = self.timeout_s if timeout_s is None else timeout_s
-        return self._waiter.get(futures, deadline_s, f"{name}() on {self._description}")
+        return PendingCall(lambda: self._waiter.get(futures, deadline_s, f"{name}() on {self._description}"))
 
     @property
     def _description(self) -> str:
@@ -172,26 +216,27 @@ class WorkerGroup:
 
     # Training.
 
-    def compute_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Compute log-probabilities [R] of all rows. Returns for each replica a handle to the results of the replica's rows."""
-        return self._compute(TrainWorker.compute_logprobs, batch, packing, dict(temperature=temperature))
+    def begin_columns(
+        self, method: Callable, batch: TrainBatch, packing: Packing, **options: Any
+    ) -> PendingCall[ComputedColumns]:
+        """Run a forward pass over all rows that computes columns [R].
 
-    def compute_reference_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
-        return self._compute(TrainWorker.compute_reference_logprobs, batch, packing, dict(temperature=temperature))
-
-    def compute_values(self, batch: TrainBatch, packing: Packing) -> list[Handle]:
-        """Compute values [R] of all rows. Returns for each replica a handle to the results of the replica's rows."""
-        return self._compute(TrainWorker.compute_values, batch, packing, {})
-
-    def _compute(
-        self, method: Callable, batch: TrainBatch, packing: Packing, options: Mapping[str, Any]
-    ) -> list[Handle]:
+        `method`: a method of TrainWorker that returns RankColumns. `options`: its arguments after the rows.
+        """
         partition = partition_step(batch, self.dims, packing, "token_mean")
-        parts = self._call_ranks(method, (batch.block, ray.put(partition.rank_batches)), options)
-        return [part for part in parts if part is not None]
+        return self._send(method, (batch.block, ray.put(partition.rank_batches)), options).then(ComputedColumns.of)
 
-    def update(
+    def evaluate(self, batch: TrainBatch, packing: Packing, *, aggregation: str, **options: Any) -> UpdateReport:
+        """Compute the loss of a batch without gradients. `options` are further arguments of the model's `evaluate`: loss."""
+        partition = partition_step(batch, self.dims, packing, aggregation)
+        reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.rank_batches)), options)
+        return self._combine(reports, partition)
+
+    def update(self, steps: list[TrainBatch], packing: Packing, **options: Any) -> list[UpdateReport]:
+        """Do the same as `begin_update`, and wait for the reports."""
+        return self.begin_update(steps, packing, **options).result()
+
+    def begin_update(
         self,
         steps: list[TrainBatch],
         packing: Packing,
@@ -200,7 +245,7 @@ class WorkerGroup:
         lrs: list[float],
         max_response_tokens: int | None = None,
         **options: Any,
-    ) -> list[UpdateReport]:
+    ) -> PendingCall[list[UpdateReport]]:
         """Run one optimizer step for each mini-batch in `steps`, partitioned over replicas and micro-batches.
 
         All mini-batches have rows of the same block, and the same columns. `max_response_tokens`: see `partition_step`.
@@ -209,7 +254,12 @@ class WorkerGroup:
         partitions = [partition_step(step, self.dims, packing, aggregation, max_response_tokens) for step in steps]
         by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
         options = dict(columns=steps[0].columns, lrs=lrs, **options)
-        by_rank = self._call_ranks(TrainWorker.update, (steps[0].block, ray.put(by_replica)), options)
+        call = self._send(TrainWorker.update, (steps[0].block, ray.put(by_replica)), options)
+        return call.then(lambda by_rank: self._combine_all(by_rank, partitions))
+
+    def _combine_all(
+        self, by_rank: Sequence[Sequence[UpdateReport]], partitions: Sequence[StepPartition]
+    ) -> list[UpdateReport]:
         by_step = zip(*by_rank, strict=True)
         return [self._combine(reports, part) for reports, part in zip(by_step, partitions, strict=True)]
 

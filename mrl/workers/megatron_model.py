@@ -1,14 +1,16 @@
 """One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
 
-MegatronActor and MegatronCritic derive from MegatronModel, and add the head and the loss.
+MegatronActor, MegatronCritic and MegatronRewardModel derive from MegatronModel, and add the head and the loss.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -64,7 +66,9 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 
 
 class MegatronModel:
-    """Base class of actor and critic. Initialise torch.distributed and parallel.groups before you create an object."""
+    """Base class of actor, critic and reward model. Initialise torch.distributed and parallel.groups before creating one."""
+
+    grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -104,11 +108,11 @@ class MegatronModel:
         reduce = partial(all_reduce_sum, group=groups.cp_group())
         return [MicroBatch.build(block, rows, batch, self._pack, reduce) for rows in batch.micro_batches]
 
-    def compute_column(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
-        """Run a forward pass without gradients. Returns row 0 of the head's output for each micro-batch: [R].
+    def compute_outputs(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
+        """Run a forward pass without gradients. Returns the head's output for each micro-batch: [number of outputs, R].
 
-        Each context-parallel rank computes a part [local R] of this row, and returns the whole row. Only the last pipeline
-        stage returns rows; the other stages return an empty list.
+        Each context-parallel rank computes a part [number of outputs, local R], and returns the whole output. Only the last
+        pipeline stage returns outputs; the other stages return an empty list.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -116,16 +120,16 @@ class MegatronModel:
         def return_output(output: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
             return output.sum(), output
 
-        micros, columns = self.micro_batches(block, batch), []
+        micros, whole_outputs = self.micro_batches(block, batch), []
         with torch.no_grad():
             outputs = run_forward_backward(self.chunks, micros, head, return_output, forward_only=True)
         for output, micro in zip(outputs, micros[: len(outputs)], strict=True):
-            column = output.new_zeros(micro.num_sampled)
-            column[micro.local_sampled] = output[0]
+            whole = output.new_zeros(len(output), micro.num_sampled)
+            whole[:, micro.local_sampled] = output
             if self.spec.dims.cp > 1:
-                torch.distributed.all_reduce(column, group=groups.cp_group())
-            columns.append(column)
-        return columns
+                torch.distributed.all_reduce(whole, group=groups.cp_group())
+            whole_outputs.append(whole)
+        return whole_outputs
 
     def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
         """Join the columns [R] of all micro-batches. Only one rank of the replica returns the result, the other ranks None.
@@ -163,6 +167,44 @@ class MegatronModel:
                 aux_scale=1.0 / batch.step_tokens,
                 all_reduce_gradients=all_reduce,
             )
+
+    def head_and_loss(self, loss: Any, temperature: float) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
+        """Return the head of this model, and the function that computes `loss` of a micro-batch from the head's output."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        block: TokenBlock,
+        batches: Sequence[RankBatch],
+        loss: Any,
+        lrs: Sequence[float],
+        temperature: float = 1.0,
+    ) -> list[UpdateReport]:
+        """Run one optimizer step for each mini-batch, on this replica's rows. Gradients are summed over replicas.
+
+        Log-probabilities are computed from logits / temperature. Raises NonFiniteGradientError if a gradient is not finite.
+        """
+        head, loss_function = self.head_and_loss(loss, temperature)
+        reports = []
+        for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
+            micros = self.micro_batches(block, batch)
+            start = time.perf_counter()
+            statistics = self.accumulate_gradients(micros, head, loss_function, batch)
+            grad_norm = self.optimizer_step(lr, index)
+            seconds = time.perf_counter() - start
+            reports.append(reduce_statistics(statistics, {self.grad_norm: grad_norm, "seconds": seconds}))
+        return reports
+
+    def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
+        """Compute the loss of this replica's rows without gradients. Returns the statistics that `update` returns for a step."""
+        for chunk in self.chunks:
+            chunk.eval()
+        head, loss_function = self.head_and_loss(loss, temperature)
+        with torch.no_grad():
+            statistics = run_forward_backward(
+                self.chunks, self.micro_batches(block, batch), head, loss_function, forward_only=True
+            )
+        return reduce_statistics(statistics, {})
 
     def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
@@ -223,6 +265,11 @@ class MegatronModel:
 
     # Export and weight sync.
 
+    @property
+    def exported_config(self) -> HFConfig:
+        """The config of an exported Hugging Face folder."""
+        return self.hf
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the current weights as pairs (name of the Hugging Face tensor, whole tensor).
 
@@ -262,7 +309,7 @@ class MegatronModel:
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
-        write_export(tensors, self.spec.model_path, folder, notes or {}, self.spec.family)
+        write_export(tensors, self.exported_config, folder, notes or {})
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
         """Open a weight sync session with these engines. All ranks call this. Only the disk transport writes to `folder`."""

@@ -1,21 +1,26 @@
 """The driver's part in training: selects rows and learning rates of optimizer steps, and turns reports into metrics."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms import corrections
-from mrl.algorithms.losses import ValueLoss
+from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.algorithms.objective import Objective
+from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.core.metrics import Metrics
-from mrl.core.types import AdvantageResult, Handle, Rollouts, TrainBatch, UpdateReport
+from mrl.core.types import AdvantageResult, Rollouts, TrainBatch, UpdateReport
 from mrl.workers.dp_partition import Packing, split_mini_batches, step_weights
-from mrl.workers.group import WorkerGroup
+from mrl.workers.group import ComputedColumns, PendingCall, WorkerGroup
+from mrl.workers.worker import TrainWorker
 from parallel.trainer_config import OptimConfig
+
+type ColumnPass = Callable[[Rollouts], PendingCall[ComputedColumns]]
+"""Function that begins a forward pass over the responses of a step, which computes one or several columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +61,39 @@ class UpdateRunner:
         """Return the mini-batches of all optimizer steps, in order."""
         return split_mini_batches(batch, self.mini_batches) * self.epochs
 
-    def run(
+    def begin(
         self, group: WorkerGroup, batch: TrainBatch, step: int, **options: object
-    ) -> tuple[list[UpdateReport], float]:
-        """Train on the batch of training step `step`. Returns the report of each optimizer step, and the last learning rate."""
+    ) -> PendingCall[tuple[list[UpdateReport], float]]:
+        """Begin to train on the batch of training step `step`.
+
+        The result is the report of each optimizer step, and the last learning rate.
+        """
         steps = self.split(batch)
         first = step * self.mini_batches * self.epochs
         lrs = [self.optimizer.lr_at(first + index) for index in range(len(steps))]
         normalisation = dict(aggregation=self.aggregation, max_response_tokens=self.max_response_tokens)
         update = UpdateRequest(steps=steps, lrs=lrs, **normalisation, options=options)
-        with self.observer.watch(group, update, step) if self.observer else nullcontext([]) as reports:
-            reports += group.update(steps, self.packing, **normalisation, lrs=lrs, **options)
-        return reports, lrs[-1]
+        with ExitStack() as stack:
+            reports = stack.enter_context(self.observer.watch(group, update, step)) if self.observer else []
+            call = group.begin_update(steps, self.packing, **normalisation, lrs=lrs, **options)
+            running = stack.pop_all()
+
+        def observed() -> tuple[list[UpdateReport], float]:
+            with running:
+                reports.extend(call.result())
+            return reports, lrs[-1]
+
+        return PendingCall(observed)
+
+
+@dataclass(frozen=True)
+class ActorUpdate:
+    """What the driver knows about the optimizer steps of one update of the actor."""
+
+    reports: Sequence[UpdateReport]  # one for each optimizer step
+    lr: float  # learning rate of the last optimizer step
+    token_weights: Sequence[NDArray[np.float64]]  # [B] for each optimizer step: loss weight of every token of each row
+    zero_advantage: NDArray[np.bool_]  # [selected rows] whether the advantage of every token of the row is 0
 
 
 @dataclass(frozen=True)
@@ -80,39 +106,76 @@ class ActorTrainer:
     temperature: float  # sampling temperature
     skip_zero_advantage: bool  # whether to leave out rows that cannot change the gradient
 
-    def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] under the current weights."""
-        return self.group.compute_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
+    def begin_columns(self, rollouts: Rollouts, names: Sequence[str]) -> PendingCall[ComputedColumns]:
+        """Begin to compute columns [R] under the current weights, in one forward pass. `names`: keys of POLICY_COLUMNS."""
+        outputs = {POLICY_COLUMNS[name]: name for name in names}
+        batch, options = train_batch(rollouts), dict(temperature=self.temperature, names=list(outputs))
+        call = self.group.begin_columns(TrainWorker.compute_columns, batch, self.updates.packing, **options)
+        return call.then(lambda found: found.renamed(outputs))
 
-    def compute_reference_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] under the reference policy."""
-        return self.group.compute_reference_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
+    def begin_reference_logprobs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
+        """Begin to compute the column `ref_logprobs`: log-probabilities under the reference policy."""
+        batch, packing, temperature = train_batch(rollouts), self.updates.packing, self.temperature
+        return self.group.begin_columns(TrainWorker.compute_reference_logprobs, batch, packing, temperature=temperature)
 
-    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
-        """Run the optimizer steps on all rows that are not left out, and return their metrics."""
-        objective = self.objective.with_kl_coef(kl_coef)
-        batch = train_batch(rollouts, advantages, self._trained_rows(advantages))
-        reports, lr = self.updates.run(self.group, batch, step, loss=objective, temperature=self.temperature)
-        zero_fraction = float(advantages.zero_advantage.mean())
-        return {**_actor_metrics(reports), "batch/zero_advantage_fraction": zero_fraction, "optim/lr": lr}
+    def begin_update(
+        self,
+        rollouts: Rollouts,
+        advantages: AdvantageResult | None,
+        step: int,
+        kl_coef: float,
+        *,
+        rows: NDArray[np.bool_] | None = None,
+        loss: Loss | None = None,
+    ) -> PendingCall[ActorUpdate]:
+        """Begin the optimizer steps on all rows that are not left out.
 
-    def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> list[NDArray[np.float64]]:
-        """Return an array [B] for each optimizer step of `update`: for each row, the loss weight of each of its sampled tokens.
-
-        The loss weight is 0 for rows that are left out.
+        Args:
+            rollouts: responses of the step.
+            advantages: None for a loss that reads no advantages.
+            step: number of earlier steps of the run that trained the actor.
+            kl_coef: coefficient of the KL penalty in the loss.
+            rows: [B] the rows that count in the loss. Default: all rows.
+            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces its policy loss.
         """
-        batch = train_batch(rollouts, advantages, self._trained_rows(advantages))
+        objective = (
+            loss if isinstance(loss, Objective) else replace(self.objective, policy=loss or self.objective.policy)
+        )
+        advantages = _selected(advantages, rows, len(rollouts.groups))
+        batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
+        objective = objective.with_kl_coef(kl_coef)
         updates = self.updates
-        return [step_weights(step, updates.aggregation, updates.max_response_tokens) for step in updates.split(batch)]
+        call = updates.begin(self.group, batch, step, loss=objective, temperature=self.temperature)
+        weights = [
+            step_weights(each, updates.aggregation, updates.max_response_tokens) for each in updates.split(batch)
+        ]
+        zero = advantages.zero_advantage if rows is None else advantages.zero_advantage[rows]
+        return call.then(lambda result: ActorUpdate(*result, weights, zero))
 
-    def _trained_rows(self, advantages: AdvantageResult) -> NDArray[np.bool_]:
+    def metrics(self, updates: Sequence[ActorUpdate]) -> Metrics:
+        """Return the metrics of all updates of a training step."""
+        zero = np.concatenate([update.zero_advantage for update in updates])
+        return {
+            **_actor_metrics([report for update in updates for report in update.reports]),
+            "batch/zero_advantage_fraction": float(zero.mean()),
+            "optim/lr": updates[-1].lr,
+        }
+
+    def _trained_rows(self, advantages: AdvantageResult, objective: Objective) -> NDArray[np.bool_]:
         """Return for each row whether it is trained: [B]."""
         trained = ~advantages.rejected
-        if self.skip_zero_advantage and self.objective.zero_without_advantage:
+        if self.skip_zero_advantage and objective.zero_without_advantage:
             trained &= ~advantages.zero_advantage
         if not trained.any():  # compute at least one row, so that the mismatch with the engines is measured
             trained[np.argmax(~advantages.rejected)] = True
         return trained
+
+
+def _selected(advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, size: int) -> AdvantageResult:
+    """Return the advantages of B = `size` responses, of which the responses outside `rows` [B] are rejected too."""
+    if advantages is None:
+        advantages = AdvantageResult(None, np.zeros(size, bool), np.zeros(size, bool), {})
+    return advantages if rows is None else replace(advantages, rejected=advantages.rejected | ~rows)
 
 
 @dataclass(frozen=True)
@@ -123,27 +186,34 @@ class CriticTrainer:
     loss: ValueLoss
     updates: UpdateRunner
 
-    def compute_values(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute the value before each sampled token: [R]."""
-        return self.group.compute_values(train_batch(rollouts), self.updates.packing)
+    def begin_values(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
+        """Begin to compute the column `values`: the value before each sampled token."""
+        return self.group.begin_columns(TrainWorker.compute_values, train_batch(rollouts), self.updates.packing)
 
-    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int) -> Metrics:
-        """Run the optimizer steps on all rows that are not rejected. The targets are the returns."""
-        reports, lr = self.updates.run(self.group, train_batch(rollouts, advantages), step, loss=self.loss)
-        return _critic_metrics(reports) | {"critic/lr": lr}
+    def begin_update(
+        self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
+    ) -> PendingCall[Metrics]:
+        """Begin the optimizer steps on all `rows` [B] that are not rejected. The targets are the returns."""
+        batch = train_batch(rollouts, _selected(advantages, rows, len(rollouts.groups)))
+        call = self.updates.begin(self.group, batch, step, loss=self.loss)
+        return call.then(lambda result: _critic_metrics(result[0]) | {"critic/lr": result[1]})
 
 
 @dataclass(frozen=True)
-class TeacherScorer:
-    """Computes log-probabilities under a teacher model, which is not trained."""
+class RoleScorer:
+    """Computes log-probabilities under a model that is not trained, such as a teacher."""
 
     group: WorkerGroup
     packing: Packing
     temperature: float
 
-    def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] of the sampled tokens under the teacher."""
-        return self.group.compute_logprobs(train_batch(rollouts), self.packing, self.temperature)
+    column: str  # name of the column that it computes
+
+    def begin_logprobs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
+        """Begin to compute the log-probabilities of the sampled tokens under this model."""
+        batch, options = train_batch(rollouts), dict(temperature=self.temperature, names=["logprobs"])
+        call = self.group.begin_columns(TrainWorker.compute_columns, batch, self.packing, **options)
+        return call.then(lambda found: found.renamed({"logprobs": self.column}))
 
 
 def train_batch(

@@ -5,7 +5,6 @@ A trace records the values that the step computes.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.algorithms.preference import ScoreLoss
 from mrl.core.types import RankBatch, TokenBlock
-from mrl.workers.actor_critic import MegatronActor, MegatronCritic, policy_loss, value_loss
+from mrl.workers.actor_critic import MegatronActor, MegatronCritic
 from mrl.workers.megatron_model import MegatronModel, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.trace_comparison import (
@@ -35,7 +35,7 @@ def trace_step(
     model: MegatronActor | MegatronCritic,
     block: TokenBlock,
     batch: RankBatch,
-    loss: Loss | None,
+    loss: Loss | ScoreLoss | None,
     lr: float,
     temperature: float,
 ) -> StepTrace:
@@ -96,18 +96,17 @@ def forward_outputs(
 
 
 def _accumulate(
-    model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, loss: Loss | None, temperature: float
+    model: MegatronActor | MegatronCritic,
+    block: TokenBlock,
+    batch: RankBatch,
+    loss: Loss | ScoreLoss | None,
+    temperature: float,
 ) -> float:
     """Accumulate the complete gradients on every replica, and return this rank's part of the loss.
 
     Only ranks of the last pipeline stage that have tensor-parallel rank 0 return a part. The other ranks return 0.
     """
-    if isinstance(model, MegatronCritic):
-        head, loss_function = model.head, partial(value_loss, loss=ValueLoss())
-    else:
-        assert loss is not None, "an actor needs a loss"
-        head = partial(model.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
-        loss_function = partial(policy_loss, loss=loss)
+    head, loss_function = model.head_and_loss(loss or ValueLoss(), temperature)
     micros = model.micro_batches(block, batch)
     statistics = model.accumulate_gradients(micros, head, loss_function, batch, all_reduce=True)
     knows_loss = groups.tp_group().rank() == 0 and groups.is_last_stage()

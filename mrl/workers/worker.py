@@ -3,19 +3,33 @@
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, Protocol
 
+import numpy as np
 import ray
 
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import Loss
 from mrl.config.process_schema import WeightSyncConfig
 from mrl.core.run_warnings import forward_warnings
-from mrl.core.types import Column, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
+from mrl.core.types import (
+    Column,
+    ColumnPart,
+    Handle,
+    RankBatch,
+    RankColumns,
+    SupervisedRows,
+    SyncReport,
+    TokenBlock,
+    UpdateReport,
+    assemble_column,
+)
+from mrl.data.preference_dataset import RowForm
 from mrl.data.tokenizer import ChatTemplate
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from parallel import spans
@@ -90,7 +104,7 @@ class TrainWorker:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs a line for every request
         self.rank, self.dims, self.role, self.run_dir = rank, dims, model or "actor", Path(run_dir)
         self._sync: Any = None  # LiveSync or DiskSync; None: no weight sync session is open
-        self.model: Any = None  # MegatronActor or MegatronCritic, which `setup` builds
+        self.model: Any = None  # MegatronActor, MegatronCritic or MegatronRewardModel, which `setup` builds
         title, name = f"{model} {dims.describe_rank(rank)}".strip(), f"{model or 'trainer'}_{rank}"
         forward_warnings(title, run_dir)
         record = register_process(registry_folder(run_dir), name, title, "rank", group=model, rank=rank)
@@ -110,29 +124,42 @@ class TrainWorker:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def setup(
-        self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, critic: bool = False
+        self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, head: str = "vocabulary"
     ) -> None:
-        """Join the process group and build this rank's part of the model."""
+        """Join the process group and build this rank's part of the model, which has the output head `head`."""
         # These modules import Megatron. They are imported here, after __init__ has called patch_megatron_for_cpu.
-        from mrl.workers.actor_critic import MegatronActor, MegatronCritic
+        from mrl.workers.actor_critic import MegatronActor, MegatronCritic, MegatronRewardModel
         from parallel import collectives, groups
 
         collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
         groups.initialize(self.dims, seed)
         self._collectives.watch()
-        self.model = MegatronCritic(spec) if critic else MegatronActor(spec)
+        models = dict(vocabulary=MegatronActor, value=MegatronCritic, score=MegatronRewardModel)
+        self.model = models[head](spec)
 
-    def load_supervised_dataset(self, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate) -> dict[str, Any]:
-        """Tokenise a supervised data set into Ray's object store.
+    def load_supervised_dataset(
+        self, form: RowForm, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate
+    ) -> SupervisedRows:
+        """Tokenise a supervised data set, whose rows have this form, into Ray's object store."""
+        data = form.load(path, tokenizer, max_tokens, chat)
+        block = data.block()
+        lengths = (block.lengths, block.response_lengths, block.sampled_lengths)
+        return SupervisedRows(ray.put(block), *lengths, data.num_rows, data.sequences_per_row)
 
-        Returns the handle of the token block, and three arrays [rows]: `lengths`, `response_lengths` and `sampled_lengths`.
-        """
-        from mrl.data.supervised_dataset import SftDataset  # imports the tokenizer library
+    def add_column(self, block: TokenBlock, name: str, *parts: ColumnPart) -> Handle:
+        """Return a handle to the block with a further column. Rows that are in no part get NaN."""
+        return ray.put(block.with_columns(**{name: assemble_column(parts, block.sampled_lengths, fill=float("nan"))}))
 
-        data = SftDataset.load(path, tokenizer, max_tokens, chat)
-        block = TokenBlock.from_lists(data.prompts, data.responses, sampled=data.loss_masks)
-        columns = dict(response_lengths=block.response_lengths, sampled_lengths=block.sampled_lengths)
-        return dict(handle=ray.put(block), lengths=block.lengths, **columns)
+    def mean_log_ratio(self, block: TokenBlock, *parts: ColumnPart) -> float:
+        """Return the mean over the rows in `parts` of the summed log-probabilities minus the reference's, in nats."""
+        cu_sampled = np.concatenate([[0], np.cumsum(block.sampled_lengths)])
+        reference = block.columns["ref_logprobs"].astype(np.float64)
+        rows = {row: values for part in parts for row, values in part.by_row(block.sampled_lengths).items()}
+        sums = [
+            values.sum(dtype=np.float64) - reference[cu_sampled[row] : cu_sampled[row + 1]].sum()
+            for row, values in rows.items()
+        ]
+        return float(np.mean(sums))
 
     # What the rank records.
 
@@ -180,29 +207,30 @@ class TrainWorker:
         self.model.copy_weights_to_reference()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
-    def compute_logprobs(
-        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
-    ) -> Handle | None:
-        """Compute log-probabilities [R] of this replica's rows. One rank of the replica returns a handle, the others None."""
+    def compute_columns(
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, names: Sequence[str]
+    ) -> RankColumns:
+        """Compute columns [R] of this replica's rows in one forward pass. `names`: outputs of MegatronActor.head."""
         with track_activity("computing log-probabilities"), span("log-probabilities"):
-            batch = self._own_batch(rank_batches)
-            return self._put_column(self.model.compute_logprobs(block, batch, temperature), batch)
+            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            return self._put_columns(self.model.compute_columns(block, batch, temperature, names), batch, start)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_reference_logprobs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
-    ) -> Handle | None:
-        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
+    ) -> RankColumns:
+        """Compute the column ref_logprobs [R] of this replica's rows: log-probabilities under the weights of the reference."""
         with track_activity("computing reference log-probabilities"), span("reference log-probabilities"):
-            batch = self._own_batch(rank_batches)
-            return self._put_column(self.model.compute_reference_logprobs(block, batch, temperature), batch)
+            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            columns = self.model.compute_reference_logprobs(block, batch, temperature)
+            return self._put_columns(dict(ref_logprobs=columns), batch, start)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
-    def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> Handle | None:
-        """Compute values [R] of this replica's rows. One rank of the replica returns a handle, the others None."""
+    def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> RankColumns:
+        """Compute the column values [R] of this replica's rows."""
         with track_activity("computing values"), span("values"):
-            batch = self._own_batch(rank_batches)
-            return self._put_column(self.model.compute_values(block, batch), batch)
+            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            return self._put_columns(dict(values=self.model.compute_values(block, batch)), batch, start)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def update(
@@ -219,6 +247,12 @@ class TrainWorker:
         """
         with track_activity("updating the weights"), span("update"):
             return self.model.update(block.with_columns(**columns or {}), self._own_batch(rank_batches), **options)
+
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def evaluate(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> UpdateReport:
+        """Compute the loss of this replica's rows without gradients. `options`: arguments of the model's `evaluate`."""
+        with track_activity("evaluating held-out rows"), span("evaluation"):
+            return self.model.evaluate(block, self._own_batch(rank_batches), **options)
 
     # Parity checks and step dumps.
 
@@ -406,6 +440,8 @@ class TrainWorker:
         """Return the batch of this rank's replica."""
         return rank_batches[self.dims.coords(self.rank).dp]
 
-    def _put_column(self, columns: list[Any], batch: RankBatch) -> Handle | None:
-        part = self.model.column_part(columns, batch)
-        return ray.put(part) if part else None
+    def _put_columns(self, columns: Mapping[str, list[Any]], batch: RankBatch, start: float) -> RankColumns:
+        """Put columns into Ray's object store. `columns`: name -> values of each micro-batch. `start`: begin of the pass."""
+        parts = {name: self.model.column_part(values, batch) for name, values in columns.items()}
+        handles = {name: ray.put(part) for name, part in parts.items() if part}
+        return RankColumns(handles, time.perf_counter() - start)

@@ -46,8 +46,9 @@ def off_policy(block: TokenBlock, groups: NDArray, now: NDArray, objective: Obje
         name: (now + rng.normal(scale=SPREAD, size=len(now))).astype(np.float32)
         for name in ("rollout_logprobs", "old_logprobs", *sorted(objective.needs))
     }
-    block, advantages = replace(block, rollout_logprobs=columns.pop("rollout_logprobs")), block.columns["advantages"]
-    inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, columns)
+    known, advantages = dict(columns), block.columns["advantages"]
+    block = replace(block, rollout_logprobs=columns.pop("rollout_logprobs"))
+    inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, known)
     return block.with_columns(**columns | objective.extra_columns(inputs, advantages, np.random.default_rng(6)))
 
 

@@ -81,6 +81,7 @@ def waits_of_an_update(rank: int, folder, critic: bool, overrides: dict, share_p
     from models_for_layouts import groups_of_responses
 
     from mrl.algorithms.losses import PPOClip, ValueLoss
+    from mrl.algorithms.parts import POLICY_COLUMNS
     from mrl.workers.actor_critic import MegatronActor, MegatronCritic, policy_loss, value_loss
     from mrl.workers.dp_partition import Packing, partition_step
 
@@ -97,7 +98,9 @@ def waits_of_an_update(rank: int, folder, critic: bool, overrides: dict, share_p
     assert len(batch.micro_batches) > 1
     with HostWaits(*TOKENS_PER_EXPERT, *MOVED_ONCE, *STAND_INS, recording=False) as waits:
         for waits.recording in (False, True):
-            model.compute_column(block, batch, head)
+            model.compute_outputs(block, batch, head)
+            if not critic:
+                model.compute_columns(block, batch, 0.7, POLICY_COLUMNS.values())
             model.accumulate_gradients(model.micro_batches(block, batch), head, loss, batch)
     return waits.found
 
@@ -185,7 +188,7 @@ def test_gpus_keep_the_float32_sums_of_16_bit_logits(monkeypatch):
     targets = torch.randint(0, 50, (20,), generator=generator)
 
     def error() -> float:
-        found, _ = logprobs.linear_logprobs(hidden, weight, targets, group, 50, chunk_size=7)
+        found, *_ = logprobs.linear_logprobs(hidden, weight, targets, group, 50, chunk_size=7)
         exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
         return float((found - exact).abs().max())
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from models_for_layouts import groups_of_responses, make
+from tiny_families import SIZES
 
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy, PPOClip
@@ -13,6 +14,8 @@ from mrl.core.types import RankBatch, TokenBlock, TrainBatch, assemble_column
 from mrl.workers.dp_partition import Packing, partition_step, split_mini_batches
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
+
+HEAD_OUTPUTS = ("logprobs", "entropies", "sum_pi_squared")
 
 
 def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
@@ -30,37 +33,88 @@ def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) 
     ]
 
 
-def make_actor(path, dims: ParallelDims):
+def make_actor(path, dims: ParallelDims, **settings):
     from mrl.workers.actor_critic import MegatronActor
 
-    return MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-2, betas=(0.9, 0.98), eps=1e-6), {}))
+    optimizer = OptimConfig(lr=1e-2, betas=(0.9, 0.98), eps=1e-6)
+    return MegatronActor(ModelSpec(str(path), dims, "float32", optimizer, {}, **settings))
 
 
-def logprobs(rank: int, path, dims: ParallelDims, block: TokenBlock):
-    actor = make_actor(path, dims)
+def policy_columns(rank: int, path, dims: ParallelDims, block: TokenBlock):
+    """Return (name -> values of this replica's rows, rows). Only ranks of the last pipeline stage have values."""
+    actor = make_actor(path, dims, logprob_chunk=7)
     share = share_of(block, dims, 30, rank)
-    found = actor.compute_logprobs(block, share, 0.7)
-    return np.concatenate([x.numpy() for x in found]), np.concatenate(share.micro_batches)
+    found = actor.compute_columns(block, share, 0.7, HEAD_OUTPUTS)
+    joined = {name: np.concatenate([x.numpy() for x in parts]) for name, parts in found.items() if parts}
+    return joined, np.concatenate(share.micro_batches)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_logprobs_equal_those_of_transformers_for_any_vocabulary(run_ranks, tiny_qwen3, tp, tied):
-    import torch
-    from transformers import Qwen3ForCausalLM
-
+def test_policy_columns_equal_those_of_transformers_for_any_vocabulary(run_ranks, tiny_qwen3, tp, tied):
     path, dims = tiny_qwen3(vocab_size=41, tied=tied), ParallelDims(tp=tp)  # with 41 tokens, tp=2 pads the vocabulary
     block = ragged_block(41)
+    expected = columns_of_transformers(path, block)
+    for found, order in run_ranks(dims, policy_columns, path, dims, block):
+        compare_columns(found, expected, order)
+
+
+def columns_of_transformers(path, block: TokenBlock) -> dict[str, list[np.ndarray]]:
+    """Return name -> values of each row, from the whole logits of transformers' model in float64."""
+    from transformers import Qwen3ForCausalLM
+
     reference = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-    for found, order in run_ranks(dims, logprobs, path, dims, block):
-        expected = []
-        for row in order:
-            ids = torch.tensor(np.concatenate([block.prompt(row), block.response(row)]).astype(np.int64))
-            with torch.no_grad():
-                rows = (reference(ids[None]).logits[0] / 0.7).log_softmax(-1)
-            start = block.prompt_lengths[row]
-            expected.append(rows[start - 1 : -1].gather(1, ids[start:, None])[:, 0].numpy())
-        np.testing.assert_allclose(found, np.concatenate(expected), atol=2e-5)
+    found: dict[str, list[np.ndarray]] = {name: [] for name in HEAD_OUTPUTS}
+    for row in range(len(block.lengths)):
+        ids = torch.tensor(np.concatenate([block.prompt(row), block.response(row)]).astype(np.int64))
+        start = block.prompt_lengths[row]
+        with torch.no_grad():
+            rows = (reference(ids[None]).logits[0] / 0.7).log_softmax(-1)[start - 1 : -1]
+        found["logprobs"].append(rows.gather(1, ids[start:, None])[:, 0].numpy())
+        found["entropies"].append(-(rows.exp() * rows).sum(-1).numpy())
+        found["sum_pi_squared"].append((rows.exp() ** 2).sum(-1).numpy())
+    return found
+
+
+def compare_columns(found: dict[str, np.ndarray], expected: dict[str, list[np.ndarray]], order: np.ndarray) -> None:
+    """Compare columns of the rows `order` with the values of each row."""
+    assert list(found) == list(HEAD_OUTPUTS)
+    for name, values in found.items():
+        np.testing.assert_allclose(
+            values, np.concatenate([expected[name][row] for row in order]), atol=2e-5, err_msg=name
+        )
+
+
+LAYOUTS_OF_COLUMNS = [
+    ParallelDims(**sizes)
+    for sizes in (
+        dict(tp=2),
+        dict(pp=2),
+        dict(pp=2, vpp=2),
+        dict(cp=2),
+        dict(dp=3),
+        dict(tp=2, sp=False, dp=2),
+        dict(tp=2, pp=2, cp=2),
+    )
+]
+
+
+@pytest.mark.extended_except("pp2 vpp2", "tp2 pp2 cp2 sp")
+@pytest.mark.parametrize("dims", LAYOUTS_OF_COLUMNS, ids=str)
+def test_policy_columns_are_the_same_under_every_layout(run_ranks, tmp_path, dims):
+    """One forward pass computes log-probabilities, entropies and sums of squared probabilities."""
+    make("dense", tmp_path)
+    block = ragged_block(SIZES["vocab_size"])
+    expected = columns_of_transformers(tmp_path, block)
+    assert np.ptp(np.concatenate(expected["entropies"])) > 0.01 < np.ptp(np.concatenate(expected["sum_pi_squared"]))
+    ranks = run_ranks(dims, policy_columns, tmp_path, dims, block)
+    with_values = [(rank, found, order) for rank, (found, order) in enumerate(ranks) if found]
+    assert [rank for rank, *_ in with_values] == [
+        rank for rank in range(dims.world_size) if dims.coords(rank).pp == dims.pp - 1
+    ]
+    assert {row for _, _, order in with_values for row in order.tolist()} == set(range(len(block.lengths)))
+    for _, found, order in with_values:
+        compare_columns(found, expected, order)
 
 
 def sft_gradient_norm(rank: int, path, block: TokenBlock):

@@ -19,6 +19,7 @@ class Case(NamedTuple):
     temperature: float
     chunk_size: int
     needs_entropy: bool = True
+    needs_sum_pi_squared: bool = True
     dtype: str = "float32"
 
 
@@ -41,19 +42,20 @@ def loss_of(logprobs, entropies):
 
 
 def reference(case: Case) -> tuple[np.ndarray, ...]:
-    """Return log-probabilities, entropies, and the gradients of `loss_of` for hidden and weight, in float64."""
+    """Return log-probabilities, entropies, sums of squares, and the gradients of `loss_of` for hidden and weight, in float64."""
     import torch
 
     hidden, weight = (torch.from_numpy(x).double().requires_grad_() for x in (case.hidden, case.weight))
     logprobs = torch.log_softmax((hidden @ weight[: case.vocab_size].T) / case.temperature, -1)
     entropies = -(logprobs.exp() * logprobs).sum(-1) * float(case.needs_entropy)
     chosen = logprobs.gather(1, torch.from_numpy(case.targets)[:, None])[:, 0]
+    squares = (logprobs.exp() ** 2).sum(-1) * float(case.needs_sum_pi_squared)
     loss_of(chosen, entropies).backward()
-    return chosen.detach().numpy(), entropies.detach().numpy(), hidden.grad.numpy(), weight.grad.numpy()
+    return tuple(x.numpy() for x in (chosen.detach(), entropies.detach(), squares.detach(), hidden.grad, weight.grad))
 
 
 def fused(rank: int, case: Case) -> tuple[np.ndarray, ...]:
-    """Return the same four of this rank: its part of the gradient of hidden, and its rows of the gradient of weight."""
+    """Return the same five of this rank: its part of the gradient of hidden, and its rows of the gradient of weight."""
     import torch
 
     from parallel import groups
@@ -63,22 +65,22 @@ def fused(rank: int, case: Case) -> tuple[np.ndarray, ...]:
     hidden = torch.from_numpy(case.hidden).to(dtype).requires_grad_()
     rows = torch.from_numpy(case.weight).chunk(group.size())[group.rank()]
     weight = rows.to(dtype).requires_grad_()
-    found = linear_logprobs(hidden, weight, torch.from_numpy(case.targets), group, *case[3:7])
-    assert all(x.dtype == torch.float32 for x in found)
-    loss_of(*found).backward()
+    found = linear_logprobs(hidden, weight, torch.from_numpy(case.targets), group, *case[3:8])
+    assert all(x.dtype == torch.float32 for x in found) and not found[2].requires_grad
+    loss_of(*found[:2]).backward()
     assert hidden.grad.dtype == weight.grad.dtype == dtype
     return tuple(x.detach().float().numpy() for x in (*found, hidden.grad, weight.grad))
 
 
 def compare(results: list, case: Case, atol: float, rtol: float) -> None:
     """Check values within `atol`, and gradients within `rtol` of their norm."""
-    logprobs, entropies, d_hidden, d_weight = reference(case)
+    *values, d_hidden, d_weight = reference(case)
     for result in results:
-        np.testing.assert_allclose(result[0], logprobs, atol=atol, rtol=0)
-        np.testing.assert_allclose(result[1], entropies, atol=atol, rtol=0)
+        for found, expected in zip(result[:3], values, strict=True):
+            np.testing.assert_allclose(found, expected, atol=atol, rtol=0)
     for found, expected in (
-        (sum(r[2] for r in results), d_hidden),
-        (np.concatenate([r[3] for r in results]), d_weight),
+        (sum(r[3] for r in results), d_hidden),
+        (np.concatenate([r[4] for r in results]), d_weight),
     ):
         assert np.linalg.norm(found - expected) <= rtol * np.linalg.norm(expected)
         np.testing.assert_allclose(found, expected, atol=rtol * np.abs(expected).max(), rtol=0)
@@ -90,15 +92,24 @@ def each_fused(rank: int, cases: list[Case]) -> list[tuple[np.ndarray, ...]]:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_values_and_gradients_equal_log_softmax(run_ranks, tp):
-    chunks = [(1, True), (3, True), (4, True), (100, True), (4, False)]
+    chunks = [
+        (1, True, True),
+        (3, True, True),
+        (4, True, False),
+        (100, True, True),
+        (4, False, False),
+        (4, False, True),
+    ]
     cases = [
-        make_case(temperature=temperature, chunk_size=size, needs_entropy=entropy)
-        for size, entropy in chunks
+        make_case(temperature=temperature, chunk_size=size, needs_entropy=entropy, needs_sum_pi_squared=squares)
+        for size, entropy, squares in chunks
         for temperature in (1.0, 0.6)
     ]
     for case, *results in zip(cases, *run_ranks(ParallelDims(tp=tp), each_fused, cases), strict=True):
         compare(results, case, atol=1e-5, rtol=2e-5)
-        assert all((result[i] == results[0][i]).all() for result in results for i in (0, 1)), "one answer on all ranks"
+        assert all((result[i] == results[0][i]).all() for result in results for i in range(3)), (
+            "one answer on all ranks"
+        )
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(24, 24), (17, 24), (3, 8), (1, 4)])
@@ -106,7 +117,7 @@ def test_padding_has_no_probability_even_on_a_rank_with_only_padding(run_ranks, 
     case = make_case(vocab=vocab, padded=padded)
     results = run_ranks(ParallelDims(tp=4), fused, case)
     compare(results, case, atol=1e-5, rtol=2e-5)
-    assert not np.concatenate([r[3] for r in results])[vocab:].any(), "padding rows have gradient 0"
+    assert not np.concatenate([r[4] for r in results])[vocab:].any(), "padding rows have gradient 0"
 
 
 def test_a_large_vocabulary_stays_within_the_tolerances(run_ranks):
@@ -143,8 +154,8 @@ def test_bfloat16_matmuls_keep_bfloat16_accuracy(run_ranks, tp):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_no_positions_give_no_values_and_zero_gradients(run_ranks, tp):
     case = make_case(positions=0)
-    for logprobs, entropies, d_hidden, d_weight in run_ranks(ParallelDims(tp=tp), fused, case):
-        assert logprobs.shape == entropies.shape == (0,) and d_hidden.shape == (0, 8)
+    for *values, d_hidden, d_weight in run_ranks(ParallelDims(tp=tp), fused, case):
+        assert [value.shape for value in values] == [(0,)] * 3 and d_hidden.shape == (0, 8)
         assert d_weight.shape == (24 // tp, 8) and not d_weight.any()
 
 
@@ -169,7 +180,7 @@ def gradients_of_each_output(group) -> bool:
     targets = torch.from_numpy(case.targets)
     return all(
         torch.autograd.gradcheck(
-            lambda h, w, c=chunk: linear_logprobs(h, w, targets, group, 7, 0.7, c, True), (hidden, weight)
+            lambda h, w, c=chunk: linear_logprobs(h, w, targets, group, 7, 0.7, c, True, True)[:2], (hidden, weight)
         )
         for chunk in (2, 5)
     )
@@ -189,8 +200,8 @@ def asked_for_only(group) -> None:
     for needs in (hidden, weight):
         hidden.requires_grad_(needs is hidden).grad = None
         weight.requires_grad_(needs is weight).grad = None
-        logprobs, entropies = linear_logprobs(hidden, weight, targets, group, 21, chunk_size=4)
-        assert not entropies.requires_grad and not entropies.any(), "not needed: constant zeros"
+        logprobs, *others = linear_logprobs(hidden, weight, targets, group, 21, chunk_size=4)
+        assert not any(other.requires_grad or other.any() for other in others), "not needed: constant zeros"
         with Created() as created:
             logprobs.sum().backward()
         other = weight if needs is hidden else hidden
@@ -198,7 +209,7 @@ def asked_for_only(group) -> None:
         assert created.products == 5, "logits again of all chunks but the last, and one gradient of each of three"
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x), torch.no_grad():
-        logprobs, _ = linear_logprobs(hidden, weight.requires_grad_(), targets, group, 21, chunk_size=4)
+        logprobs, *_ = linear_logprobs(hidden, weight.requires_grad_(), targets, group, 21, chunk_size=4)
     assert logprobs.grad_fn is None and not kept
 
 
@@ -229,7 +240,7 @@ def Created():
 )
 @pytest.mark.parametrize("tp", [1, 2])
 def test_memory_holds_a_few_chunks_of_logits_and_never_all_logits(run_ranks, tp, dtype, needs_entropy, chunks):
-    settings = {"needs_entropy": needs_entropy, "dtype": dtype}
+    settings = {"needs_entropy": needs_entropy, "needs_sum_pi_squared": needs_entropy, "dtype": dtype}
     case = make_case(positions=640, vocab=1599, padded=1600, width=2, chunk_size=160, **settings)
     chunk, whole = 160 * 1600 // tp, 640 * 1600 // tp
     # gradients, statistics of each position, and 80 kB of workspace of a bfloat16 product on a CPU
@@ -271,6 +282,7 @@ def test_a_chunk_size_of_zero_raises_an_error(run_ranks):
 def test_equal_logits_have_the_entropy_of_the_vocabulary(run_ranks):
     case = make_case()
     case.weight[:] = 0.0
-    for logprobs, entropies, _, _ in run_ranks(ParallelDims(tp=2), fused, case):
+    for logprobs, entropies, squares, *_ in run_ranks(ParallelDims(tp=2), fused, case):
         np.testing.assert_allclose(entropies, math.log(21), atol=1e-6)
+        np.testing.assert_allclose(squares, 1 / 21, atol=1e-7)
         np.testing.assert_allclose(logprobs, -math.log(21), atol=1e-6)

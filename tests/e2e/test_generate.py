@@ -6,9 +6,10 @@ from collections import Counter
 from itertools import combinations
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
-from mrl_runs import wait_until
+from mrl_runs import tagged, wait_until
 
 pytestmark = pytest.mark.extended
 
@@ -130,3 +131,66 @@ def test_a_finished_generation_is_evaluated_without_generating_again(start_mrl, 
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     reports = [json.loads((of.folder / "evaluation.json").read_text()) for of in (run, evaluated)]
     assert reports[0]["summaries"] == reports[1]["summaries"]
+
+
+def engine_processes(run) -> list:
+    """Main processes of the engines of a command."""
+    return [process for process in tagged(run.tag) if "mrl.rollout.engines.launch_sglang" in process.cmdline()]
+
+
+def number_of_differences(found: list[dict], expected: list[dict]) -> int:
+    places = [(row["row"], row["sample"]) for row in expected]
+    assert [(row["row"], row["sample"]) for row in found] == places
+    return sum(a["token_ids"] != b["token_ids"] for a, b in zip(found, expected, strict=True))
+
+
+def test_a_generation_on_two_engines_outlives_an_engine_and_is_continued(start_mrl, keys, evaluated, tmp_path):
+    """One of two engines is killed, and later the command; the continued generation has the same responses."""
+    folder = tmp_path / "answers"
+    two = [*keys, f"generate.output={folder}", "generate.prompts_per_file=8", "rollout.num_engines=2"]
+    run = start_mrl("generate", *two, "generate.requests_in_flight=2")
+
+    def num_files() -> int:
+        return len(list(folder.glob("responses_*.parquet")))
+
+    wait_until(lambda: num_files() >= 1 or run.process.poll() is not None, poll_s=0.01)
+    first, *_ = engine_processes(run)
+    first.kill()
+    before = num_files()
+    wait_until(lambda: num_files() >= before + 3 or run.process.poll() is not None, poll_s=0.01)
+    assert run.process.poll() is None, run.output()
+    run.process.kill()
+    run.process.wait()
+    assert run.leftovers(within_s=30) == []
+    kept = {path: path.read_bytes() for path in folder.glob("responses_*.parquet")}
+    again = start_mrl("generate", *two).finish()
+    assert again.process.returncode == 0, again.output()
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    assert number_of_differences(rows_of(folder), rows_of(evaluated.folder / "generated")) <= 2
+
+
+def test_engines_of_a_ray_cluster_sample_and_a_lost_node_is_survived(start_mrl, keys, evaluated, tmp_path):
+    """Two engines on two nodes of a cluster, which have one CPU each. A third node takes over when one is lost."""
+    from ray.cluster_utils import Cluster
+
+    folder = tmp_path / "answers"
+    cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=0, include_dashboard=False))
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+    try:
+        on_cluster = [f"cluster.address={cluster.address}", "rollout.num_engines=2", f"generate.output={folder}"]
+        run = start_mrl("generate", *keys, *on_cluster, "generate.prompts_per_file=8", "generate.requests_in_flight=2")
+        wait_until(lambda: any(folder.glob("responses_*.parquet")) or run.process.poll() is not None)
+        assert run.process.poll() is None, run.output()
+        lost = next(node for node in nodes if serving(node))
+        cluster.remove_node(lost, allow_graceful=False)
+        assert run.finish().process.returncode == 0, run.output()
+    finally:
+        cluster.shutdown()
+    assert number_of_differences(rows_of(folder), rows_of(evaluated.folder / "generated")) <= 2
+    assert run.leftovers(within_s=30) == []
+
+
+def serving(node) -> bool:
+    """Whether the node's raylet has started an engine."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return any("mrl.rollout.engines.launch_sglang" in each.cmdline() for each in raylet.children(recursive=True))

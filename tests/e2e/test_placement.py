@@ -1,6 +1,7 @@
 """Processes run where the pools place them: on CPU slots of one machine, and engines on the nodes of a cluster."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from mrl.placement.placement_groups import PlacementError, place_pools
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.placement.resource_pools import SlotDemand, make_pools
 from mrl.rollout.client import EngineClient, SamplingParams
-from mrl.rollout.engines.hosts import RayEngine
+from mrl.rollout.engines.ray_engine import RayEngine
 from mrl.rollout.engines.server_args import default_server_args
 
 pytestmark = pytest.mark.extended
@@ -84,12 +85,19 @@ def greedy(url: str) -> list[int]:
 
 def serving(node) -> list[psutil.Process]:
     """Return the engine processes that a node's raylet started."""
-    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    return [
-        process
-        for process in raylet.children(recursive=True)
-        if "mrl.rollout.engines.launch_sglang" in " ".join(process.cmdline())
-    ]
+    raylet, found = psutil.Process(node.all_processes["raylet"][0].process.pid), []
+    for process in raylet.children(recursive=True):
+        with suppress(psutil.Error):  # the raylet ends idle workers at any time
+            if "mrl.rollout.engines.launch_sglang" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def runs(process: psutil.Process) -> bool:
+    """Return whether a process has not ended. A zombie has ended, although psutil says that it is running."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.mark.extended
@@ -109,7 +117,7 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
         made.remove_node(by_id[slot.node], allow_graceful=False)
         wait_until(lambda: not server.alive(), 60)
-        wait_until(lambda: not any(process.is_running() for process in processes), 60)
+        wait_until(lambda: not any(map(runs, processes)), 60)
         assert server.was_killed
         server.stop()
         wait_until(lambda: placements["engines"].slots()[0].node != slot.node, 60)
@@ -119,7 +127,8 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         assert greedy(replacement.url) == expected
         left = serving(by_id[placements["engines"].slots()[0].node])
         replacement.stop()
-        assert left and not any(process.is_running() for process in left) and not replacement.alive()
+        assert left, "the raylet of the other node has started the replacement"
+        assert not any(map(runs, left)) and not replacement.alive()
 
 
 def test_pools_that_do_not_fit_raise_an_error_at_once_or_at_the_deadline(nodes):

@@ -4,35 +4,11 @@ import json
 import signal
 
 import pytest
-from mrl_runs import wait_until
+from mrl_runs import KILLING_FILTER, wait_until
 from run_comparison import check_equal_runs, check_equal_weights, learning_metrics
 
 from mrl.checkpoint.starts import read_events
 from mrl.core.sample_file import read_samples
-
-KILLING_FILTER = '''
-from dataclasses import dataclass
-from pathlib import Path
-
-from mrl_runs import own_processes, signal_all
-
-GROUP_OF_THE_KILL = 20  # the second group of step 4
-groups = []
-
-
-@dataclass(frozen=True)
-class Killing:
-    """Accepts all groups. In step 4 it kills the driver of this run, once."""
-
-    done: str
-
-    def __call__(self, rewards):
-        groups.append(1)
-        if len(groups) == GROUP_OF_THE_KILL and not Path(self.done).exists():
-            Path(self.done).touch()
-            signal_all(own_processes("mrl.commands.train_process"))
-        return True
-'''
 
 
 def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(

@@ -1,7 +1,10 @@
-"""Programs that run on both devices: on the CPU in `make test-all`, and on GPUs with `pytest -m gpu`.
+"""Programs that run on both devices: on the CPU in `make test-all`, and on GPUs with `make test-gpu`.
 
 A program is a function of a test file. It asks `parallel.device` for the device. Statements that need CUDA, such as those about
 GPU memory, are under `if has_cuda():`. So a change that breaks a program fails on a machine without a GPU.
+
+A test needs one device for each rank of its layout `dims`, or one if it has no `dims`. tests/device_scheduler.py gives it these
+devices.
 """
 
 import multiprocessing
@@ -12,27 +15,43 @@ from typing import Any
 
 import pytest
 import torch
+from device_scheduler import devices_needed
 from rank_processes import run_in_processes
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # for models_for_layouts
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Declare one device for each rank."""
+    if "dims" in item.fixturenames:
+        item.add_marker(pytest.mark.devices(item.callspec.params["dims"].world_size))
+
+
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.extended), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device_type(request) -> str:
     """Device on which the programs of the test run."""
+    if request.param == "cuda":
+        request.getfixturevalue("devices")  # skips the test if there are too few
+        if not torch.cuda.device_count():
+            pytest.skip("this machine has no GPU; -m extended runs the same program on the CPU")
     return request.param
 
 
 @pytest.fixture
 def run_program(device_type, request):
     """`run_program(dims, program, *args)` -> [program(rank, *args) of each rank]."""
-    return run_on_gpus if device_type == "cuda" else request.getfixturevalue("run_ranks")
+    run = run_on_gpus if device_type == "cuda" else request.getfixturevalue("run_ranks")
+    declared = devices_needed(request.node)
+
+    def run_declared(dims, program: Callable, *args: Any) -> list[Any]:
+        assert dims.world_size <= declared, f"{dims.world_size} ranks, but the test declares {declared} devices"
+        return run(dims, program, *args)
+
+    return run_declared
 
 
 def run_on_gpus(dims, program: Callable, *args: Any) -> list[Any]:
-    """Run a program with one GPU for each rank. Skips the test if this machine has fewer GPUs."""
-    if torch.cuda.device_count() < dims.world_size:
-        pytest.skip(f"{dims.world_size} ranks need {dims.world_size} GPUs, and this machine has fewer")
+    """Run a program with one GPU for each rank."""
     return run_in_processes(multiprocessing.get_context("spawn"), dims, program, args, timeout_s=250)
 
 

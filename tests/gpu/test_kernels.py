@@ -56,8 +56,8 @@ def chunked_logprobs_and_whole_logits(rank: int) -> None:
     before = torch.cuda.memory_allocated() if has_cuda() else 0
     if has_cuda():
         torch.cuda.reset_peak_memory_stats()
-    logprobs, entropy = linear_logprobs(
-        hidden, weight, targets, groups.tp_group(), used, 0.7, chunk, needs_entropy=True
+    logprobs, entropy, squares = linear_logprobs(
+        hidden, weight, targets, groups.tp_group(), used, 0.7, chunk, needs_entropy=True, needs_sum_pi_squared=True
     )
     mine = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
     if has_cuda():  # torch does not count the memory of a CPU
@@ -65,6 +65,7 @@ def chunked_logprobs_and_whole_logits(rank: int) -> None:
         assert peak < 6 * chunk * vocab * 4 + 3 * weight.numel() * 4, peak
     logits = ((hidden.double() @ weight.double().T)[:, :used] / 0.7).log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), logits.gather(1, targets[:, None])[:, 0], atol=5e-2, rtol=0)
+    torch.testing.assert_close(squares.double(), (2 * logits).exp().sum(1), atol=0, rtol=5e-2)
     total = logits.gather(1, targets[:, None]).sum() - (logits.exp() * logits).sum()
     for a, b in zip(mine, torch.autograd.grad(total, (hidden, weight)), strict=True):
         assert (a.double() - b.double()).norm() < 2e-2 * b.double().norm()

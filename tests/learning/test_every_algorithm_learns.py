@@ -50,7 +50,7 @@ def common_overrides(inputs: Path, warm: Path) -> list[str]:
 def test_every_algorithm_raises_the_reward(start_mrl, inputs, warm, request, curves, algorithm):
     own = LAYOUTS.get(algorithm, [])
     if algorithm == "distill":
-        own = [f"teacher.path={request.getfixturevalue('teacher')}"]
+        own = [f"roles.teacher.path={request.getfixturevalue('teacher')}"]
     goal = [f"trainer.stop_reward={GOAL}", f"trainer.max_steps={MAX_STEPS}", "trainer.save=false"]
     run = start_mrl("train", *common_overrides(inputs, warm), f"algorithm={algorithm}", *own, *goal).finish(1000)
     assert run.process.returncode == 0, run.output()

@@ -176,6 +176,27 @@ def test_losses_select_among_the_tokens_of_the_loss(loss):
         assert set(np.flatnonzero(column)) == set(kept[np.argsort(-cov)[:2]])
 
 
+def test_the_pipeline_computes_the_extra_columns_of_the_correction():
+    """Rejected responses are left out, as for the columns of a loss."""
+
+    class AboveMeanEntropy:
+        needs = frozenset({"entropies"})
+
+        def extra_columns(self, batch, advantages, rng):
+            entropies = batch.columns["entropies"]
+            return {"uncertain": (entropies > entropies.mean()).astype(np.float32)}
+
+        def __call__(self, inputs):
+            return inputs.columns["uncertain"], {}
+
+    scored = make_scored(truncated=[True, *[False] * 6])
+    entropies = np.array([9.0, 9.0, 9.0, *range(9)], np.float32)
+    pipeline = AdvantagePipeline(GRPO(), Objective(PPOClip(), AboveMeanEntropy()), mask_truncated=True)
+    assert pipeline.needs == {"entropies"}
+    found = pipeline(scored, {"entropies": entropies}, 0.0, [0])
+    assert found.columns["uncertain"].tolist() == [0.0] * 8 + [1.0] * 4
+
+
 @dataclass(frozen=True)
 class Bare:
     """A user-defined advantage and loss without the optional class attributes."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mrl.algorithms import advantages, corrections, filters, kl, losses, sequence_losses
+from mrl.algorithms import advantages, corrections, filters, kl, losses, preference, sequence_losses
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "algorithm"
 INF = math.inf
@@ -44,6 +44,15 @@ DEFAULTS = {
     sequence_losses.GMPO: {"clip_low": 0.4, "clip_high": 0.4},  # (e^-0.4, e^0.4)
     sequence_losses.OPMD: {"tau": 0.1},
     sequence_losses.TOPR: {},
+    # losses over preferences
+    preference.DPO: {"beta": 0.1, "label_smoothing": 0.0, "nll_coef": 0.0},  # beta of the authors' experiments
+    preference.IPO: {"beta": 0.1, "per_token": True},
+    preference.Hinge: {"beta": 0.1},
+    preference.SimPO: {"beta": 2.0, "gamma": 1.0},  # of the authors' Llama-3 base setting
+    preference.ORPO: {"beta": 0.1},  # lambda of the authors' experiments with Phi-2 and Llama-2
+    preference.KTO: {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "reference_point": 0.0},
+    preference.BradleyTerry: {"center_coef": 0.0},
+    preference.OutcomeLabels: {},
     # corrections
     corrections.ImportanceSampling: {
         "level": "token",
@@ -67,7 +76,7 @@ DEFAULTS = {
 }
 
 WITHOUT_DEFAULTS = {advantages.GroupStatistics, corrections.Product, kl.KLControl}
-INTERFACES = {"Advantage", "Loss", "PolicyLoss", "Correction", "Filter"}
+INTERFACES = {"Advantage", "Loss", "PolicyLoss", "PairLoss", "ScoreLoss", "Correction", "Filter"}
 
 
 def defaults_of(kind):
@@ -89,7 +98,7 @@ def test_an_object_without_arguments_has_the_defaults(kind):
 
 
 def test_every_class_of_the_algorithm_modules_is_pinned():
-    for module in (advantages, losses, sequence_losses, corrections, kl, filters):
+    for module in (advantages, losses, sequence_losses, preference, corrections, kl, filters):
         classes = {x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__}
         missing = {kind.__name__ for kind in classes - DEFAULTS.keys() - WITHOUT_DEFAULTS} - INTERFACES
         assert not missing, f"{module.__name__}: {missing}"
@@ -111,6 +120,12 @@ def test_every_class_of_the_algorithm_modules_is_pinned():
         (sequence_losses.GMPO, True, False, set()),
         (sequence_losses.OPMD, False, False, set()),
         (sequence_losses.TOPR, True, False, set()),
+        (preference.DPO, False, False, {"ref_logprobs"}),
+        (preference.IPO, False, False, {"ref_logprobs"}),
+        (preference.Hinge, False, False, {"ref_logprobs"}),
+        (preference.KTO, False, False, {"ref_logprobs"}),
+        (preference.SimPO, False, False, set()),
+        (preference.ORPO, False, False, set()),
     ],
 )
 def test_the_declarations_of_a_loss_are_pinned(kind, zero_without_advantage, uses_entropy, needs):

@@ -60,6 +60,9 @@ def test_a_mistake_in_the_settings_is_a_value_error(settings, said):
 def test_a_slurm_job_is_refused():
     with pytest.raises(ValueError, match="submit Slurm jobs with the command"):
         mrl.train(["experiment=quickstart", "cluster=slurm", "run.dir=x"])
+    for function in (mrl.generate, mrl.evaluate):
+        with pytest.raises(ValueError, match=f"submit Slurm jobs with the command `mrl {function.__name__}`"):
+            function(["experiment=quickstart", "cluster=slurm", "run.dir=x"])
 
 
 def test_a_command_gets_the_whole_config(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from mrl import cli
 from mrl.commands import completion
 from mrl.config.hydra_entry import is_known_override
 from mrl.core.command_names import COMMANDS, SUBCOMMANDS
+from mrl.core.installation import CONF
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -78,6 +79,8 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         ("mrl convert to", ["to-megatron", "to-hf"]),
         ("mrl train rollout.resp", ["rollout.responses_per_prompt="]),
         ("mrl train expe", ["experiment="]),
+        ("mrl train algorithm", ["algorithm=", "algorithm.whiten="]),
+        ("mrl train placement=pa", ["paired"]),
         ("mrl train experiment=quick", ["quickstart"]),
         ("mrl train optim.lr=1e-3 rollout.mode=", ["sync", "one_step_off", "async"]),
         ("mrl train trainer.save=f", ["false"]),
@@ -103,6 +106,14 @@ def test_each_script_has_every_command_and_only_keys_that_exist(shell, capsys):
     if shutil.which(shell):
         check = subprocess.run([shell, "-n", "/dev/stdin"], input=script, text=True, capture_output=True, timeout=60)
         assert check.returncode == 0, check.stderr
+
+
+def test_every_config_group_is_offered_with_its_files():
+    words, values = completion.argument_words(), completion.values_of_keys()
+    for folder in (CONF / name for name in ("algorithm", "cluster", "model", "placement", "rollout", "experiment")):
+        assert f"{folder.name}=" in words, folder.name
+        assert values[folder.name] == sorted(file.stem for file in folder.glob("*.yaml"))
+    assert len(words) == len(set(words))
 
 
 def test_an_unknown_shell_is_refused_with_the_help(capsys):

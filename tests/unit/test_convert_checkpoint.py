@@ -284,7 +284,7 @@ def test_an_export_accepts_tensors_in_any_order_and_holds_one_at_a_time(tmp_path
             )  # the first (for its dtype), the previous and the current tensor
             yield name, tensor
 
-    write_export(tensors(), model, tmp_path / "export", {"note.txt": "hello"})
+    write_export(tensors(), HFConfig.load(model), tmp_path / "export", {"note.txt": "hello"})
     assert_same_tensors(tmp_path / "export", model)
     assert (tmp_path / "export/note.txt").read_text() == "hello\n"
 
@@ -298,7 +298,7 @@ def flip_bit(path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "mrl_hashes.json"])
 def test_a_changed_bit_of_an_exported_folder_is_found_where_the_folder_is_loaded(tmp_path, name):
     model, export = make_family("qwen3", tmp_path / "model"), tmp_path / "export"
-    write_export(iter(tensors_of(model).items()), model, export, {"note.txt": "hello"})
+    write_export(iter(tensors_of(model).items()), HFConfig.load(model), export, {"note.txt": "hello"})
     check_hf_folder(export)
     assert file_hashes.read_hashes(export).keys() == {path.name for path in export.iterdir()} - {"mrl_hashes.json"}
     flip_bit(export / name)
@@ -326,7 +326,7 @@ def test_a_failed_export_leaves_nothing(tmp_path):
         raise FloatingPointError("the run ended")
 
     with pytest.raises(FloatingPointError):
-        write_export(tensors(), model, tmp_path / "export", {})
+        write_export(tensors(), HFConfig.load(model), tmp_path / "export", {})
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 

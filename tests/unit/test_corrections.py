@@ -1,7 +1,7 @@
 """Corrections against plain loops, without gradient through their weights; mismatch metrics; group filters."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +21,9 @@ from mrl.algorithms.corrections import (
     mismatch_sums,
 )
 from mrl.algorithms.filters import NonzeroVariance, RewardRange, filter_values
+from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.losses import PPOClip
+from mrl.algorithms.losses import KLCov, PPOClip
 from mrl.algorithms.objective import Objective
 from mrl.controller.plan_train import check_filter_metric
 from mrl.rewards.reward_types import Score, Weighted
@@ -305,3 +306,37 @@ def test_the_rollout_worker_filters_by_the_part_of_the_reward(metric, kept):
     scores = [Score(-0.4 * n, parts={"correct": 0.0, "overlong": -0.4 * n}) for n in range(2)]
     worker = SimpleNamespace(spec=SimpleNamespace(rollout_filter=NonzeroVariance(metric=metric)))
     assert RolloutWorker._passes_filter(worker, group(0, *scores)) is kept
+
+
+@dataclass(frozen=True)
+class Likely:
+    """Keeps the tokens whose engine's log-probability is above a quantile of all tokens of the step."""
+
+    quantile: float = 0.5
+    column: str = "likely"
+
+    @property
+    def needs(self):
+        return {"rollout_logprobs", "entropies"}
+
+    def extra_columns(self, batch, advantages, rng):
+        logprobs = batch.columns["rollout_logprobs"]
+        return {self.column: (logprobs > np.nanquantile(logprobs, self.quantile)).astype(np.float32)}
+
+    def __call__(self, inputs):
+        return inputs.columns[self.column], {}
+
+
+def test_needs_and_extra_columns_of_a_correction_are_those_of_the_objective():
+    both = Product([ImportanceSampling(), Likely(), Product([Likely(0.2, "rather_likely")])])
+    objective = Objective(KLCov(), both)
+    assert objective.needs == {"old_logprobs", "rollout_logprobs", "entropies"} == KLCov.needs | both.needs
+    assert Objective(PPOClip(), ImportanceSampling()).needs == frozenset()
+    rollout = np.array([-1.0, -2.0, np.nan, -3.0, -4.0], np.float32)
+    columns = {"rollout_logprobs": rollout, "old_logprobs": np.array([-1.0, -2.0, -1.0, -3.0, -4.0], np.float32)}
+    batch = AdvantageInputs(np.zeros(5), np.zeros(2, int), np.array([3, 2]), columns)
+    found = objective.extra_columns(batch, np.ones(5, np.float32), np.random.default_rng(0))
+    assert set(found) == {"kl_cov", "likely", "rather_likely"}
+    assert found["likely"].tolist() == [1, 1, 0, 0, 0] and found["rather_likely"].tolist() == [1, 1, 0, 1, 0]
+    with pytest.raises(ValueError, match="two parts of the algorithm return a column with the name 'likely'"):
+        Product([Likely(), Likely(0.2)]).extra_columns(batch, np.ones(5, np.float32), np.random.default_rng(0))

@@ -16,6 +16,7 @@ from tiny_families import make_family
 
 from models.conversion.hf_reader import check_hf_folder
 from models.conversion.hf_writer import write_export
+from models.hf_config import HFConfig
 from mrl.checkpoint.resume import find_resume_point
 from mrl.checkpoint.run_dir import lock_run_dir
 from mrl.checkpoint.store import CheckpointStore, find_checkpoint
@@ -65,7 +66,7 @@ def write_run(folder: Path, model: Path) -> None:
     for step in range(1, STEPS + 1):
         samples.write(step, [TextSample("1+1=", str(step), 1.0, step, step, 2, False)])
     _stored_run_id(folder / "wandb_run_id")
-    write_export(iter(load_file(model / "model.safetensors").items()), model, folder / "hf", {})
+    write_export(iter(load_file(model / "model.safetensors").items()), HFConfig.load(model), folder / "hf", {})
 
 
 def read_run(folder: Path, messages: list[str]) -> dict[str, Any]:

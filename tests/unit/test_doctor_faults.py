@@ -45,7 +45,7 @@ class Fault:
     also: frozenset = frozenset()  # (check, host) of the findings that follow from the fault
 
 
-NEEDS_GPUS = dict(gpus=8, cuda=True, parameters=8 * 10**9)
+NEEDS_GPUS = dict(gpus=8, needs_gpus=True, parameters=8 * 10**9)
 
 FAULTS = [
     # versions
@@ -85,7 +85,7 @@ FAULTS = [
           {0: nvidia_smi(EIGHT, topology=matrix(8, {(2, 5): "SYS"}))}, status=1),
     Fault("an NVSwitch fabric that is not ready", "topology", "NVSwitch fabric is not ready: In Progress", "nvidia-fabricmanager",
           {0: nvidia_smi(EIGHT, fabric="In Progress")}),
-    Fault("no GPU although the config needs some", "gpus", r"needs 8 GPUs, the hosts have none \(8\.0B", "gpus-per-node",
+    Fault("no GPU although the config needs some", "gpus", r"needs 8 GPUs for a model of 8\.0B", "gpus-per-node",
           {}, requirements=NEEDS_GPUS, also=frozenset({("memory", "h0")})),
     Fault("fewer GPUs than the config needs", "gpus", "needs 16 GPUs, the hosts have 8", "placement=colocated",
           {0: GPUS}, requirements=dict(gpus=16)),

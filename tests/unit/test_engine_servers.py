@@ -13,8 +13,9 @@ from http_engines import spec_of
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.core.types import DeviceSlot
 from mrl.rollout.engine_pool import EnginePool
-from mrl.rollout.engines import hosts, server
-from mrl.rollout.engines.hosts import EngineServers, group_by_node, visible_devices_env
+from mrl.rollout.engines import hosts, ray_engine, server
+from mrl.rollout.engines.hosts import EngineServers
+from mrl.rollout.engines.ray_engine import group_by_node, visible_devices_env
 from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import check_server_args, memory_saver_args
 
@@ -146,7 +147,7 @@ def test_engines_and_their_replacements_run_on_the_slots_of_their_place(monkeypa
         def alive(self) -> bool:
             return True
 
-    monkeypatch.setattr(hosts, "RayEngine", FakeRayEngine)
+    monkeypatch.setattr(ray_engine, "RayEngine", FakeRayEngine)
     pool = EnginePool(
         spec_of(tmp_path, num_engines=2, server_args={}, slots=lambda number: f"slots of {number}", seed=7)
     )

@@ -16,7 +16,7 @@ from mrl.commands import evaluate as command
 from mrl.config.schema import Config
 from mrl.config.validate import from_hydra
 from mrl.evaluation.evaluate_responses import evaluate, write_evaluation
-from mrl.evaluation.evaluation_summary import choose_k
+from mrl.evaluation.evaluation_summary import choose_k, student_t_mean
 from mrl.evaluation.response_store import ResponseStore, read_responses
 from mrl.rewards.rule_based import ExactMatch
 
@@ -271,3 +271,173 @@ def test_pandas_and_datasets_read_the_folder_of_a_generation(folder):
             {"name": "length", "value": 0.5},
         ]
     assert read_responses(folder)[1][0]["parts"] == {"correct": 0.0, "length": 0.5}
+
+
+def write_jsonl(path, rows) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_validation_dumps_of_verl_are_scored(tmp_path, capsys):
+    """One response per row, the responses to a prompt in any order."""
+    lines = [
+        dict(input=f"user\n{row}+{row}=\nassistant\n", output=text, gts="7", score=0.0, step=60)
+        for texts in zip(*list(TEXTS.values())[:2], strict=True)
+        for row, text in enumerate(texts)
+    ]
+    file = write_jsonl(tmp_path / "dumps/60.jsonl", lines)
+    command.job(config_of(**{"evaluate.input": file, "evaluate.output": str(tmp_path / "out")}))
+    (summary,) = json.loads((tmp_path / "out/evaluation.json").read_text())["summaries"]
+    assert (summary["name"], summary["prompts"], summary["responses"]) == ("60", 2, 8)
+    expected = np.mean([brute_force(texts, 2) for texts in list(TEXTS.values())[:2]], axis=0)
+    found = (summary["pass_at"]["2"]["value"], summary["maj_at"]["2"]["value"])
+    assert found == pytest.approx(tuple(expected))
+    assert summary["mean_tokens"] is None and summary["cut_fraction"] is None
+    shown = capsys.readouterr().out
+    assert "60: 8 responses; 0.0% not scored" in shown
+
+
+def test_samples_of_lm_evaluation_harness_count_once_for_all_filters(tmp_path):
+    def line(number: int, response_filter: str) -> dict:
+        return dict(
+            doc_id=number,
+            doc={"question": f"{number}?"},
+            target="7",
+            arguments={"gen_args_0": {"arg_0": f"Q: {number}?", "arg_1": {"until": ["Q:"]}}},
+            resps=[["so 7", "8"]],
+            filtered_resps=["7"],
+            filter=response_filter,
+            exact_match=1.0,
+        )
+
+    lines = [line(number, name) for name in ("strict", "flexible") for number in range(3)]
+    chat = line(3, "strict") | dict(
+        arguments={"gen_args_0": {"arg_0": ['[{"role": "user", "content": "Q: 3?", "type": "text"}]']}}
+    )
+    write_jsonl(tmp_path / "samples_gsm8k_cot_2025-01-31T10-00-00.123.jsonl", [*lines, chat])
+    (tmp_path / "results_2025.json").write_text("{}")
+    found = evaluate(tmp_path, config_of())
+    (summary,) = found.summaries
+    assert (summary.name, summary.prompts, summary.responses) == ("gsm8k_cot", 4, 8)
+    assert summary.pass_at[1].value == 0.5 and summary.pass_at[2].value == 1.0
+    assert found.rows[0]["prompt"] == [{"role": "user", "content": "Q: 0?"}]
+    assert found.rows[-1]["prompt"][0]["content"] == "Q: 3?" and json.loads(found.rows[0]["extra_info"]) == {"question": "0?"}
+
+
+def test_rows_of_other_tools_get_the_reward_of_their_source_or_ability(tmp_path):
+    rows = [
+        dict(prompt="a?", response="it is 7", ground_truth="7", data_source="words", kind="number"),
+        dict(prompt="b?", response="it is 7", ground_truth="it is 7", data_source="texts", kind="exact"),
+    ]
+    write_jsonl(tmp_path / "mine.jsonl", rows)
+    exact = {"ability": "exact", "reward": {"_target_": "mrl.rewards.rule_based.ExactMatch"}}
+    by_source = {"_target_": "mrl.rewards.by_source.BySource", "rewards": {"words": LAST_WORD, "exact": exact}}
+    config = config_of(**{"reward": by_source, "evaluate.columns": {"ability": "kind"}})
+    found = evaluate(tmp_path / "mine.jsonl", config)
+    assert [(row["ability"], row["score"]) for row in found.rows] == [("number", 1.0), ("exact", 1.0)]
+    assert found.answers == ["7", "it is 7"], "LastWord says what the answers of its rows are"
+
+
+def test_details_of_lighteval_are_scored_against_the_right_choice(tmp_path):
+    rows = [
+        dict(
+            doc=dict(query=f"Q{row}", choices=["5", "7"], gold_index=[1], id=str(row)),
+            model_response=dict(text=["it is 7", "it is 5"]),
+            metric=dict(extractive_match=1.0),
+        )
+        for row in range(2)
+    ]
+    import pyarrow as pa
+
+    path = tmp_path / "details_lighteval|gsm8k|0_2025-01-31T10-00-00.123456.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    (summary,) = evaluate(path, config_of()).summaries
+    assert (summary.name, summary.prompts, summary.responses) == ("lighteval|gsm8k|0", 2, 4)
+    assert summary.pass_at[1].value == 0.5
+
+
+def test_columns_of_any_name_are_mapped_and_data_sources_are_kept_apart(tmp_path):
+    lines = [
+        dict(question="a?", completions=["7", "8"], answer=7, task="x", n=3),
+        dict(question="a?", completions=["7", "7", "7"], answer=7, task="y", n=5),
+    ]
+    file = write_jsonl(tmp_path / "mine.jsonl", lines)
+    names = dict(prompt="question", response="completions", ground_truth="answer", data_source="task", num_tokens="n")
+    found = evaluate(tmp_path / "mine.jsonl", config_of(**{"evaluate.columns": names}))
+    assert [(s.name, s.responses, s.mean_tokens) for s in found.summaries] == [
+        ("x", 2, 3.0),
+        ("y", 3, 5.0),
+        ("overall", 5, 21 / 5),
+    ]
+    assert list(found.summaries[0].pass_at) == [1, 2], "k is at most the smallest number of responses"
+    plain = [dict(prompt="a?", response=text, ground_truth="7") for text in ("7", "8")]
+    write_jsonl(tmp_path / "folder/b.jsonl", plain)
+    write_jsonl(tmp_path / "folder/a.jsonl", plain)
+    both = evaluate(tmp_path / "folder", config_of()).summaries
+    assert [(s.name, s.prompts, s.responses) for s in both] == [("a", 1, 2), ("b", 1, 2), ("overall", 2, 4)]
+    with pytest.raises(ValueError, match=re.escape(f"{file}, row 0, column 'completion': is missing")) as wrong:
+        evaluate(tmp_path / "mine.jsonl", config_of(**{"evaluate.columns": names | dict(response="completion")}))
+    assert "did you name it 'completions'?" in str(wrong.value) and "name others with evaluate.columns" in str(wrong.value)
+
+
+def test_mistakes_in_foreign_files_name_file_row_and_column(folder, tmp_path):
+    good = dict(prompt="a?", response="7", ground_truth="7")
+    file = write_jsonl(tmp_path / "mine.jsonl", [good, good | dict(response=[[-1.5, False]]), dict(prompt="b?", response="7")])
+    with pytest.raises(ValueError, match="2 of 3 rows cannot be used") as wrong:
+        evaluate(tmp_path / "mine.jsonl", config_of())
+    assert f"{file}, row 1, column 'response': expected a response as text, or a list of such texts" in str(wrong.value)
+    assert f"{file}, row 2, column 'ground_truth': is missing; found prompt, response" in str(wrong.value)
+    for columns, message in [
+        ({"responses": "x"}, "evaluate.columns.responses: unknown key; did you mean 'response'?"),
+        ({"response": None}, "evaluate.columns.response=None: expected the name of a column"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            evaluate(tmp_path / "mine.jsonl", config_of(**{"evaluate.columns": columns}))
+    with pytest.raises(ValueError, match="names columns of other tools, but `mrl generate` wrote"):
+        evaluate(folder, config_of(**{"evaluate.columns": {"response": "text"}}))
+
+
+def test_a_comparison_pairs_the_prompts(folder, tmp_path, capsys):
+    """Responses of two models to the same prompts; the earlier evaluation has one more prompt, and another order of rows."""
+    now = {"p0": ["7", "7", "8", "7"], "p1": ["8", "8", "8", "7"], "p2": ["7", "8", "8", "8"]}
+    before = {"p3": ["7"] * 4, "p2": ["8"] * 4, "p1": ["8"] * 4, "p0": ["8", "7", "8", "8"]}
+    keys = {}
+    for name, texts in (("before", before), ("now", now)):
+        lines = [dict(prompt=prompt, responses=each, ground_truth="7", data_source="s") for prompt, each in texts.items()]
+        file = write_jsonl(tmp_path / f"{name}.jsonl", lines)
+        keys[name] = {"evaluate.input": file, "evaluate.output": str(tmp_path / name)}
+    command.job(config_of(**keys["before"]))
+    command.job(config_of(**keys["now"], **{"evaluate.compare": str(tmp_path / "before")}))
+    report = json.loads((tmp_path / "now/evaluation.json").read_text())["comparison"]
+    assert (report["only_now"], report["only_before"]) == (0, 1)
+    (difference,) = report["differences"]
+    passed = np.array([3 / 4 - 1 / 4, 1 / 4, 1 / 4])
+    expected = student_t_mean(passed, 0.95)
+    found = difference["pass_at"]["1"]
+    assert difference["name"] == "s" and difference["prompts"] == 3
+    assert (found["value"], found["low"], found["high"]) == pytest.approx((expected.value, expected.low, expected.high))
+    assert difference["mean_score"]["value"] == pytest.approx(0.75 * passed.mean())
+    assert difference["pass_at"]["4"]["value"] == pytest.approx(2 / 3), "p1 and p2 pass now"
+    shown = capsys.readouterr().out
+    assert f"difference from {tmp_path / 'before'}" in shown and "0 only in this evaluation, 1 only in the earlier one" in shown
+    assert f"{expected.value:+.3f} [{expected.low:+.3f}, {expected.high:+.3f}]" in shown
+    other = dict(keys["now"]) | {"evaluate.compare": str(tmp_path / "other")}
+    write_evaluation(evaluate(folder, config_of()), tmp_path / "other", config_of())
+    with pytest.raises(ValueError, match="none of its 5 prompts is among the 3 prompts of this evaluation"):
+        evaluate(tmp_path / "now.jsonl", config_of(**other))
+    with pytest.raises(ValueError, match="no scores.parquet there; expected a folder that `mrl evaluate` wrote"):
+        evaluate(tmp_path / "now.jsonl", config_of(**other | {"evaluate.compare": str(tmp_path / "nowhere")}))
+
+
+def test_a_generation_equals_itself_in_a_comparison(folder, tmp_path):
+    config = config_of(**{"evaluate.compare": str(tmp_path / "first")})
+    write_evaluation(evaluate(folder, config_of()), tmp_path / "first", config_of())
+    found = evaluate(folder, config)
+    assert [each.name for each in found.comparison.differences] == ["a", "b", "overall"]
+    for each in found.comparison.differences:
+        assert each.mean_score.value == 0 and all(value.value == 0 for value in (*each.pass_at.values(), *each.maj_at.values()))
+    assert found.comparison.only_now == found.comparison.only_before == 0
+    write_evaluation(found, tmp_path / "second", config)
+    first, second = ((tmp_path / name / "evaluation.png").read_bytes() for name in ("first", "second"))
+    assert first != second, "the picture shows the earlier evaluation, too"

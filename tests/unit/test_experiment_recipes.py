@@ -29,7 +29,7 @@ QUARTERED = {  # overrides for a quarter of the recipe's GPUs
 
 def planned(experiment, folder, *overrides):
     model, _ = RECIPES[experiment]
-    teacher = [f"teacher.path={folder_of('Qwen3-8B', folder)}"] if experiment.endswith("distill") else []
+    teacher = [f"roles.teacher.path={folder_of('Qwen3-8B', folder)}"] if experiment.endswith("distill") else []
     return config_of(model, folder, "plan.prompt_tokens=1024", *teacher, *overrides, experiment=experiment)
 
 

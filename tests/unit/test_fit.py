@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.kl import KLControl
-from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
+from mrl.controller.loop_parts import Phases
+from mrl.controller.trainer import Trainer, TrainingSchedule
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Rollouts
 from mrl.data.prompts import PromptStream
+from mrl.workers.group import PendingCall
+from mrl.workers.model_trainers import ActorUpdate
 
 
 class World:
     """All parts of a fake run; a failure occurs once, at a given point of a given step."""
 
     def __init__(self, failures: dict[tuple[str, int], Exception]) -> None:
-        self.failures, self.weights, self.sampled, self.trained = failures, 0, [], []
+        self.failures, self.weights, self.sampled, self.trained, self.updates = failures, 0, [], [], 0
         self.saved: dict[int, dict] = {}
         self.recoveries: list[int | None] = []
         self.logged: list[int] = []
@@ -47,7 +50,7 @@ class World:
             rewards=np.ones(3),
         )
 
-    def estimate(self, columns, kl_coef, step):
+    def estimate(self, columns, kl_coef, step, **selection):
         self.reach("advantage")
         return AdvantageResult(None, np.zeros(3, bool), np.zeros(3, bool), {})
 
@@ -55,14 +58,18 @@ class World:
         self.reach("evaluate")
         return {"eval/reward_sampled": 0.5, "eval/reward_greedy": 0.5}
 
-    def update(self, rollouts, estimates, step, kl_coef):
+    def begin_update(self, rollouts, estimates, step, kl_coef, **selection):
         self.reach("update")
-        self.trained = [*self.trained[: self.weights], rollouts.block]
-        self.weights += 1
-        return {"optim/lr": 0.1}
+        self.updates += 1
+        self.trained = [*self.trained[:step], rollouts.block]
+        self.weights = step + 1
+        return PendingCall(lambda: ActorUpdate([], 0.1, [], np.zeros(0, bool)))
 
-    def token_weights(self, rollouts, estimates):
-        return []
+    def metrics(self, updates):
+        return {"optim/lr": updates[-1].lr}
+
+    def write_samples(self, step):
+        pass
 
     def state_dict(self):
         return {}
@@ -106,12 +113,12 @@ class World:
         pass
 
 
-def trainer(world: World, **schedule) -> Trainer:
+def trainer(world: World, step_function=None, **schedule) -> Trainer:
     unused = SimpleNamespace(rewind=lambda step: None, record=lambda *_: None)
     return Trainer(
         prompts=PromptStream(10, 3, seed=0, shuffle=True),
         rollout=world,
-        scorers={},
+        scorers=[],
         actor=world,
         critic=None,
         kl=KLControl({}),
@@ -123,6 +130,7 @@ def trainer(world: World, **schedule) -> Trainer:
         recover=world.recover,
         preemption_requested=lambda: world.preemption_requested is True,
         schedule=TrainingSchedule(**({"max_steps": 11, "eval_every": 3} | schedule)),
+        step_function=step_function,
     )
 
 

@@ -170,19 +170,20 @@ def test_a_url_that_cannot_be_read_is_an_error_with_the_key(url, tmp_path, monke
 
 def test_all_keys_of_a_config_are_resolved_except_files_that_data_inputs_makes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    fsspec.filesystem("memory").pipe({f"/all/{name}.jsonl": b"1" for name in "abcd"} | {"/all/m/config.json": b"{}"})
+    fsspec.filesystem("memory").pipe({f"/all/{name}.jsonl": b"1" for name in "abcde"} | {"/all/m/config.json": b"{}"})
     keys = ["experiment=quickstart", "run.dir=x", "data.inputs.folder=made/here"]
     untouched = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
     assert resolve_inputs(untouched) == untouched and untouched.model.path == "made/here/model"
     url = lambda name: f"memory://all/{name}"  # noqa: E731
-    keys += [f"{key}={url('m')}" for key in ("model.path", "teacher.path", "critic.path")]
-    keys += [f"data.test=[{url('a.jsonl')}]", f"sft.train={url('b.jsonl')}"]
+    keys += [f"{key}={url('m')}" for key in ("model.path", "roles.teacher.path", "critic.path")]
+    keys += [f"data.test=[{url('a.jsonl')}]", f"sft.train={url('b.jsonl')}", f"sft.test={url('e.jsonl')}"]
     keys += [f"data.test_sets.one=[{url('c.jsonl')}]", f"data.mixture.two.files=[{url('d.jsonl')}]"]
     config = resolve_inputs(hydra_entry.compose_config(hydra_entry.check_overrides(keys)))
-    models = {config.model.path, config.teacher.path, config.critic.path}
+    models = {config.model.path, config.roles["teacher"]["path"], config.critic.path}
     files = [*config.data.test, config.sft.train, *config.data.test_sets["one"], *config.data.mixture["two"]["files"]]
+    files.append(config.sft.test or "")
     assert {Path(path).name for path in models} == {"m"} and all(map(os.path.isdir, models))
-    assert [Path(path).name for path in files] == [f"{name}.jsonl" for name in "abcd"] and all(
+    assert [Path(path).name for path in files] == [f"{name}.jsonl" for name in "abcde"] and all(
         map(os.path.isfile, files)
     )
 

@@ -1,8 +1,10 @@
 """Micro-batches: each sampled token is predicted once, from the token before it, on the rank that has that token."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,10 @@ from parallel import device
 
 device.patch_megatron_for_cpu()  # must come before any import of Megatron
 
+from mrl.algorithms.losses import PPOClip  # noqa: E402
+from mrl.core import metrics  # noqa: E402
 from mrl.core.types import RankBatch, TokenBlock  # noqa: E402
+from mrl.workers.actor_critic import policy_loss  # noqa: E402
 from mrl.workers.micro_batch import MicroBatch  # noqa: E402
 from parallel.packing import pack  # noqa: E402
 
@@ -107,3 +112,26 @@ def test_an_empty_micro_batch_is_one_token_without_weight(made, cp_size, tp_mult
             and not len(micro.weights)
             and not len(micro.local_sampled)
         )
+
+
+class Surprising(PPOClip):
+    """A user's loss, with two metrics of its own. One has the name of a sum that mrl reports."""
+
+    def __call__(self, inputs):
+        loss, found = super().__call__(inputs)
+        return loss, found | {"surprise": -inputs.logprobs.detach(), "entropy": torch.ones_like(loss)}
+
+
+def test_metrics_of_a_users_loss_get_the_prefix_own_and_metrics_of_mrl_do_not():
+    logprobs, entropies = torch.tensor([-1.0, -3.0]), torch.tensor([0.5, 1.5])
+    micro = SimpleNamespace(
+        columns={"advantages": torch.ones(2)},
+        rollout_logprobs=logprobs,
+        responses=None,
+        weights=torch.tensor([0.25, 0.75], dtype=torch.float64),
+    )
+    _, statistics = policy_loss(torch.stack([logprobs, entropies]), micro, Surprising())
+    assert statistics.sums["own/surprise"].item() == pytest.approx(0.25 * 1 + 0.75 * 3)
+    assert statistics.sums["own/entropy"].item() == 1.0 and statistics.sums["entropy"].item() == 2.0
+    assert "loss/clip_fraction" in statistics.sums and "surprise" not in statistics.sums
+    metrics.check(["own/surprise", "own/entropy", "loss/clip_fraction"])

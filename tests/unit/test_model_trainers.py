@@ -10,6 +10,7 @@ from mrl.algorithms.objective import Objective
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.group import PendingCall
 from mrl.workers.model_trainers import ActorTrainer, UpdateRunner, _actor_metrics
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
@@ -18,9 +19,10 @@ from parallel.trainer_config import OptimConfig
 class Group:
     """Stand-in for a worker group: partitions the steps, and makes up the reports."""
 
-    def update(self, steps, packing, *, aggregation, max_response_tokens, lrs, loss, temperature):
+    def begin_update(self, steps, packing, *, aggregation, max_response_tokens, lrs, loss, temperature):
         self.steps, self.lrs = steps, lrs
-        return [self._report(step, partition_step(step, ParallelDims(), packing, aggregation)) for step in steps]
+        reports = [self._report(step, partition_step(step, ParallelDims(), packing, aggregation)) for step in steps]
+        return PendingCall(lambda: reports)
 
     @staticmethod
     def _report(step, partition) -> UpdateReport:
@@ -54,7 +56,7 @@ def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected
         OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), "token_mean", 100, mini_batches, epochs
     )
     policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
-    return policy.update(rollouts, result, step=2, kl_coef=0.0), group
+    return policy.metrics([policy.begin_update(rollouts, result, step=2, kl_coef=0.0).result()]), group
 
 
 def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():

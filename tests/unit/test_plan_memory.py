@@ -16,7 +16,7 @@ from mrl.planner.run_memory import GIB
 GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
 FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_entry.CONF / group).glob("*.yaml"))
 BLANKS = {  # values that a file of conf leaves to the user
-    "algorithm=distill": ["teacher.path=${model.path}"],
+    "algorithm=distill": ["roles.teacher.path=${model.path}"],
     "reward=function": ["reward.path=mine.py"],
     "reward=judge": ["reward.url=http://judge:30000", "reward.model=judge"],
     "reward=reward_model": ["reward.url=http://rewards:30000", "reward.tokenizer=${model.path}"],

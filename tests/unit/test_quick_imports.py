@@ -24,3 +24,9 @@ def test_importing_megatron_on_a_cpu_does_not_import_the_torch_compiler():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "False"
+
+
+def test_a_generation_without_a_cluster_imports_neither_ray_nor_sglang():
+    program = "import sys, mrl.commands.generate, mrl.commands.evaluate; print({'ray', 'sglang'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr

@@ -501,5 +501,5 @@ def test_the_jumps_of_the_filter_stay_inside_it(machine):
         if code in (0x15, 0x35):
             assert at + 1 + max(if_true, if_false) < len(steps)
     assert int.from_bytes(steps[-1][:2], sys.byteorder) == 0x06
-    assert all(program.code[offset : offset + 4] == bytes(4) for offset in program.pid_offsets)
-    assert len(program.pid_offsets) == 4
+    assert all(program.code[offset : offset + 4] == bytes(4) for offset in program.own_pid_offsets)
+    assert len(program.own_pid_offsets) == 4

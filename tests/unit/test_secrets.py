@@ -140,3 +140,16 @@ def test_what_is_written_of_a_config_has_no_secret_by_name_or_by_value(monkeypat
         "betas": (0.9, 0.95),
     }
     assert config["reward"]["api_key"] == "anything", "a copy"
+
+
+def test_servers_may_have_keys_of_their_own(monkeypatch):
+    monkeypatch.setenv("MRL_ENGINE_KEY", "common")
+    monkeypatch.setenv("MRL_ENGINE_KEYS", "http://a:1=one  https://b/=two=2")
+    found = [authorization(url)["authorization"] for url in ("http://a:1/", "https://b", "http://c:1", "")]
+    assert found == ["Bearer one", "Bearer two=2", "Bearer common", "Bearer common"]
+    assert is_secret_name("MRL_ENGINE_KEYS")
+    for wrong in ("hidden-key", "http://a:1=ok http://b:1", "http://a:1=hidden-k\u00e9y"):
+        monkeypatch.setenv("MRL_ENGINE_KEYS", wrong)
+        with pytest.raises(ValueError, match=r"word \d of the environment variable MRL_ENGINE_KEYS: expected") as error:
+            authorization()
+        assert "hidden" not in str(error.value)

@@ -131,6 +131,15 @@ def test_what_was_heeded_at_submission_is_not_in_the_job():
     assert job(overrides=overrides).arguments == ("optim.lr=1", "resume=other/run", "run.dir=/runs/mine")
 
 
+def test_a_job_of_another_command_says_so_to_the_batch_script_and_to_the_user():
+    made = slurm_job.make_job(ClusterConfig(**SIZE), "mine", Path("/runs/mine"), ["generate.samples=4"], "generate")
+    assert "export MRL_COMMAND=generate\n" in made.script and "# Written by `mrl generate`." in made.script
+    told = slurm_job.submission_message(made, "7")
+    assert "(finished files are kept; then the job is queued again)" in told
+    assert "run the same `mrl generate` command again with run.dir=/runs/mine)" in told
+    assert "MRL_COMMAND" not in job().script and "saves a checkpoint" in slurm_job.submission_message(job(), "7")
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

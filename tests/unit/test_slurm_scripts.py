@@ -196,6 +196,15 @@ def test_a_job_starts_ray_on_every_node_and_leaves_none_of_its_processes(batch, 
         assert mode == "40700", "other users cannot enter the folder of Ray"
 
 
+def test_a_job_of_another_command_runs_this_command_and_checks_only_the_machines(batch, tmp_path):
+    job = batch("generate.samples=4", "run.dir=mine", MRL_COMMAND="generate")
+    assert job.end() == 0, job.said
+    ((driver,), doctors) = job.started("mrl.cli"), job.started("mrl.commands.doctor")
+    assert driver["argv"][:3] == ["mrl.cli", "generate", "generate.samples=4"]
+    assert len(doctors) == 2 and not any("generate.samples=4" in each["argv"] for each in doctors)
+    assert "mrl generate ended with status 0" in job.said
+
+
 def test_the_token_is_random_and_in_no_command_line_log_or_file(batch, tmp_path):
     job = batch("run.dir=mine")
     assert job.end() == 0, job.said

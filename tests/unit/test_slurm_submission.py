@@ -9,19 +9,19 @@ import pytest
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """`train(argument, ...)` -> (status, output, whether sbatch was called), with a stand-in for sbatch."""
+    """`train(argument, ..., command="train")` -> (status, output, whether sbatch was called), with a stand-in for sbatch."""
     base = tmp_path_factory.mktemp("submission")
     (base / "bin").mkdir()
     (base / "bin/sbatch").write_text(f'#!/bin/sh\necho "$@" >>{base}/submitted; echo 77\n')
     (base / "bin/sbatch").chmod(0o755)
 
-    def run(*arguments: str) -> tuple[int, str, bool]:
+    def run(*arguments: str, command: str = "train") -> tuple[int, str, bool]:
         (base / "submitted").unlink(missing_ok=True)
         line = [
             sys.executable,
             "-m",
             "mrl.cli",
-            "train",
+            command,
             "experiment=quickstart",
             f"run.dir={base / 'run'}",
             *arguments,
@@ -64,6 +64,44 @@ def test_the_memory_check_can_be_disabled(train):
         "--dry-run", "cluster=[slurm,h100]", "cluster.hardware.gpu_memory_gb=2.1", "plan.check_memory=false"
     )
     assert status == 0, said
+
+
+ENGINES = ("cluster=[slurm,h100]", "rollout.num_engines=6", "rollout.engine_tp=2")
+
+
+def test_a_generation_is_submitted_with_as_many_nodes_as_its_engines_need(train):
+    status, said, submitted = train("--dry-run", *ENGINES, "generate.rows=4", command="generate")
+    assert (status, submitted) == (0, False), said
+    assert "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n" in said, "12 engine ranks"
+    assert "export MRL_COMMAND=generate\n" in said and "generate.rows=4" in said and "dry" not in said
+    assert "mrl: 4 of the job's 16 GPUs stay idle" in said
+    status, said, submitted = train(*JOB, command="generate")
+    assert (status, submitted) == (0, True), said
+    assert "job 77 is submitted" in said and "run the same `mrl generate` command again with run.dir=" in said
+
+
+@pytest.mark.extended
+def test_an_evaluation_is_submitted_unless_its_responses_exist(train, tmp_path):
+    status, said, submitted = train("--dry-run", *ENGINES, command="evaluate")
+    assert (status, submitted) == (0, False) and "export MRL_COMMAND=evaluate\n" in said, said
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "1+1=", "response": "2", "ground_truth": "2"}\n')
+    status, said, submitted = train(*ENGINES, f"evaluate.input={tmp_path / 'mine.jsonl'}", command="evaluate")
+    assert (status, submitted) == (0, False) and "mine: 1 responses" in said, said
+
+
+@pytest.mark.extended_except("too few GPUs")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*JOB, "rollout.num_engines=4"], "the pools need 4 GPUs, but the cluster has 2 GPUs on 1 node"),
+        ([*JOB, "rollout.engine_urls=[http://host:1]"], "servers that already run need no devices of a cluster"),
+        ([*JOB, "data.test=[none.parquet]"], "data.test: none.parquet: no such file"),
+    ],
+    ids=["too few GPUs", "external servers", "no data"],
+)
+def test_mistakes_of_a_generation_are_reported_before_submission(train, arguments, message):
+    status, said, submitted = train(*arguments, command="generate")
+    assert (status, submitted) == (2, False) and message in said and "Traceback" not in said, said
 
 
 LOCAL = "applies only to a Slurm job, but this run starts on this machine; add cluster=slurm"

@@ -16,8 +16,8 @@ from trace_format import check_trace_format, has_perfetto, query_perfetto
 
 from mrl.commands import timeline as command
 from mrl.config.process_schema import ProfileConfig
+from mrl.controller.loop_parts import Phases
 from mrl.controller.plan_train import check_profile
-from mrl.controller.trainer import Phases
 from mrl.tracking.timeline import ProcessTimeline, Span, read_timeline, trace_events, write_trace
 from mrl.tracking.timeline_summary import overlap_seconds, rank_work, summarise
 from mrl.workers.group import StepRecording

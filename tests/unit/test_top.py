@@ -15,6 +15,7 @@ import sys
 import time
 
 import msgspec
+import psutil
 import pytest
 from rich.console import Console
 
@@ -251,6 +252,8 @@ def test_the_load_of_an_engine_is_the_sum_over_its_schedulers(tmp_path):
     (tmp_path / "shared_memory").write_text(f"{tmp_path / 'load'}\n")
     with subprocess.Popen(["sleep", "100"], env={"MRL_ENGINE_SCRATCH": str(tmp_path)}) as server:
         try:
+            while not psutil.Process(server.pid).environ():  # empty for a moment after the process has been started
+                assert server.poll() is None, "the process has ended"
             load = read_engine_load(server.pid)
             (tmp_path / "load").write_bytes(content[:4] + b"\x09" + content[5:])  # another version of the layout
             assert read_engine_load(server.pid) is None and read_engine_load(os.getpid()) is None

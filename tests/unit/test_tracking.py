@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mrl.config import hydra_entry
 from mrl.controller import build
-from mrl.core import metrics
+from mrl.core import metric_families, metrics
 from mrl.core.run_errors import PreemptedError
 from mrl.tracking import backends
 from mrl.tracking.backends import (
@@ -365,7 +365,7 @@ def test_held_out_reward_is_always_printed_and_compared_at_the_end(terminal):
 
 
 def test_an_accuracy_that_equals_the_mean_reward_is_not_shown_twice():
-    shown = metrics.shown_evaluation(
+    shown = metric_families.shown_evaluation(
         {
             "eval/reward_greedy": 0.5,
             "eval/accuracy_greedy": 0.5,

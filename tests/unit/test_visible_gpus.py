@@ -29,7 +29,7 @@ from mrl.core.types import DeviceSlot
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.placement_groups import BundleLocation, PlacedPool, RolePlacement
 from mrl.placement.resource_pools import Pools, SlotDemand, make_pools
-from mrl.rollout.engines.hosts import group_by_node, visible_devices_env
+from mrl.rollout.engines.ray_engine import group_by_node, visible_devices_env
 from mrl.weight_sync.engine_layout import Topology
 from mrl.weight_sync.session import _divide_plan
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport

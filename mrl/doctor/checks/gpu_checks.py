@@ -6,20 +6,21 @@ from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.gather.host_probe import locked_cuda
 from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outliers
 
-BUSY_BYTES = GB  # a GPU counts as busy if more of its memory is in use
+BUSY_BYTES = GB  # a GPU counts as busy if more than this much of its memory is in use
 
 
 def check_driver(cluster: ClusterFacts, required: tuple[int, int] | None = None) -> Iterator[DoctorFinding]:
     """Find GPU drivers that are too old for torch's CUDA version, and drivers that differ between hosts.
 
-    `required`: CUDA version (major, minor); the default is the version in the lock file. Only the major version is compared,
-    because a driver supports all minor versions of its major version.
+    `required`: CUDA version (major, minor); the default is the version in the lock file. Only the major CUDA version is compared,
+    because a driver supports all minor versions of the newest major CUDA version that it knows.
     """
     required = required or locked_cuda()
     drivers = {host.host: host.gpus.cards[0].driver for host in cluster.hosts if host.gpus.cards}
     for host in cluster.hosts:
-        if host.gpus.cuda and int(host.gpus.cuda.split(".")[0]) < required[0]:
-            driver = f"driver {drivers.get(host.host)} supports CUDA up to {host.gpus.cuda}"
+        newest = host.gpus.newest_cuda
+        if newest and int(newest.split(".")[0]) < required[0]:
+            driver = f"driver {drivers.get(host.host)} supports CUDA up to {newest}"
             yield error(
                 [host.host],
                 f"{driver}; torch is built for {required[0]}.{required[1]}",
@@ -40,7 +41,7 @@ def check_gpus(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     """Find unhealthy or busy GPUs, hosts with different GPUs, and clusters with fewer GPUs than the config needs."""
     for host in cluster.hosts:
         without_gpus = host.gpus.allocated == 0  # Slurm gave this job no GPU of the host
-        if not (without_gpus and cluster.requirements and not cluster.requirements.cuda):
+        if not (without_gpus and cluster.requirements and not cluster.requirements.needs_gpus):
             yield from _check_cards(host)
     if any(host.gpus.cards for host in cluster.hosts):
         yield from _compare_hosts(cluster)
@@ -81,7 +82,8 @@ def _check_cards(host: HostFacts) -> Iterator[DoctorFinding]:
 
 
 def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    # In a heterogeneous job, Slurm allocates different numbers of GPUs. Only hosts with equal allocations are compared.
+    # In a heterogeneous job, Slurm allocates different numbers of GPUs on different hosts. So the numbers of GPUs are compared
+    # only between hosts with equal allocations.
     for allocated in {host.gpus.allocated for host in cluster.hosts}:
         comparable = [host for host in cluster.hosts if host.gpus.allocated == allocated and not host.gpus.error]
         yield from _compare_gpu_counts(comparable)
@@ -125,17 +127,21 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             "the placement of the run's resource pools would fail",
             "placement=colocated, a smaller layout (parallel.*, rollout.num_engines), or more hosts; mrl plan placement",
         )
-    if requirements.cuda and not cluster.gpus:
+    if requirements.needs_gpus and not cluster.gpus:
         yield error(
             cluster.names,
-            f"the config needs {requirements.gpus} GPUs, the hosts have none ({requirements.parameters / 1e9:.1f}B parameters)",
+            f"the config needs {requirements.gpus} GPUs for a model of {requirements.parameters / 1e9:.1f}B parameters, and the "
+            "hosts have none",
             "on a CPU the run would be far too slow, or fail",
             "run it on hosts with GPUs: #SBATCH --gpus-per-node=8",
         )
 
 
 def check_topology(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find pairs of GPUs without NVLink, links that differ between hosts, and NVSwitch fabrics that are not ready."""
+    """Find hosts where only some pairs of GPUs have NVLink, links that differ between hosts, and unready NVSwitch fabrics.
+
+    Hosts where no pair of GPUs has NVLink are not reported, unless other hosts have it.
+    """
     for host in cluster.hosts:
         yield from _check_links(host)
     kinds = {host.host: _link_kinds(host.gpus.links) for host in cluster.hosts if host.gpus.links}

@@ -226,6 +226,18 @@ class EngineServer:
         self.stop()
 
 
+def listen_address() -> str:
+    """Return the address on which engines of this process listen.
+
+    It is loopback if this process is in no Ray cluster or if the cluster has one node, and otherwise the address of this node.
+    """
+    ray = sys.modules.get("ray")  # a process that has not imported Ray is in no cluster
+    if ray is None or not ray.is_initialized():
+        return "127.0.0.1"
+    nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"
+
+
 def cuda_compiler_env(env: Mapping[str, str], libraries: Path) -> dict[str, str]:
     """Return variables with which FlashInfer and other packages of an engine find the CUDA compiler of the lock.
 

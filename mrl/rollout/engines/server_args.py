@@ -56,15 +56,15 @@ def server_arg_names() -> frozenset[str]:
     return frozenset(name for name in names if not name.startswith("_"))
 
 
-def check_server_args(overrides: Mapping[str, Any]) -> None:
-    """Raise ValueError if the config section `sglang` has an argument that does not exist or that mrl sets itself."""
+def check_server_args(overrides: Mapping[str, Any], section: str = "sglang") -> None:
+    """Raise ValueError if a config section has an argument that does not exist or that mrl sets itself."""
     for name in overrides:
         if name in RESERVED_ARGS:
-            raise ValueError(f"sglang.{name}={overrides[name]!r} is set by mrl; {RESERVED_ARGS[name]}.")
+            raise ValueError(f"{section}.{name}={overrides[name]!r} is set by mrl; {RESERVED_ARGS[name]}.")
         if name not in server_arg_names():
             close = difflib.get_close_matches(name, server_arg_names(), n=1)
-            hint = f"did you mean sglang.{close[0]}?" if close else "see `python -m sglang.launch_server --help`."
-            raise ValueError(f"sglang.{name} is not an argument of this SGLang; {hint}")
+            hint = f"did you mean {section}.{close[0]}?" if close else "see `python -m sglang.launch_server --help`."
+            raise ValueError(f"{section}.{name} is not an argument of this SGLang; {hint}")
 
 
 NCCL_VARIABLES = {

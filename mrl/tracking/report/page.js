@@ -11,7 +11,7 @@ function section(id, title, ...content) {
 const copyable = (title, command) => el("div", {}, el("b", {}, title), el("div", { class: "command" }, el("code", {}, command), el("button", { type: "button", "aria-label": `Copy: ${title}`, onclick: (event) => { const button = event.currentTarget; navigator.clipboard?.writeText(command).then(() => { button.textContent = "Copied"; }); } }, "Copy")));
 const date = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString("sv") : "–");
 function header() {
-  document.getElementById("top").append(el("h1", {}, ...breakable(data.title)), el("p", { class: "soft" }, `${data.subtitle} · written ${date(data.written)}${data.reload_s ? `, reloads every ${data.reload_s} s` : ""}`), nav);
+  document.getElementById("top").append(el("h1", {}, ...breakable(data.title)), el("p", { class: "soft" }, `${data.subtitle} · written ${date(data.written)}${data.reload_every_s ? `, reloads every ${data.reload_every_s} s` : ""}`), nav);
 }
 // Charts of rewards are always drawn.
 function isConstant(chart) {
@@ -66,4 +66,4 @@ if (data.health) main.append(el("div", { class: `banner ${data.health.state}`, r
 section("questions", "Questions and answers", el("dl", { class: "answers" }, ...data.answers.map((a) => el("div", { class: a.state }, el("dt", {}, a.question), el("dd", {}, ...(a.text.startsWith("mrl ") ? [el("code", {}, a.text)] : breakable(a.text)), " ", a.link ? el("a", { href: `#${a.link}`, "aria-label": `Details: ${a.question}`, onclick: (event) => { event.preventDefault(); document.getElementById(a.link).scrollIntoView(); } }, "details") : "")))));
 ({ run, pair, sweep })[data.kind]();
 if (state.y) requestAnimationFrame(() => window.scrollTo(0, Number(state.y)));
-if (data.reload_s) setInterval(() => { if (!["INPUT", "SELECT"].includes(document.activeElement?.tagName)) { state.y = Math.round(window.scrollY); remember(); location.reload(); } }, data.reload_s * 1000);
+if (data.reload_every_s) setInterval(() => { if (!["INPUT", "SELECT"].includes(document.activeElement?.tagName)) { state.y = Math.round(window.scrollY); remember(); location.reload(); } }, data.reload_every_s * 1000);

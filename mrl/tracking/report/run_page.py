@@ -19,14 +19,14 @@ from mrl.tracking.report.sample_table import sample_table
 from mrl.tracking.timeline_summary import RankWork
 
 
-def run_data(run: RecordedRun, reload_s: int = 0) -> dict[str, Any]:
-    """Return the data of the page. The page loads itself again after `reload_s` seconds; 0 stands for never."""
+def run_data(run: RecordedRun, reload_every_s: int = 0) -> dict[str, Any]:
+    """Return the data of the page. The page loads itself again after `reload_every_s` seconds; 0 stands for never."""
     data: dict[str, Any] = {
         "kind": "run",
         "title": run.name,
         "subtitle": _subtitle(run),
         "written": time.time(),
-        "reload_s": reload_s,
+        "reload_every_s": reload_every_s,
         "health": health(run),
         "answers": answers(run),
         "charts": learning_charts(run),

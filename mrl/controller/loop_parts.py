@@ -1,0 +1,233 @@
+"""Parts of the training loop: the interfaces that the loop calls, the phases of a step, and what a step records."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrl.algorithms.advantages import Advantage
+from mrl.algorithms.losses import Loss
+from mrl.core.metrics import Metrics
+from mrl.core.run_errors import ProcessesLostError
+from mrl.core.types import AdvantageResult, Handle, Rollouts
+from mrl.data.prompts import PromptStream
+from mrl.workers.group import PendingCall
+from mrl.workers.model_trainers import ActorUpdate
+from parallel.spans import record
+
+State = dict[str, Any]  # plain JSON values
+
+
+class RolloutSource(Protocol):
+    """Samples and scores responses. Their tokens stay in Ray's object store and never reach the driver."""
+
+    def generate(self, prompts: PromptStream, step: int) -> Rollouts:
+        """Return the B scored responses that the step trains."""
+        ...
+
+    def estimate(
+        self,
+        columns: Mapping[str, list[Handle]],
+        kl_coef: float,
+        step: int,
+        *,
+        rows: NDArray[np.bool_] | None,
+        advantage: Advantage | None,
+        loss: Loss | None,
+    ) -> AdvantageResult:
+        """Compute advantages [R] of the responses that the last `generate` returned.
+
+        The advantages depend on the rewards of the responses, and on `columns`: name of a column [R] -> handles of its values.
+        `rows` [B] selects responses; `advantage` and `loss` replace those of the config.
+        """
+        ...
+
+    def write_samples(self, step: int) -> None:
+        """Write samples of the step as text, with the columns of all estimates of the step."""
+        ...
+
+    def evaluate(self, step: int) -> Metrics:
+        """Evaluate on the held-out prompts after `step` steps. Returns the metrics eval/*."""
+        ...
+
+    def state_dict(self) -> State:
+        """Return the prompts that were drawn and that no step has trained yet."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore a state that `state_dict` returned."""
+        ...
+
+
+class PolicyUpdater(Protocol):
+    """Optimizer steps of the actor."""
+
+    def begin_update(
+        self,
+        rollouts: Rollouts,
+        advantages: AdvantageResult | None,
+        step: int,
+        kl_coef: float,
+        *,
+        rows: NDArray[np.bool_] | None,
+        loss: Loss | None,
+    ) -> PendingCall[ActorUpdate]:
+        """Begin to train on the rows [B] of the rollouts. `step`: number of earlier steps of the run that trained the actor."""
+        ...
+
+    def metrics(self, updates: Sequence[ActorUpdate]) -> Metrics:
+        """Return the metrics of all updates of a step."""
+        ...
+
+
+class ValueUpdater(Protocol):
+    """Optimizer steps of the critic."""
+
+    def begin_update(
+        self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None
+    ) -> PendingCall[Metrics]:
+        """Begin to train on the returns of the rows [B] of the rollouts."""
+        ...
+
+
+class WeightPusher(Protocol):
+    """Weight sync from the actor to all engines."""
+
+    def push(self, version: int) -> Metrics:
+        """Push the actor's weights, and return when every engine serves them as `version`."""
+        ...
+
+
+class LostProcessRecovery(Protocol):
+    """Restarts lost processes."""
+
+    initial_state: State  # state before the first step, for a run without a checkpoint
+
+    def __call__(self, error: ProcessesLostError, state_after_step: State | None) -> State:
+        """Restart the lost processes. Returns the state of the run that matches the trainers' weights.
+
+        `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If
+        `state_after_step` is not None and the trainers are alive, it is returned. Otherwise the trainers load the last
+        checkpoint, and the state in that checkpoint is returned. Raises an error if the run cannot continue.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of one training step."""
+
+    values: Metrics  # all metrics by name, except those that need the duration of the step
+    mean_reward: float
+    num_tokens: float  # tokens that the policy sampled
+    num_samples: float  # responses
+    worker_s: float  # seconds spent in engines, Megatron and rewards; the rest of the step is spent in the controller
+
+    @classmethod
+    def of(cls, recorded: Metrics, times: Metrics) -> Self:
+        """Return the StepMetrics of the metrics that the operations recorded, and of the times of the phases.
+
+        The seconds that models worked at the same time are the metric `spent/overlap_s`.
+        """
+        values = recorded | times
+        updates = sum(values.get(f"spent/{name}_s", 0.0) for name in ("megatron", "critic"))
+        update_overlap = max(0.0, updates - values.get("time/update_s", 0.0))
+        score_overlap = max(0.0, values.get("spent/score_s", 0.0) - values.get("time/score_s", 0.0))
+        values["spent/overlap_s"] = update_overlap + score_overlap
+        others = sum(values.get(f"spent/{name}_s", 0.0) for name in ("engine", "sync_engine", "reward"))
+        worker_s = values.get("time/score_s", 0.0) + others + updates - update_overlap
+        return cls(values, values["reward/mean"], values["rollout/tokens"], values["rollout/samples"], worker_s)
+
+    def with_duration(self, seconds: float) -> Metrics:
+        """Return all metrics, including those that need the duration of the whole step."""
+        return self.values | {
+            "time/step_s": seconds,
+            "spent/controller_s": seconds - self.worker_s,
+            "throughput/tokens_per_s": self.num_tokens / seconds,
+            "throughput/samples_per_s": self.num_samples / seconds,
+        }
+
+
+@dataclass
+class StepRecord:
+    """What the operations of the running step have done so far."""
+
+    step: int = 0  # index of the step, from 0
+    metrics: Metrics = field(default_factory=dict)
+    rollouts: Rollouts | None = None  # result of `generate`; None before
+    updates: list[ActorUpdate] = field(default_factory=list)
+    has_trained: bool = (
+        False  # whether an update has begun; the trainers may then have newer weights than before the step
+    )
+    pushed: bool = False  # whether the engines have the weights of the step
+
+    def begin(self, step: int, metrics: Metrics) -> None:
+        """Begin the step with index `step`, whose first metrics are `metrics`."""
+        self.reset()
+        self.step, self.metrics = step, dict(metrics)
+
+    def reset(self) -> None:
+        """Forget what the step has done."""
+        self.__init__(self.step)
+
+    @property
+    def token_weights(self) -> list[NDArray[np.float64]]:
+        """An array [B] for each optimizer step: the loss weight of every token of each response."""
+        return [weights for update in self.updates for weights in update.token_weights]
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Add to a metric that counts seconds."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + seconds
+
+    def check_generate(self) -> None:
+        """Raise ValueError if the step has called `generate` already."""
+        if self.rollouts is not None:
+            raise ValueError(f"{_IN_STEP} generate() was called twice in one step; call it once.")
+
+    def check_update(self) -> None:
+        """Record that an update begins. Raises ValueError if the step has pushed its weights already."""
+        if self.pushed:
+            raise ValueError(
+                f"{_IN_STEP} update() was called after push(), which ends the training of a step; push last."
+            )
+        self.has_trained = True
+
+    def generated(self) -> Rollouts:
+        """Return the rollouts of the step. Raises ValueError if the step has not called `generate`."""
+        if self.rollouts is None:
+            raise ValueError(f"{_IN_STEP} the step ended without generate(); call generate() once in each step.")
+        return self.rollouts
+
+
+_IN_STEP = "trainer._target_:"
+
+
+class Phases:
+    """Measures the duration of each phase of a step, and records which phase is running or was interrupted."""
+
+    def __init__(self) -> None:
+        self.current: str | None = None
+        self.interrupted: str | None = None  # the phase that is running, or that an exception has ended
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start, since = time.time(), time.perf_counter()
+        self.current = self.interrupted = name
+        try:
+            yield
+            self.interrupted = None
+        finally:
+            self.current = None
+            seconds = time.perf_counter() - since
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            record(name, "phase", start, seconds)  # the timeline has the same number as the metric
+
+    def seconds(self) -> Metrics:
+        """Return the metrics time/<phase>_s for the time since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return {f"time/{name}_s": value for name, value in seconds.items()}

@@ -1,0 +1,67 @@
+"""Two training steps that differ from `Trainer.train_step`. `trainer._target_` names one of them, or a function like them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrl.algorithms.advantages import Advantage, GroupStatistics
+from mrl.algorithms.losses import CrossEntropy, Loss
+from mrl.algorithms.objective import Objective
+from mrl.controller.trainer import Trainer
+
+
+def best_of_n(trainer: Trainer, keep: int = 1, min_reward: float = float("-inf")) -> None:
+    """Train with cross-entropy on the `keep` best responses of each group whose reward is above `min_reward`.
+
+    This is rejection-sampling fine-tuning (RAFT, Dong et al. 2023, algorithm 1): no advantages, no old policy, no reference.
+    """
+    rollouts = trainer.generate()
+    best = ranks_in_groups(rollouts.rewards, rollouts.groups) < keep
+    trainer.update(rollouts, None, rows=best & (rollouts.rewards > min_reward), loss=Objective(CrossEntropy()))
+    trainer.push()
+
+
+def ranks_in_groups(rewards: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [B]: how many responses of the same group come before each response, in descending order of the reward.
+
+    Equal rewards stay in the order of the batch.
+    """
+    order = np.lexsort((np.arange(len(rewards)), -rewards, groups))
+    sizes = GroupStatistics(groups[order]).sizes
+    starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    ranks = np.empty(len(rewards), np.int64)
+    ranks[order] = np.arange(len(rewards)) - np.repeat(starts, sizes[starts])
+    return ranks
+
+
+@dataclass(frozen=True)
+class SourceAlgorithm:
+    """The algorithm for the responses of one data source."""
+
+    advantage: Advantage
+    loss: Loss
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the columns [R] that the advantage estimator and the loss read."""
+        return frozenset(getattr(self.advantage, "needs", ())) | frozenset(getattr(self.loss, "needs", ()))
+
+
+def by_source(trainer: Trainer, algorithms: Mapping[str, SourceAlgorithm]) -> None:
+    """Train the responses of each data source with an algorithm of its own. Each data source has its own optimizer steps.
+
+    `algorithms`: name of a data source -> its algorithm. Raises ValueError for a row whose data source is not named.
+    """
+    rollouts = trainer.generate()
+    sources = trainer.data_sources(rollouts)
+    if unknown := set(sources.tolist()) - set(algorithms):
+        raise ValueError(f"trainer.arguments.algorithms: no algorithm for the data source {sorted(unknown)[0]!r}.")
+    columns = trainer.score(rollouts)
+    for source, parts in algorithms.items():
+        rows = sources == source
+        if rows.any():
+            estimates = trainer.estimate(columns, rows=rows, advantage=parts.advantage, loss=parts.loss)
+            trainer.update(rollouts, estimates, rows=rows, loss=parts.loss)
+    trainer.push()

@@ -1,0 +1,108 @@
+"""Plan of supervised training: its objective, the check of its rows, and the settings that decide the weights of a warm start.
+
+Every function raises ValueError for a mistake of the user. No function starts a process.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.algorithms.inputs import needs_of
+from mrl.config.instantiate import instantiate_callable
+from mrl.config.schema import Config, SftConfig
+from mrl.controller.plan_models import ModelPlan, chat_template
+from mrl.data.preference_dataset import RowForm
+
+ROW_FORMS = ("responses", "pairs", "labels")
+
+
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """What a supervised stage trains: the loss of the key sft.objective, with what the loss declares."""
+
+    loss: Any  # mrl.algorithms.losses.Loss, or ScoreLoss for a reward model
+    form: RowForm  # form of the rows
+    head: str  # output head of the model: "vocabulary", or "score" for a reward model
+
+    @classmethod
+    def of(cls, config: Config) -> "SupervisedObjective":
+        """Build the objective that `sft.objective` names. Raises ValueError if it is no loss, or reads unknown columns."""
+        key = "sft.objective"
+        loss = instantiate_callable(config.sft.objective, key)
+        rows, head = getattr(loss, "rows", "responses"), getattr(loss, "head", "vocabulary")
+        if rows not in ROW_FORMS:
+            raise ValueError(f"{key}: {type(loss).__name__}.rows={rows!r}; expected one of {', '.join(ROW_FORMS)}.")
+        if head == "vocabulary" and not all(hasattr(loss, name) for name in ("uses_entropy", "zero_without_advantage")):
+            raise ValueError(
+                f"{key}: {type(loss).__name__} is no loss; derive it from mrl.algorithms.losses.PolicyLoss or from a class in "
+                "mrl.algorithms.preference."
+            )
+        if missing := needs_of(loss) - {"ref_logprobs"}:
+            raise ValueError(
+                f"{key}: {type(loss).__name__} needs {', '.join(sorted(missing))}, but supervised training computes only "
+                "ref_logprobs; choose another loss."
+            )
+        mismatched = hasattr(loss, "with_reference_point")
+        return cls(loss, RowForm(rows, for_scores=head == "score", mismatched=mismatched), head)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the log-probabilities under the initial weights."""
+        return "ref_logprobs" in needs_of(self.loss)
+
+    @property
+    def aggregation(self) -> str:
+        """How the losses of tokens are averaged. All pairs, or all labelled responses, have the same weight."""
+        return "token_mean" if self.form.rows == "responses" else "sequence_mean"
+
+
+def check_supervised_data(config: Config, model: ModelPlan) -> None:
+    """Raise ValueError if a row of `sft.train` or `sft.test` is invalid, longer than the context, or has an unknown token."""
+    assert config.sft.train, "only called for a config with a supervised stage"
+    form = SupervisedObjective.of(config).form
+    for path in filter(None, (config.sft.train, config.sft.test)):
+        data = form.load(path, model.model_path, model.context, chat_template(config))
+        data.check_vocabulary(model.arch.vocab_size)
+
+
+def check_warm_start(config: Config) -> None:
+    """Raise ValueError if the objective of a warm start trains another model than the actor."""
+    if SupervisedObjective.of(config).head != "vocabulary":
+        raise ValueError(
+            f"sft.objective._target_={config.sft.objective.get('_target_')}: it trains a reward model, which cannot be the warm "
+            "start of the actor; train it with mrl sft, or set sft.train=null."
+        )
+
+
+WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the settings that decided the weights
+
+
+def warm_start_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that decide the weights of a warm start. The default objective and held-out rows are left out."""
+    sft = asdict(config.sft)
+    del sft["test"]
+    if sft["objective"] == SftConfig().objective:
+        del sft["objective"]
+    settings = dict(model=config.model.path, seed=None if config.data.inputs else config.run.seed, sft=sft)
+    chat = {name: value for name, value in asdict(chat_template(config)).items() if value}
+    return settings | (dict(chat=chat) if chat else {})
+
+
+def find_finished_warm_start(config: Config) -> str:
+    """Return the folder of a warm start that exists already, or "".
+
+    Raises ValueError if that warm start was made with other settings.
+    """
+    folder = config.sft.output if config.sft.train else None
+    if not folder or not Path(folder).is_dir():
+        return ""
+    path = Path(folder) / WARM_START_SETTINGS
+    made_with = json.loads(path.read_text()) if path.is_file() else None
+    needed = json.loads(json.dumps(warm_start_settings(config)))
+    if made_with != needed:
+        raise ValueError(
+            f"sft.output={folder}: was made from other settings ({made_with}) than this run needs ({needed}); remove the folder "
+            "to make it again, name another sft.output, or set sft.train=null to train model.path as it is."
+        )
+    return folder

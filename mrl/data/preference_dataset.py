@@ -1,0 +1,189 @@
+"""Rows with preferences: pairs of a chosen and a rejected response, or single responses with a label.
+
+Pairs have the columns `prompt`, `chosen` and `rejected`, and optionally `margin`. Without `prompt`, the common beginning of
+`chosen` and `rejected` is the prompt. Labelled rows have the columns `prompt`, `completion` and `label`. Both forms are those
+of TRL. Prompts and responses are texts or messages, as in a supervised row (mrl.data.supervised_dataset).
+
+A reward model reads the whole conversation, as the chat template renders it, and its score is read at the last token. In the
+data set, one more token follows each conversation: the end mark. It is the only token in the loss. A critic computes the value
+of a token from the token before it, so the value of the end mark is read at the last token of the conversation.
+"""
+
+import math
+from dataclasses import dataclass
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any
+
+from mrl.data.columns import read_messages
+from mrl.data.row_files import Row, RowError, column_value, read_all
+from mrl.data.supervised_dataset import ResponseMessages, SftDataset, check_lengths, encode_responses, read_response
+from mrl.data.tokenizer import ChatTemplate, Messages, encode_messages, encode_texts, load_tokenizer, render
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    """A checked row: a pair (chosen, rejected) or one labelled response."""
+
+    number: int  # row number in the file
+    prompt: Messages
+    responses: tuple[ResponseMessages, ...]  # chosen and rejected, or one response
+    value: float  # margin of a pair, or label: 1 good, 0 bad
+
+
+def load_preferences(
+    path: str | Path,
+    model_path: str | Path,
+    max_tokens: int,
+    chat: ChatTemplate | None = None,
+    *,
+    labelled: bool,
+    for_scores: bool,
+    mismatched: bool = False,
+) -> SftDataset:
+    """Read and check every row.
+
+    Args:
+        path: jsonl or parquet file.
+        model_path: Hugging Face folder with the tokenizer.
+        max_tokens: largest number of tokens of a sequence.
+        chat: replaces the chat template of the tokenizer.
+        labelled: whether the rows have labels. Otherwise they are pairs.
+        for_scores: whether a reward model reads the sequences.
+        mismatched: whether the data set also has each prompt with the response to another prompt, see `KTO`.
+
+    Raises:
+        ValueError: a row is invalid or exceeds `max_tokens`; the message names the file, the row and the reason. Or all rows have
+            the same prompt, although `mismatched` is true.
+    """
+    tokenizer, args = load_tokenizer(model_path, chat), chat.args if chat else {}
+    rows = read_all(path, _read_labelled if labelled else _read_pair)
+    per_row = 1 if labelled else 2
+    masks: list[list[bool]] | None
+    if for_scores:
+        prompts, responses, masks = _encode_conversations(path, tokenizer, rows, args)
+    else:
+        encoded = encode_messages(tokenizer, [row.prompt for row in rows], args)
+        prompts = [prompt for prompt in encoded for _ in range(per_row)]
+        responses, masks = encode_responses(tokenizer, [each for row in rows for each in row.responses], args)
+    check_lengths(path, [row.number for row in rows for _ in range(per_row)], prompts, responses, max_tokens)
+    columns = {"labels" if labelled else "margins": [row.value for row in rows for _ in range(per_row)]}
+    others = _other_prompts(path, [row.prompt for row in rows]) if mismatched else []
+    if mismatched:
+        check_lengths(path, [row.number for row in rows], prompts, [responses[other] for other in others], max_tokens)
+    return SftDataset(prompts, responses, masks, per_row, columns, others)
+
+
+def _read_pair(number: int, row: Row) -> PreferenceRow:
+    """Return a pair. Its prompt is the column `prompt`, or the common beginning of both responses."""
+    chosen, rejected = column_value(row, "chosen"), column_value(row, "rejected")
+    if "prompt" in row and not _has_prompt(chosen):
+        prompt = read_messages(row["prompt"], "prompt")
+    else:
+        prompt, chosen, rejected = _split_prompt(chosen, rejected)
+    responses = (read_response(chosen, "chosen"), read_response(rejected, "rejected"))
+    margin = row.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise RowError("margin", f"expected a finite number, got {margin!r:.80}.")
+    return PreferenceRow(number, prompt, responses, float(margin))
+
+
+def _has_prompt(response: Any) -> bool:
+    """Return whether the messages of a response begin with those of the prompt, as in some data sets that have both."""
+    first = response[0] if isinstance(response, list) and response else None
+    return isinstance(first, dict) and first.get("role") in ("system", "developer", "user")
+
+
+def _split_prompt(chosen: Any, rejected: Any) -> tuple[Messages, Any, Any]:
+    """Return the common beginning of two responses as the prompt, and the rest of each response.
+
+    Of two lists of messages, the common beginning ends before the last message of the shorter list. Of two texts, a space at the
+    end of the common beginning belongs to the responses, as in TRL.
+    """
+    if type(chosen) is not type(rejected):
+        raise RowError("rejected", f"expected the same form as in column 'chosen', got {rejected!r:.80}.")
+    if isinstance(chosen, str):
+        start = len(commonprefix([chosen, rejected]))
+        start -= start > 0 and chosen[start - 1] == " "
+    elif isinstance(chosen, list):
+        longest = min(len(chosen), len(rejected)) - 1
+        start = next((n for n in range(longest) if chosen[n] != rejected[n]), max(0, longest))
+    else:
+        raise RowError("chosen", f"expected a text or a list of {{role, content}} messages, got {chosen!r:.80}.")
+    if not start:
+        raise RowError(
+            "prompt", "is missing, and chosen and rejected have no common beginning that could be the prompt."
+        )
+    return read_messages(chosen[:start], "chosen"), chosen[start:], rejected[start:]
+
+
+def _read_labelled(number: int, row: Row) -> PreferenceRow:
+    prompt = read_messages(column_value(row, "prompt"), "prompt")
+    response, label = read_response(column_value(row, "completion"), "completion"), column_value(row, "label")
+    if label not in (0, 1):  # also true and false
+        raise RowError("label", f"expected true (good) or false (bad), got {label!r:.80}.")
+    return PreferenceRow(number, prompt, (response,), float(label))
+
+
+def _encode_conversations(
+    path: str | Path, tokenizer: Any, rows: list[PreferenceRow], args: dict[str, Any]
+) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
+    """Return prompts, responses and loss masks of whole conversations, each with an end mark.
+
+    The prompt of a pair is the common beginning of the tokens of both conversations. The prompt of a single conversation is the
+    whole conversation. The loss mask is true at the end mark.
+    """
+    prompts: list[list[int]] = []
+    responses: list[list[int]] = []
+    texts = [_render_conversation(tokenizer, row.prompt, response, args) for row in rows for response in row.responses]
+    encoded = iter(encode_texts(tokenizer, texts))
+    for row in rows:
+        conversations = [next(encoded) for _ in row.responses]
+        shared = len(commonprefix(conversations))
+        if not shared:
+            raise ValueError(f"{path}, row {row.number}: the conversations have no tokens or no common beginning.")
+        for tokens in conversations:
+            prompts.append(tokens[:shared])
+            responses.append([*tokens[shared:], tokenizer.eos_token_id])
+    return prompts, responses, [[False] * (len(tokens) - 1) + [True] for tokens in responses]
+
+
+def _render_conversation(tokenizer: Any, prompt: Messages, response: ResponseMessages, args: dict[str, Any]) -> str:
+    """Return the text of prompt and response, as mrl.rewards.remote_models.RewardModel renders them for a served model."""
+    turns = [dict(role="assistant", content=response)] if isinstance(response, str) else response
+    return render(tokenizer, prompt + turns, args, for_answer=False)
+
+
+def _other_prompts(path: str | Path, prompts: list[Messages]) -> list[int]:
+    """Return, for each row, the index of the next row that has another prompt. After the last row follows the first one."""
+    first_other = next((n for n, prompt in enumerate(prompts) if prompt != prompts[0]), None)
+    if first_other is None:
+        raise ValueError(
+            f"{path}: all rows have the same prompt, but the objective needs responses to other prompts (for its KL term); "
+            "add rows with other prompts."
+        )
+    others = [0] * len(prompts)
+    following = first_other if prompts[-1] == prompts[0] else 0
+    for row in reversed(range(len(prompts))):
+        if row + 1 < len(prompts) and prompts[row + 1] != prompts[row]:
+            following = row + 1
+        others[row] = following
+    return others
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """Form of the rows that a supervised objective trains."""
+
+    rows: str = "responses"  # responses, pairs or labels: the columns of a row
+    for_scores: bool = False  # whether a reward model reads the sequences
+    mismatched: bool = False  # whether the objective needs each prompt with the response to another prompt
+
+    def load(
+        self, path: str | Path, model_path: str | Path, max_tokens: int, chat: ChatTemplate | None = None
+    ) -> SftDataset:
+        """Read and check every row, see `SftDataset.load` and `load_preferences`."""
+        if self.rows == "responses":
+            return SftDataset.load(path, model_path, max_tokens, chat)
+        options = dict(labelled=self.rows == "labels", for_scores=self.for_scores, mismatched=self.mismatched)
+        return load_preferences(path, model_path, max_tokens, chat, **options)

@@ -1,0 +1,135 @@
+"""ServedModels: the models of the key `roles` that SGLang serves to rewards, such as reward models and judges."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+from mrl.config.process_schema import PauseMode
+from mrl.rewards.remote_models import set_servers
+from mrl.rollout.engines.hosts import EngineServers
+from mrl.rollout.spec import ServerGroup
+from mrl.weight_sync.engine_control import EngineControl, MemoryTag
+
+logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 2.0  # seconds between two checks whether the servers run
+CONTROL_TIMEOUT_S = 300.0  # deadline of one request that releases or allocates memory
+MEMORY_TAGS: list[MemoryTag] = ["kv_cache", "weights", "cuda_graph"]
+
+
+class ServedModelError(RuntimeError):
+    """The servers of a model ended too often, so that rewards cannot call the model."""
+
+
+class ServedModels:
+    """The servers of all served models of a run. A server that ends is replaced, and rewards get the new URL.
+
+    The weights of these models never change. A replacement is ready when it answers; until then, rewards call the other servers
+    of the model, or fail after their own attempts.
+    """
+
+    def __init__(self, groups: Sequence[ServerGroup], max_restarts: int) -> None:
+        """Start all servers. Returns before they are ready. `max_restarts`: how often the servers of one model are replaced."""
+        self._servers = {group.name: EngineServers(group) for group in groups}
+        self._max_restarts = max_restarts
+        self._restarts = dict.fromkeys(self._servers, 0)
+        self._lost: str | None = None  # why a model is lost; None: all models are served
+        self._offloaded: set[str] = set()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()  # held while servers are replaced, offloaded or loaded
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of servers that were replaced so far."""
+        return sum(self._restarts.values())
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until all servers take requests, tell their URLs to the rewards, and begin to watch the servers.
+
+        Raises the errors of EngineServers.wait_ready.
+        """
+        for name, servers in self._servers.items():
+            servers.wait_ready(timeout_s)
+            set_servers(name, servers.urls)
+        if self._servers and self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="served models", daemon=True)
+            self._watcher.start()
+
+    def check(self) -> None:
+        """Raise ServedModelError if a model is lost."""
+        if self._lost:
+            raise ServedModelError(self._lost)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(CHECK_INTERVAL_S):
+            for name, servers in self._servers.items():
+                with self._lock:
+                    ended = [server.url for server in servers.servers if not server.alive()]
+                    if ended and not self._ended.is_set():
+                        self._replace(name, servers, ended)
+
+    def _replace(self, name: str, servers: EngineServers, urls: Sequence[str]) -> None:
+        """Replace servers that have ended. Rewards call the others in the meantime."""
+        self._restarts[name] += len(urls)
+        if self._restarts[name] > self._max_restarts:
+            self._lost = (
+                f"roles.{name}: its servers ended {self._restarts[name]} times (fault_tolerance.max_restarts="
+                f"{self._max_restarts}); the logs are run.dir/logs/{name}_*.log"
+            )
+            logger.error(self._lost)
+            self._ended.set()
+            return
+        for url in urls:
+            logger.warning("%s of roles.%s: %s; it is replaced", url, name, servers.end_reason(url))
+            servers.replace(url)
+        try:
+            servers.wait_ready(CONTROL_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:  # the next check counts this as another restart
+            logger.warning("roles.%s: %s", name, error)
+            return
+        self._offloaded.discard(name)
+        set_servers(name, servers.urls)
+
+    def offload(self, name: str) -> None:
+        """Release the device memory of a model. Its weights stay on the host. Does nothing if it is offloaded."""
+        with self._lock:
+            if name not in self._offloaded:
+                self._control(
+                    name, lambda server: (server.pause(PauseMode.retract), server.release_memory(MEMORY_TAGS))
+                )
+                self._offloaded.add(name)
+
+    def load(self, name: str) -> None:
+        """Load an offloaded model to its devices again. Does nothing if it is loaded."""
+        with self._lock:
+            if name in self._offloaded:
+                self._control(name, lambda server: (server.resume_memory(MEMORY_TAGS), server.resume()))
+                self._offloaded.discard(name)
+
+    def _control(self, name: str, action: Any) -> None:
+        """Call `action` for every server of a model. A server that cannot be reached is skipped; the watcher replaces it."""
+
+        def control(url: str) -> None:
+            with EngineControl(url, CONTROL_TIMEOUT_S) as server, suppress(httpx.TransportError):
+                action(server)
+
+        urls = self._servers[name].urls
+        with ThreadPoolExecutor(len(urls), thread_name_prefix="served models") as pool:
+            for answer in [pool.submit(control, url) for url in urls]:
+                answer.result()
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds, user and system, of all processes of the servers."""
+        return sum(servers.cpu_seconds() for servers in self._servers.values())
+
+    def close(self) -> None:
+        """End all servers."""
+        self._ended.set()
+        for servers in self._servers.values():
+            servers.stop()

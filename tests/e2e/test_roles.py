@@ -1,0 +1,85 @@
+"""A run with actor, reference, critic and a served reward model: side by side on devices of their own, or one after another."""
+
+import numpy as np
+import pytest
+from mrl_runs import wait_until
+from run_comparison import check_equal_weights, reproducible_metrics
+from test_served_rewards import make_model
+
+pytestmark = pytest.mark.extended
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def four_models(quickstart, tmp_path_factory) -> list[str]:
+    """Settings of a PPO run with a reference of its own and a served reward model with random weights."""
+    folder = tmp_path_factory.mktemp("reward_model") / "model"
+    make_model(folder, "Llama", "SequenceClassification")
+    return [
+        *quickstart,
+        "algorithm=ppo",
+        "critic.mini_batches=1",
+        "algorithm.kl_in_reward.coef=0.01",
+        "roles.reference.parallel.tp=1",
+        "reward=served_reward_model",
+        "reward.concurrency=1",  # the rounding of a score depends on the other requests in its batch
+        f"roles.reward_model.path={folder}",
+        "rollout.deterministic=true",
+        f"trainer.max_steps={STEPS}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(start_mrl, four_models):
+    """placement -> a finished run with this placement."""
+
+    def finished(placement: str):
+        run = start_mrl("train", *four_models, f"placement={placement}").finish(400)
+        assert run.process.returncode == 0, run.output()
+        return run
+
+    return {placement: finished(placement) for placement in ("disaggregated", "paired", "colocated")}
+
+
+def test_all_placements_give_the_same_numbers_and_weights(runs):
+    apart = runs["disaggregated"]
+    expected = reproducible_metrics(apart.folder / "metrics.jsonl")
+    assert len(expected) == STEPS and all(np.isfinite(step["policy/kl_reward"]) for step in expected)
+    assert len({step["reward/mean"] for step in expected}) == STEPS, "the reward model scores each response"
+    for placement in ("paired", "colocated"):
+        found = reproducible_metrics(runs[placement].folder / "metrics.jsonl")
+        kept = [{k: v for k, v in step.items() if not k.startswith("placement/")} for step in found]
+        assert kept == expected, placement
+        check_equal_weights(runs[placement].folder, apart.folder)
+
+
+def test_models_with_devices_of_their_own_work_at_the_same_time(runs):
+    for step in runs["disaggregated"].metrics():
+        assert step["spent/overlap_s"] > 0, (
+            "the critic and the reference score, and critic and actor train, side by side"
+        )
+        assert step["spent/megatron_s"] + step["spent/critic_s"] > step["time/update_s"]
+    for step in runs["colocated"].metrics():
+        assert step["spent/overlap_s"] == 0
+        assert step["spent/megatron_s"] + step["spent/critic_s"] <= step["time/update_s"]
+
+
+def test_every_process_of_a_role_ends_with_the_run(runs):
+    for run in runs.values():
+        assert run.leftovers() == []
+        assert (run.folder / "logs/reward_model_0.log").exists()
+
+
+def test_a_reward_model_that_is_killed_is_replaced(start_mrl, four_models):
+    run = start_mrl("train", *four_models, "trainer.max_steps=6", "trainer.save=false")
+    wait_until(lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and run.metrics()))
+    assert run.process.poll() is None, run.output()
+    (served,) = [process for process in run.tagged() if process.environ().get("MRL_STACKS_NAME") == "reward_model_0"][
+        :1
+    ]
+    served.kill()
+    run.finish(400)
+    assert run.process.returncode == 0, run.output()
+    assert len(run.metrics()) == 6 and all(step["reward/failed_fraction"] == 0 for step in run.metrics())
+    assert (run.folder / "logs/reward_model_1.log").exists() and run.leftovers() == []

@@ -1,0 +1,237 @@
+"""The key `roles`: frozen models beside the actor, and models that SGLang serves to rewards."""
+
+import threading
+import time
+
+import pytest
+
+from mrl.config import hydra_entry
+from mrl.config.validate import roles_of
+from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemoryState
+from mrl.controller.plan_models import build_pools, parallel_layout
+from mrl.controller.plan_train import check_served_roles
+from mrl.rewards import remote_models
+from mrl.rewards.by_source import BySource
+from mrl.rewards.remote_models import Judge
+from mrl.rewards.rule_based import MathVerify
+from mrl.rollout import served_models
+from mrl.rollout.served_models import ServedModelError, ServedModels
+from mrl.rollout.spec import ServerGroup
+from parallel.dims import ParallelDims
+
+
+def config(*overrides: str):
+    base = ["experiment=quickstart", "run.dir=unused"]
+    return hydra_entry.compose_config(hydra_entry.check_overrides([*base, *overrides]))
+
+
+def test_a_role_has_a_column_and_the_layout_of_the_actor_except_for_its_own_sizes():
+    composed = config("parallel.tp=2", "roles.teacher.path=t", "roles.reference.parallel.tp=1", "roles.mine.path=m")
+    roles = roles_of(composed)
+    assert {name: role.column for name, role in roles.items()} == dict(
+        teacher="teacher_logprobs", reference="ref_logprobs", mine="mine_logprobs"
+    )
+    assert parallel_layout(composed, "roles.reference").tp == 1 and parallel_layout(composed, "roles.mine").tp == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["roles.actor.path=x"], "roles.actor: expected a name"),
+        (["roles.Judge.path=x"], "roles.Judge: expected a name"),
+        (["roles.judge.pth=x"], "unknown key 'roles.judge.pth'; did you mean 'path'"),
+        (["roles.judge=x"], "roles.judge='x': expected the fields of a model"),
+        (["roles.judge.num_engines=-1"], "roles.judge.num_engines=-1: must be 0 or more"),
+        (["roles.judge.num_engines=many"], "roles.judge.num_engines"),
+        (["roles.judge.num_engines=1"], "roles.judge.path must be set"),
+        (
+            ["roles.judge.path=x", "roles.judge.num_engines=1", "roles.judge.column=c"],
+            "roles.judge.column: SGLang serves",
+        ),
+        (
+            ["roles.judge.path=x", "roles.judge.engine_tp=2"],
+            "roles.judge.engine_tp: applies only to a model that SGLang",
+        ),
+        (["roles.judge.path=x", "roles.judge.parallel.tpp=2"], "roles.judge.parallel.tpp"),
+    ],
+)
+def test_a_mistake_in_a_role_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        config(*overrides)
+
+
+def test_served_roles_have_pools_of_their_own():
+    composed = config("roles.reward_model.path=x", "roles.reward_model.num_engines=2", "roles.reward_model.engine_tp=2")
+    pools = build_pools(composed, {"actor": ParallelDims(tp=2)})
+    assert {role: pool.size for role, pool in pools.by_role.items()} == dict(actor=2, reward_model=4, engines=1)
+    paired = config("placement=paired", "roles.reward_model.path=x", "roles.reward_model.num_engines=2")
+    pools = build_pools(
+        paired, {"actor": ParallelDims(tp=2), "critic": ParallelDims(), "reference": ParallelDims(tp=2)}
+    )
+    assert {pool.name: set(pool.demands) for pool in pools.pools} == dict(
+        policy={"actor", "reference"}, value={"critic", "reward_model"}, engines={"engines"}
+    )
+
+
+SERVED = ["roles.judge.path=x", "roles.judge.num_engines=1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reward", "colocated", "message"),
+    [
+        ([], Judge(role="judge"), set(), "calls roles.judge, which SGLang does not serve"),
+        (
+            [*SERVED, "roles.judge.sglang.mem_fraction=1"],
+            Judge(role="judge"),
+            set(),
+            "roles.judge.sglang.mem_fraction is not",
+        ),
+        ([*SERVED, "roles.judge.sglang.port=1"], Judge(role="judge"), set(), "roles.judge.sglang.port=1 is set by mrl"),
+        (
+            [*SERVED, "rollout.mode=one_step_off"],
+            Judge(role="judge"),
+            {frozenset({"judge", "critic"})},
+            "judge shares devices with critic, but responses are scored while the trainers work",
+        ),
+    ],
+)
+def test_a_served_role_that_cannot_work_is_refused(overrides, reward, colocated, message):
+    with pytest.raises(ValueError, match=message):
+        check_served_roles(config(*overrides), {"reward": reward}, frozenset(colocated))
+
+
+def test_a_served_role_may_share_devices_if_nothing_is_scored_meanwhile():
+    rewards = {"reward": Judge(role="judge")}
+    check_served_roles(config(*SERVED), rewards, frozenset({frozenset({"judge", "critic"})}))
+    with_engines = frozenset({frozenset({"judge", "engines"})})
+    check_served_roles(config(*SERVED, "rollout.mode=async"), rewards, with_engines)
+
+
+def test_rewards_of_held_out_sets_and_of_data_sources_may_call_served_roles():
+    key, judge = "data.test_sets.hard.reward", Judge(role="judge")
+    rewards = {"reward": MathVerify(), key: BySource({"math": MathVerify()}, default=judge)}
+    check_served_roles(config(*SERVED), rewards, frozenset())
+    with pytest.raises(ValueError, match=f"^{key}: calls roles.judge, which SGLang does not serve"):
+        check_served_roles(config(), rewards, frozenset())
+
+
+class Model:
+    """A model of the MemoryScheduler that records its calls."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def offload(self, keep_weights: bool = False) -> int:
+        self.calls.append(f"{self.name} off")
+        return 0
+
+    def load_to_device(self) -> None:
+        self.calls.append(f"{self.name} on")
+
+    def resync(self) -> None:
+        self.calls.append("engines on")
+
+
+def test_engines_and_served_models_stay_loaded_together():
+    calls: list[str] = []
+    scheduler = MemoryScheduler(frozenset({frozenset({"actor", "critic", "judge", "engines"})}))
+    for name in ("actor", "critic"):
+        scheduler.register_model(name, Model(name, calls))
+    scheduler.register_served("judge", Model("judge", calls))
+    scheduler.register_engines(Model("engines", calls))
+    assert scheduler.peers("judge") == ["actor", "critic"] and ENGINES not in scheduler.peers("judge")
+    assert scheduler.peers(ENGINES) == ["actor", "critic"] and scheduler.rollout_shares_devices()
+    scheduler.mark_started("actor", "critic", *scheduler.rollout_roles)
+    scheduler.load(ACTOR)
+    assert calls == ["critic off", "judge off", "engines off"] and scheduler.state("judge") is MemoryState.OFFLOADED
+    calls.clear()
+    scheduler.load_for_rollout()
+    assert calls == ["engines on", "actor off", "judge on"]
+    calls.clear()
+    scheduler.load_for_rollout()
+    assert "judge off" not in calls
+
+
+class FakeServer:
+    """Stand-in for an EngineServer."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.running = url, True
+
+    def alive(self) -> bool:
+        return self.running
+
+
+class FakeServers:
+    """Stand-in for EngineServers, whose replacements get new URLs."""
+
+    def __init__(self, group: ServerGroup) -> None:
+        self.group, self.count = group, 0
+        self.servers = [self._new() for _ in range(group.count)]
+        self.stopped = False
+
+    def _new(self) -> FakeServer:
+        self.count += 1
+        return FakeServer(f"http://{self.group.name}:{self.count}")
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+    def wait_ready(self, timeout_s: float) -> None:
+        pass
+
+    def end_reason(self, url: str) -> str:
+        return "its processes have ended"
+
+    def replace(self, url: str) -> None:
+        self.servers = [self._new() if server.url == url else server for server in self.servers]
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setattr(served_models, "EngineServers", FakeServers)
+    monkeypatch.setattr(served_models, "CHECK_INTERVAL_S", 0.01)
+    group = ServerGroup(
+        name="judge", run_dir="d", arguments={}, model_path="m", count=2, tp_size=1, seed=0, max_replacements=1
+    )
+    models = ServedModels([group], max_restarts=2)
+    models.wait_ready(1.0)
+    yield models, models._servers["judge"]
+    models.close()
+    remote_models.set_servers("judge", [])
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_server_that_ends_is_replaced_until_its_restarts_are_used_up(served):
+    models, servers = served
+    assert remote_models._SERVERS["judge"] == ["http://judge:1", "http://judge:2"]
+    servers.servers[0].running = False
+    wait_for(lambda: remote_models._SERVERS["judge"] == ["http://judge:3", "http://judge:2"])
+    assert models.num_restarts == 1
+    models.check()
+    servers.servers[1].running = False
+    wait_for(lambda: models.num_restarts == 2)
+    models.check()
+    servers.servers[0].running = False
+    wait_for(lambda: models._lost)
+    with pytest.raises(ServedModelError, match=r"its servers ended 3 times \(fault_tolerance.max_restarts=2\)"):
+        models.check()
+
+
+def test_closing_ends_the_servers_and_the_thread_that_watches_them(served):
+    models, servers = served
+    watcher = models._watcher
+    models.close()
+    watcher.join(5)
+    assert servers.stopped and not watcher.is_alive()
+    assert not any(thread.name == "served models" for thread in threading.enumerate())
