@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 from parallel.durable_files import atomic_file
 
 _COLUMN_PREFIX = "column."  # begins the name of each column in the file of a TokenBlock
+OFFLINE = "offline"
+"""Column of a TokenBlock: 1 for the tokens of data.offline.path, 0 for sampled tokens. A block without such rows lacks it."""
 Handle = Any  # reference to an object in Ray's object store; only workers read the object
 Column = NDArray[np.float32]  # [R] one number per sampled token
 

@@ -337,13 +337,13 @@ class PromptStream:
             self._history.draw(rows)
         return rows
 
-    def group_sizes(self, rows: NDArray[np.int64], size: int) -> list[int]:
-        """Return the number of responses to each of these rows. `size`: rollout.responses_per_prompt.
+    def group_sizes(self, rows: NDArray[np.int64], size: int) -> list[int] | None:
+        """Return the number of responses to each of these rows; None: each gets `size`, rollout.responses_per_prompt.
 
         Raises ValueError if the function of the user is wrong.
         """
-        if self.rules.group_sizes is None:
-            return [size] * len(rows)
+        if self.rules.group_sizes is None or not len(rows):
+            return None
         sizes = self.rules.group_sizes(GroupSizeInputs(rows, size, self._history.mean_reward[rows], self._table))
         return check_sizes(sizes, len(rows), size, largest_size(self.rules.group_sizes, size))
 
