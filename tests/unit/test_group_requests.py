@@ -1,5 +1,6 @@
 """Requests for the groups of a step: how the engines sample them, groups of different sizes, and the rewards that prompts get."""
 
+import json
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -9,6 +10,7 @@ from http_engines import engine_pool
 from sampled_groups import group
 from test_held_out import EchoEngine
 
+from mrl.checkpoint.run_dir import SampleLedger
 from mrl.core.types import Rollouts
 from mrl.rewards.reward_types import Score
 from mrl.rollout.client import SamplingParams, response_seed
@@ -93,3 +95,19 @@ def test_metrics_describe_the_policy_and_not_the_rows_of_a_file():
     offline = {"batch/offline_samples": 2.0, "batch/offline_reward_mean": 7.5}
     assert both.metrics(5) == sampled.metrics(5) | offline
     assert both.num_sampled == 2
+
+
+def test_the_ledger_lists_sampled_groups_of_any_size_and_the_rows_of_the_file(tmp_path):
+    both = replace(
+        rollouts([0, 0, 1, 2], [1.0, 0.0, 1.0, 1.0], num_offline=1),
+        rows=np.array([7, 7, 8, -4]),
+        request_numbers=np.array([5, 6]),
+        version_spans=np.array([[0, 4, 1], [1, 4, 2], [2, 4, 3]]),
+    )
+    ledger = SampleLedger(tmp_path / "ledger.jsonl", 0)
+    ledger.record(1, both, [2], [np.array([0.1, 0.1, 0.2, 0.5])])
+    ledger.close()
+    line = json.loads((tmp_path / "ledger.jsonl").read_text())
+    assert [row for row, _ in line["groups"]] == [7, 8] and line["requests"] == [5, 6]
+    assert line["lengths"] == [[1, 2], [3]] and line["prompts"] == [1, 3]
+    assert line["offline"] == [3] and line["updates"] == [{"4": [6, 1.0]}]
