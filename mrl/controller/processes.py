@@ -26,6 +26,7 @@ from mrl.controller.supervised_stage import store_warm_start, train_supervised
 from mrl.controller.worker_groups import ModelGroups, stored_warm_start
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
 from mrl.core.shutdown import shutdown_deadline
+from mrl.data.group_sizes import largest_size
 from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import cluster_hosts, ray_cluster
