@@ -25,9 +25,7 @@ def check_sampling(
     config: Config, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation], vocab_size: int
 ) -> None:
     """Raise ValueError if the engines cannot sample as the config says. `evaluations`: how held-out sets are sampled."""
-    sections = {"rollout": sampling} | {
-        f"data.test_sets.{next(iter(each.sets))}": each.sampling for each in evaluations if each.kind == ""
-    }
+    sections = {f"data.test_sets.{next(iter(each.sets))}": each.sampling for each in evaluations} | {"rollout": sampling}
     for section, params in sections.items():
         if outside := [token for token in params.stop_token_ids if token >= vocab_size]:
             raise ValueError(
@@ -62,7 +60,8 @@ def warn_of_sampling(config: Config, objective: Objective) -> None:
     So a correction by importance sampling compensates for the penalty, but not for tokens that are left out.
     """
     rollout = config.rollout
-    changed = [f"rollout.{name}={getattr(rollout, name)}" for name, all_tokens in TRUNCATING.items() if getattr(rollout, name) != all_tokens]
+    values = {name: getattr(rollout, name) for name in TRUNCATING}
+    changed = [f"rollout.{name}={value}" for name, value in values.items() if value != TRUNCATING[name]]
     if changed:
         show_warning(
             f"{', '.join(changed)}: the engines leave out unlikely tokens, but training uses the log-probabilities of the whole "

@@ -329,7 +329,9 @@ class PromptStream:
         if not count:
             return np.empty(0, np.int64)
         sampler = self.rules.sampler or Shuffled(self.shuffle)
-        inputs = SamplerInputs(self._table, count, self.seed, self.drawn, self._history, self._sampler_state)
+        inputs = SamplerInputs(
+            self._table, count, self.seed, tuple(self.drawn), self._history, self._sampler_state
+        )
         rows = self._checked(sampler(inputs), count)
         for source, num_rows in enumerate(np.bincount(self._table.sources_of(rows), minlength=len(self.drawn)).tolist()):
             self.drawn[source] += num_rows

@@ -33,7 +33,7 @@ def config(inputs, tmp_path):  # noqa: F811
 @pytest.fixture
 def warnings(caplog):
     caplog.set_level("WARNING", logger="mrl.tracking.console")
-    return lambda: [record.getMessage() for record in caplog.records]
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "mrl.tracking.console"]
 
 
 def prompts_of(config):

@@ -16,7 +16,8 @@ from mrl.data.samplers import Curriculum, DifficultyMixture, MixtureSource, Samp
 
 
 def example(level, source="a") -> PromptExample:
-    return PromptExample([{"role": "user", "content": "?"}], "1", source, {"level": level, "deep": {"rate": level / 10}})
+    rate = level if isinstance(level, str) else level / 10
+    return PromptExample([{"role": "user", "content": "?"}], "1", source, {"level": level, "deep": {"rate": rate}})
 
 
 def stream(sampler=None, *, sizes=(10, 4), weights=None, levels=None, seed=3, group_sizes=None, shuffle=True):
