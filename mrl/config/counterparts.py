@@ -66,6 +66,7 @@ VERL: dict[str, Rule] = {
     ),
     "data.shuffle": "data.shuffle",
     "data.seed": "run.seed",
+    "data.sampler.*": Note("name a function in data.sampler._target_ (docs/tutorials/data.md)"),
     "data.custom_cls.*": Note("name a class with rows in data.dataset._target_ (docs/tutorials/data.md)"),
     "data.apply_chat_template_kwargs.*": "data.template_args.*",
     "data.image_key": Note("mrl has no image models"),

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,8 +188,3 @@ def check_groups(rows: OfflineRows, group_relative: bool, advantage: str) -> str
     if rows.num_single == len(rows.groups):
         raise ValueError(problem)
     return problem
-
-
-def count_rows(groups: Sequence[Sequence[OfflineRow]]) -> int:
-    """Return the number of rows of these groups."""
-    return sum(map(len, groups))

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from mrl.config.schema import OfflineConfig
-from mrl.data.offline import OfflineRows, TokenLimits, check_groups, count_rows
+from mrl.data.offline import OfflineRows, TokenLimits, check_groups
 from mrl.data.tokenizer import character_tokenizer
+
+
+def count_rows(groups) -> int:
+    return sum(map(len, groups))
+
 
 LIMITS = TokenLimits(prompt=12, response=4, vocabulary=32)
 
