@@ -87,7 +87,7 @@ def test_stop_texts_of_the_run_need_engines_with_a_tokenizer(config):
         tokenizer_args(without, plan_sampling(without), ())
 
 
-IMPORTANCE = "algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampling"
+IMPORTANCE = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampling"
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_what_training_does_not_correct_for_is_shown(config, warnings, overrides
 
 def test_a_sampler_and_group_sizes_are_built_and_identified_by_their_node(config):
     own = config(
-        "data.sampler._target_=mrl.data.samplers.Curriculum", "++data.sampler.column=index",
-        "++data.sampler.stages=4", "rollout.prompts_per_step=10", "rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty",
+        "++data.sampler._target_=mrl.data.samplers.Curriculum", "++data.sampler.column=index",
+        "++data.sampler.stages=4", "rollout.prompts_per_step=10", "++rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty",
     )  # fmt: skip
     train = prompts_of(own)
     rules = plan_drawing(own, train)
@@ -131,15 +131,15 @@ def broken_sampler(inputs):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.sampler._target_=mrl.data.samplers.Curriculum"], "data.sampler: .*Curriculum rejects its arguments.*column"),
-        (["data.sampler._target_=test_draw_plan.broken_sampler"], "data.sampler: test_draw_plan.broken_sampler failed: .*no rows"),
-        (["data.sampler._target_=mrl.data.samplers.Shuffled", "data.shuffle=false"], "data.shuffle=false: only the default"),
+        (["++data.sampler._target_=mrl.data.samplers.Curriculum"], "data.sampler: .*Curriculum rejects its arguments.*column"),
+        (["++data.sampler._target_=test_draw_plan.broken_sampler"], "data.sampler: test_draw_plan.broken_sampler failed: .*no rows"),
+        (["++data.sampler._target_=mrl.data.samplers.Shuffled", "data.shuffle=false"], "data.shuffle=false: only the default"),
         (
-            ["data.sampler._target_=mrl.data.samplers.Curriculum", "++data.sampler.column=hard"],
+            ["++data.sampler._target_=mrl.data.samplers.Curriculum", "++data.sampler.column=hard"],
             "data.sampler: mrl.data.samplers.Curriculum failed: row 0 of the training prompts has no hard in extra_info",
         ),
         (
-            ["rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty", "++rollout.group_sizes.least=9"],
+            ["++rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty", "++rollout.group_sizes.least=9"],
             "rollout.group_sizes: least=9, most=32, but rollout.responses_per_prompt=8",
         ),
     ],
