@@ -45,8 +45,8 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
     """Return the config with a local path in place of every Hub id and every URL of a model or of data.
 
     The keys are model.path, critic.path, roles.NAME.path, generate.base, sft.train, sft.test, data.train, data.test,
-    data.offline.path, and the files of data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers of models are fetched from
-    the Hub.
+    data.offline.path, and the files of data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers
+    of models are fetched from the Hub.
 
     Raises ValueError if something cannot be found or fetched.
     """
@@ -73,7 +73,9 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
     def one_file(name: str | None, key: str, split: str) -> str | None:
         found = files([name], key, split) if name else [name]
         if len(found) != 1:
-            raise ValueError(f"{key}={name}: expected one file, but {len(found)} files match; add :PATTERN for one file.")
+            raise ValueError(
+                f"{key}={name}: expected one file, but {len(found)} files match; add :PATTERN for one file."
+            )
         return found[0]
 
     def supervised(name: str | None, split: str) -> str | None:

@@ -15,7 +15,17 @@ from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config, SftConfig
 from mrl.config.validate import REFERENCE, roles_of
 from mrl.controller.colocation import ENGINES
-from mrl.controller.plan_drawing import check_epochs, num_steps, plan_drawing, plan_offline, prompt_stream
+from mrl.controller.plan_drawing import (
+    check_epochs,
+    check_sampling,
+    num_steps,
+    plan_drawing,
+    plan_offline,
+    plan_sampling,
+    prompt_stream,
+    tokenizer_args,
+    warn_of_sampling,
+)
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -25,7 +35,6 @@ from mrl.controller.plan_models import (
     plan_models,
 )
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
-from mrl.controller.plan_sampling import check_sampling, plan_sampling, tokenizer_args, warn_of_sampling
 from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
 from mrl.controller.step_plan import StepPlan, plan_step
 from mrl.core.types import OFFLINE
@@ -200,11 +209,13 @@ def check_profile(config: Config, num_ranks: int, last: int | None = None) -> No
 
     `last`: last step of the run; None: trainer.max_steps.
     """
-    profile, last = config.profile, config.trainer.max_steps if last is None else last
+    profile, max_steps = config.profile, config.trainer.max_steps
+    last = max_steps if last is None else last
+    limit = "trainer.max_steps" if last == max_steps else "trainer.epochs"
     if late := [step for step in profile.steps if step > last]:
         raise ValueError(
-            f"profile.steps={profile.steps}: the run ends after step {last} (trainer.max_steps, trainer.epochs), so step {late[0]} "
-            f"cannot be profiled; expected steps from 1 to {last}."
+            f"profile.steps={profile.steps}: the run ends after step {last} ({limit}), so step {late[0]} cannot be profiled; "
+            f"expected steps from 1 to {last}."
         )
     if missing := [rank for rank in profile.ranks if rank >= num_ranks]:
         raise ValueError(

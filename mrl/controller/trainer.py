@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class TrainingSchedule:
         return reached or used_all or step >= self.max_steps
 
 
-def used_prompts(state: State) -> int:
+def used_prompts(state: Mapping[str, Any]) -> int:
     """Return the number of prompts that the steps of a run have used: trained, rejected by a filter, or dropped."""
     return sum(state["prompts"]["drawn"]) - len(state["rollouts"]["waiting"])
 

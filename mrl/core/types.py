@@ -198,7 +198,9 @@ class Rollouts:
     response_lengths: NDArray[np.int64]  # [B] number of tokens, tool results included
     sampled_lengths: NDArray[np.int64]  # [B] number of tokens that the policy sampled; the sum is R
     rows: NDArray[np.int64]  # [B] index of the prompt's row in the data set; -1 - n for row n of data.offline.path
-    groups: NDArray[np.int64]  # [B] index of the prompt among the step's N prompts, and then among those of data.offline.path
+    groups: NDArray[
+        np.int64
+    ]  # [B] index of the prompt among the step's N prompts, and then among those of data.offline.path
     digests: NDArray[np.uint64]  # [B] hash of prompt and response, by which the ledger identifies samples
     truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
     weight_versions: NDArray[np.int64]  # [B] oldest weight version that sampled a token of the response
@@ -208,8 +210,8 @@ class Rollouts:
     version_spans: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
     # [N] serial number of each prompt request: its position, from 0, in the order in which the run draws prompts
     request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    # (serial number, row in the data set, weight version at dispatch, number of responses) of each prompt request that no step has
-    # trained yet; the last value is absent if it is rollout.responses_per_prompt
+    # (serial number, row in the data set, weight version at dispatch, number of responses) of each prompt request that no step
+    # has trained yet; the last value is absent if it is rollout.responses_per_prompt
     untrained_requests: Sequence[tuple[int, ...]] = ()
     num_drawn_requests: int = 0  # number of prompt requests since the start of the run
     # (row in the data set, mean reward) of each sampled group, including those that the rollout filter rejected
@@ -224,7 +226,7 @@ class Rollouts:
 
     @property
     def mean_reward(self) -> float:
-        """Mean reward of a prompt: of the means of all sampled groups. For groups of equal size, it is the mean over responses."""
+        """Mean of the mean rewards of all sampled groups. For groups of equal size, it is the mean over all responses."""
         rewards, groups = self.rewards[: self.num_sampled], self.groups[: self.num_sampled]
         sizes = np.bincount(groups)[groups]
         return float(np.average(rewards, weights=1 / sizes)) if np.ptp(sizes) else float(rewards.mean())

@@ -38,7 +38,7 @@ def check_sizes(sizes: Sequence[int] | NDArray[np.int64], count: int, size: int,
     found = np.asarray(sizes)
     if found.shape != (count,) or (count and found.dtype.kind not in "iu"):
         raise ValueError(f"rollout.group_sizes returned {sizes!r:.80}; expected {count} whole numbers.")
-    if count and not (1 <= found.min() and found.max() <= most):
+    if count and not (found.min() >= 1 and found.max() <= most):
         raise ValueError(
             f"rollout.group_sizes returned sizes from {found.min()} to {found.max()}; expected 1 to {most} responses."
         )
@@ -54,8 +54,8 @@ def check_sizes(sizes: Sequence[int] | NDArray[np.int64], count: int, size: int,
 class ByDifficulty:
     """Gives prompts that are neither solved nor too hard more responses, and the others fewer.
 
-    p is the pass rate of a prompt: its mean reward, with `worst` as 0 and `best` as 1. A prompt without rewards counts as p = 1/2.
-    Each prompt gets `least` responses. The rest is shared in proportion to p (1 - p), but no prompt gets more than `most`. With
+    p is the pass rate of a prompt: its mean reward, with `worst` as 0 and `best` as 1. A prompt without rewards counts as
+    p = 1/2. Each prompt gets `least` responses. The rest is shared in proportion to p (1 - p), but no prompt gets more than `most`. With
     rewards of 0 or 1, p (1 - p) is the variance of the rewards of the prompt, without which a group teaches nothing.
     """
 
@@ -63,7 +63,9 @@ class ByDifficulty:
     most: int = 32
     worst: float = 0.0  # reward of a wrong response
     best: float = 1.0  # reward of a right response
-    column: str | None = None  # column with the pass rate of each row, in place of earlier rewards (see PromptTable.column)
+    column: str | None = (
+        None  # column with the pass rate of each row, in place of earlier rewards (see PromptTable.column)
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -85,7 +87,7 @@ class ByDifficulty:
 
 
 def share_out(total: int, weights: NDArray[np.float64], least: int, most: int) -> NDArray[np.int64]:
-    """Return whole numbers [n] between `least` and `most` whose sum is `total`, nearly least + a share in proportion to `weights`.
+    """Return whole numbers [n] between `least` and `most`, nearly least + a share in proportion to `weights`; sum: `total`.
 
     What a number above `most` cannot take is shared among the others. Without any weight, all share equally. Among equal
     remainders, the first numbers are rounded up.

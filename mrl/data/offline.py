@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mrl.config.schema import OfflineConfig
+from mrl.config.data_schema import OfflineConfig
 from mrl.data.columns import read_messages, with_system_message
 from mrl.data.row_files import Row, RowError, column_value, read_all
 from mrl.data.tokenizer import ChatTemplate, Messages, encode_messages, encode_texts, load_tokenizer
@@ -24,7 +24,9 @@ class OfflineRow(NamedTuple):
     prompt: list[int]  # token ids
     response: list[int]  # token ids, with the end-of-sequence token
     reward: float
-    logprobs: list[float] | None  # log-probability of each response token under the policy that sampled it; None: unknown
+    logprobs: (
+        list[float] | None
+    )  # log-probability of each response token under the policy that sampled it; None: unknown
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class OfflineRows:
     rows_per_step: int  # largest number of rows of a step
     seed: int
     advantage: float | None = None  # advantage of every row; None: it is computed from the rewards
-    _steps: list[list[int]] = field(default_factory=list)  # indices of the groups of each step, as far as they are computed
+    _steps: list[list[int]] = field(
+        default_factory=list
+    )  # indices of the groups of each step, as far as they are computed
 
     @classmethod
     def load(
@@ -116,7 +120,9 @@ class OfflineRows:
         steps: list[list[int]] = [[]]
         num_rows, epoch = 0, 0
         while len(steps) <= num_steps:
-            for index in np.random.default_rng([self.seed, epoch, _ORDER_STREAM]).permutation(len(self.groups)).tolist():
+            for index in (
+                np.random.default_rng([self.seed, epoch, _ORDER_STREAM]).permutation(len(self.groups)).tolist()
+            ):
                 if num_rows + len(self.groups[index]) > self.rows_per_step:
                     steps.append([])
                     num_rows = 0
@@ -135,9 +141,7 @@ def _read(
     is_ids = isinstance(response, list) and all(type(token) is int and token >= 0 for token in response)
     if not response or not (isinstance(response, str) or is_ids):
         raise RowError("response", f"expected a text or a list of token ids, got {response!r:.80}.")
-    reward = row.get("reward") if not needs_reward else column_value(row, "reward")
-    if reward is None and not needs_reward:
-        reward = 0.0
+    reward: Any = column_value(row, "reward") if needs_reward or row.get("reward") is not None else 0.0
     if not _is_finite(reward):
         raise RowError("reward", f"expected a finite number, got {reward!r:.80}.")
     return messages, response, float(reward), _read_logprobs(row)

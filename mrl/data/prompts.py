@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from mrl.data import tokenizer as tokenization
 from mrl.data.columns import PromptExample
 from mrl.data.group_sizes import GroupSizeInputs, GroupSizes, check_sizes, largest_size
-from mrl.data.prompt_history import PromptHistory
 from mrl.data.row_files import BadRow, Row, RowError, RowReport, RowTable, convert_rows
-from mrl.data.samplers import MixtureSource, PromptTable, Sampler, SamplerInputs, Shuffled
+from mrl.data.samplers import MixtureSource, PromptHistory, PromptTable, Sampler, SamplerInputs, Shuffled
 from mrl.data.sources import PromptSource
 from mrl.data.tokenizer import ChatTemplate, Messages
 
@@ -167,9 +166,7 @@ class PromptDataset:
         digest.update(self.cu_seqlens.tobytes())
         return digest.hexdigest()
 
-    def stream(
-        self, batch_size: int, seed: int, shuffle: bool, rules: DrawingRules | None = None
-    ) -> "PromptStream":
+    def stream(self, batch_size: int, seed: int, shuffle: bool, rules: DrawingRules | None = None) -> "PromptStream":
         """Return an endless stream of rows. By default it draws from the sources in proportion to their weights."""
         return PromptStream(
             len(self), batch_size, seed, shuffle, self.mixture, self.fingerprint, rules=rules, examples=self.examples
@@ -282,7 +279,7 @@ class PromptStream:
     `group_sizes` reads rewards, the history of the rows belongs to the position too, and so does the sampler's own state.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the data set, its position, and the rules of drawing
         self,
         num_rows: int,
         batch_size: int,
@@ -329,11 +326,11 @@ class PromptStream:
         if not count:
             return np.empty(0, np.int64)
         sampler = self.rules.sampler or Shuffled(self.shuffle)
-        inputs = SamplerInputs(
-            self._table, count, self.seed, tuple(self.drawn), self._history, self._sampler_state
-        )
+        inputs = SamplerInputs(self._table, count, self.seed, tuple(self.drawn), self._history, self._sampler_state)
         rows = self._checked(sampler(inputs), count)
-        for source, num_rows in enumerate(np.bincount(self._table.sources_of(rows), minlength=len(self.drawn)).tolist()):
+        for source, num_rows in enumerate(
+            np.bincount(self._table.sources_of(rows), minlength=len(self.drawn)).tolist()
+        ):
             self.drawn[source] += num_rows
         if self.rules.keeps_history:
             self._history.draw(rows)

@@ -134,7 +134,7 @@ class RolloutManager:
         spec = worker.spec
         self.worker, self._engines = worker, engines
         self._max_attempts = spec.fault_tolerance.max_response_attempts
-        self._buffer_capacity, self._responses_per_prompt = spec.buffer_capacity, spec.responses_per_prompt
+        self._buffer_capacity = spec.buffer_capacity
         self._step = 0  # index of the next step
         self._num_drawn = 0  # number of prompts drawn so far
         # The prompt requests that no step has taken, each as (serial number, row, min_weight_version, size)
@@ -150,7 +150,7 @@ class RolloutManager:
         while True:
             first_number, self._num_drawn = self._num_drawn, self._num_drawn + missing
             rows = prompts.take(missing)
-            sizes = prompts.group_sizes(rows, self._responses_per_prompt)
+            sizes = prompts.group_sizes(rows, self.worker.spec.responses_per_prompt)
             missing = self._call_engines(RolloutWorker.sample, first_number, rows, step, sizes)
             if not missing:
                 break

@@ -39,7 +39,7 @@ def with_offline_column(block: TokenBlock, num_offline: int) -> TokenBlock:
 
 
 def known_rollout_logprobs(block: TokenBlock, old_logprobs: Column | None) -> Column:
-    """Return the rollout log-probabilities [R]. A row of the file without log-probabilities counts as sampled by the old policy."""
+    """Return the rollout log-probabilities [R]. The old policy counts as the sampler of rows of the file without them."""
     if OFFLINE not in block.columns or old_logprobs is None:
         return block.rollout_logprobs
     is_unknown = (block.columns[OFFLINE] > 0) & np.isnan(block.rollout_logprobs)

@@ -166,9 +166,7 @@ class RolloutPipeline:
         self._unscored: queue.SimpleQueue[tuple[int, list[UnscoredGroup]] | None] = queue.SimpleQueue()
         self._scoring_thread: threading.Thread | None = None
 
-    def admit(
-        self, first_number: int, rows: Sequence[int], version: int, sizes: Sequence[int] | None = None
-    ) -> None:
+    def admit(self, first_number: int, rows: Sequence[int], version: int, sizes: Sequence[int] | None = None) -> None:
         """Add a prompt request for each row to the buffer. Skips the requests that an earlier call added.
 
         `first_number`: serial number of the prompt request for the first row. `version`: weight version that the engines serve.

@@ -63,9 +63,7 @@ class StalenessBuffer[T]:
         capacity = (self.staleness + 1) * self.groups_per_step + self.extra_groups
         return max(0, capacity - len(self.in_flight) - len(self._finished) - not_replaced)
 
-    def admit(
-        self, rows: Iterable[int], version: int, sizes: Sequence[int] | None = None
-    ) -> list[PromptRequest]:
+    def admit(self, rows: Iterable[int], version: int, sizes: Sequence[int] | None = None) -> list[PromptRequest]:
         """Create a prompt request for each row of the data set.
 
         `version`: weight version that the engines serve now. `sizes`: number of responses to each row. None: all rows get

@@ -142,9 +142,7 @@ class RolloutWorker:
         """Record whether the driver has paused the engines. A paused engine that computes nothing does not count as failed."""
         self.engines.paused = paused
 
-    def sample(
-        self, first_number: int, rows: NDArray[np.int64], step: int, sizes: Sequence[int] | None = None
-    ) -> int:
+    def sample(self, first_number: int, rows: NDArray[np.int64], step: int, sizes: Sequence[int] | None = None) -> int:
         """Add prompts to the staleness buffer, and wait for the groups that `step` trains.
 
         `rows`: rows of the data set, one per prompt. `first_number`: serial number of the prompt request for the

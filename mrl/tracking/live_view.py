@@ -180,7 +180,11 @@ class LiveRun:
         if not isinstance(total, int):
             return None
         passes = steps[-1].get("rollout/epoch") if steps else None
-        return min(total, max(steps[-1]["step"], math.ceil(steps[-1]["step"] * epochs / passes))) if epochs and passes else total
+        return (
+            min(total, max(steps[-1]["step"], math.ceil(steps[-1]["step"] * epochs / passes)))
+            if epochs and passes
+            else total
+        )
 
     def _setting(self, section: str, key: str) -> Any:
         if not self._config:

@@ -127,15 +127,11 @@ def test_a_killed_run_with_a_sampler_group_sizes_top_p_and_rows_of_a_file_equals
 ):
     user_module("own_sampler", OWN)
     whole = start_mrl("train", *quickstart, *overrides(files)).finish()
-    killed = start_mrl(
-        "train", *quickstart, *overrides(files, f"++data.sampler.killed={tmp_path / 'killed'}")
-    ).finish()
+    killed = start_mrl("train", *quickstart, *overrides(files, f"++data.sampler.killed={tmp_path / 'killed'}")).finish()
     assert whole.process.returncode == killed.process.returncode == 0, whole.output() + killed.output()
     assert (tmp_path / "killed").exists() and "restart 1 of 5" in killed.output()
     check_equal_runs(killed.folder, whole.folder)
-    states = [
-        json.loads((run.folder / "checkpoints/step_000004/state.json").read_text()) for run in (whole, killed)
-    ]
+    states = [json.loads((run.folder / "checkpoints/step_000004/state.json").read_text()) for run in (whole, killed)]
     for state in states:
         del state["prompts"]["sampler"]  # it names the file of the kill
     assert states[0]["prompts"] == states[1]["prompts"] and states[0]["prompts"]["history"]["rows"] == list(range(12))
@@ -145,7 +141,10 @@ def test_a_killed_run_with_a_sampler_group_sizes_top_p_and_rows_of_a_file_equals
 
 def check_steps(run) -> None:
     """The run ended after two passes over 12 rows in steps of 6, with all that the config asks for."""
-    metrics, ledger = run.metrics(), [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    metrics, ledger = (
+        run.metrics(),
+        [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()],
+    )
     assert [line["rollout/epoch"] for line in metrics] == [0.5, 1.0, 1.5, 2.0]
     assert [line["rollout/samples"] for line in metrics] == [24.0] * 4
     assert [line["batch/offline_samples"] for line in metrics] == [4.0] * 4

@@ -252,7 +252,9 @@ def test_given_advantages_replace_those_of_the_estimator_after_whitening():
     given = np.full(len(LENGTHS), np.nan)
     given[[2, 3]] = 0.5, 0.0
     plain = AdvantagePipeline(GRPO(), PPOClip(), whiten=True)(scored, columns, 0.0, [0])
-    found = AdvantagePipeline(GRPO(), PPOClip(), whiten=True)(replace(scored, given_advantages=given), columns, 0.0, [0])
+    found = AdvantagePipeline(GRPO(), PPOClip(), whiten=True)(
+        replace(scored, given_advantages=given), columns, 0.0, [0]
+    )
     expected = plain.columns["advantages"].copy()
     for row, span in enumerate(spans(LENGTHS)):
         if not np.isnan(given[row]):
@@ -260,7 +262,9 @@ def test_given_advantages_replace_those_of_the_estimator_after_whitening():
     np.testing.assert_array_equal(found.columns["advantages"], expected)
     assert found.zero_advantage[3] and not found.zero_advantage[2]
     chosen = np.array([False, False, True, True, True, False, False])
-    part = AdvantagePipeline(GRPO(), PPOClip()).of_rows(chosen, replace(scored, given_advantages=given), columns, 0.0, [0])
+    part = AdvantagePipeline(GRPO(), PPOClip()).of_rows(
+        chosen, replace(scored, given_advantages=given), columns, 0.0, [0]
+    )
     assert set(part.columns["advantages"][list(spans(LENGTHS)[2])]) == {0.5}, "a selection keeps them"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,10 +11,19 @@ from test_data_plan import config_of, inputs  # noqa: F401
 
 from mrl.algorithms.parts import build_algorithm
 from mrl.config.instantiate import instantiate_callable
-from mrl.controller.plan_drawing import check_epochs, num_steps, plan_drawing, plan_offline, prompt_stream
+from mrl.controller.plan_drawing import (
+    check_epochs,
+    check_sampling,
+    num_steps,
+    plan_drawing,
+    plan_offline,
+    plan_sampling,
+    prompt_stream,
+    tokenizer_args,
+    warn_of_sampling,
+)
 from mrl.controller.plan_models import plan_model
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
-from mrl.controller.plan_sampling import check_sampling, plan_sampling, tokenizer_args, warn_of_sampling
 from mrl.core.types import OFFLINE
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.offline_groups import known_rollout_logprobs, offline_groups, with_offline_column
@@ -63,7 +73,10 @@ def test_the_keys_of_sampling_have_sglangs_names(config):
         ("rollout.stop=['']", r"rollout.stop=\(''?,?\)|rollout.stop=.*expected a text or a list of at most 32 texts"),
         ("rollout.stop_token_ids=[-1]", "rollout.stop_token_ids=.*expected a list of token ids|must be"),
         ("rollout.stop_token_ids=[32]", "rollout.stop_token_ids=.32.: token 32 is outside the vocabulary.*ends at 31"),
-        ("rollout.min_p=0.1", "rollout.min_p=0.1 with rollout.deterministic=true: SGLang cannot sample with min_p and a seed"),
+        (
+            "rollout.min_p=0.1",
+            "rollout.min_p=0.1 with rollout.deterministic=true: SGLang cannot sample with min_p and a seed",
+        ),
     ],
 )
 def test_sampling_that_the_engines_would_refuse_is_refused_before_they_start(config, override, message):
@@ -83,7 +96,7 @@ def test_stop_texts_of_the_run_need_engines_with_a_tokenizer(config):
     assert tokenizer_args(own, plan_sampling(own), ()) == {"skip_tokenizer_init": False}
     assert tokenizer_args(config(), plan_sampling(config()), ()) == {}
     without = config("rollout.stop=['4']", "+sglang.skip_tokenizer_init=true")
-    with pytest.raises(ValueError, match="sglang.skip_tokenizer_init=true: .* the texts of rollout.stop"):
+    with pytest.raises(ValueError, match=r"sglang.skip_tokenizer_init=true: .* the texts of rollout.stop"):
         tokenizer_args(without, plan_sampling(without), ())
 
 
@@ -95,7 +108,10 @@ IMPORTANCE = "++algorithm.correction._target_=mrl.algorithms.corrections.Importa
     [
         ((), []),
         (("rollout.stop=['4']", "rollout.temperature=0.5"), []),
-        (("rollout.top_p=0.9", "rollout.top_k=5"), ["rollout.top_p=0.9, rollout.top_k=5: the engines leave out unlikely"]),
+        (
+            ("rollout.top_p=0.9", "rollout.top_k=5"),
+            ["rollout.top_p=0.9, rollout.top_k=5: the engines leave out unlikely"],
+        ),
         (("rollout.min_p=0.1", IMPORTANCE), ["rollout.min_p=0.1: the engines leave out unlikely tokens"]),
         (("rollout.repetition_penalty=1.2",), ["rollout.repetition_penalty=1.2: .*Set algorithm.correction"]),
         (("rollout.repetition_penalty=1.2", IMPORTANCE), []),
@@ -114,7 +130,8 @@ def test_what_training_does_not_correct_for_is_shown(config, warnings, overrides
 def test_a_sampler_and_group_sizes_are_built_and_identified_by_their_node(config):
     own = config(
         "++data.sampler._target_=mrl.data.samplers.Curriculum", "++data.sampler.column=index",
-        "++data.sampler.stages=4", "rollout.prompts_per_step=10", "++rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty",
+        "++data.sampler.stages=4", "rollout.prompts_per_step=10",
+        "++rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty",
     )  # fmt: skip
     train = prompts_of(own)
     rules = plan_drawing(own, train)
@@ -124,16 +141,25 @@ def test_a_sampler_and_group_sizes_are_built_and_identified_by_their_node(config
     assert plan_drawing(config(), train).sampler is None and not plan_drawing(config(), train).keeps_history
 
 
-def broken_sampler(inputs):
+def broken_sampler(chosen):
     raise RuntimeError("no rows today")
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["++data.sampler._target_=mrl.data.samplers.Curriculum"], "data.sampler: .*Curriculum rejects its arguments.*column"),
-        (["++data.sampler._target_=test_draw_plan.broken_sampler"], "data.sampler: test_draw_plan.broken_sampler failed: .*no rows"),
-        (["++data.sampler._target_=mrl.data.samplers.Shuffled", "data.shuffle=false"], "data.shuffle=false: only the default"),
+        (
+            ["++data.sampler._target_=mrl.data.samplers.Curriculum"],
+            "data.sampler: .*Curriculum rejects its arguments.*column",
+        ),
+        (
+            ["++data.sampler._target_=test_draw_plan.broken_sampler"],
+            "data.sampler: test_draw_plan.broken_sampler failed: .*no rows",
+        ),
+        (
+            ["++data.sampler._target_=mrl.data.samplers.Shuffled", "data.shuffle=false"],
+            "data.shuffle=false: only the default",
+        ),
         (
             ["++data.sampler._target_=mrl.data.samplers.Curriculum", "++data.sampler.column=hard"],
             "data.sampler: mrl.data.samplers.Curriculum failed: row 0 of the training prompts has no hard in extra_info",
@@ -162,7 +188,7 @@ def test_epochs_end_a_run_at_the_smaller_of_both_limits(config, warnings):
     check_epochs(few, 40)
     assert num_steps(few, 40) == 10
     assert "trainer.epochs=2.0 takes 14 steps, but trainer.max_steps=10 ends the run earlier" in warnings()[0]
-    with pytest.raises(ValueError, match="trainer.epochs=2.0: a run with rollout.replay draws no prompts"):
+    with pytest.raises(ValueError, match=r"trainer.epochs=2.0: a run with rollout.replay draws no prompts"):
         check_epochs(config("trainer.epochs=2", "rollout.replay=folder"), 40)
 
 
@@ -170,7 +196,7 @@ def test_epochs_end_a_run_at_the_smaller_of_both_limits(config, warnings):
 def offline(config, inputs, tmp_path):  # noqa: F811
     """`offline(override, ..., logprobs=...)` -> the plan of the rows of a file with two responses to each of three prompts."""
 
-    def get(*overrides, logprobs=True):
+    def get(*overrides, logprobs=True, routing=False):
         rows = []
         for row in pq.read_table(inputs / "train.parquet").to_pylist()[:3]:
             for response, reward in ((row["reward_model"]["ground_truth"], 1.0), ("5", 0.0)):
@@ -178,7 +204,9 @@ def offline(config, inputs, tmp_path):  # noqa: F811
                 rows.append(dict(prompt=row["prompt"], response=response, reward=reward, logprobs=behaviour))
         (tmp_path / "offline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         own = config(f"data.offline.path={tmp_path}/offline.jsonl", *overrides)
-        return plan_offline(own, plan_model(own, own.model.path), build_algorithm(own))
+        actor = plan_model(own, own.model.path)
+        own = replace(own, rollout=replace(own.rollout, routing_replay=routing))
+        return plan_offline(own, actor, build_algorithm(own))
 
     return get
 
@@ -203,7 +231,6 @@ def test_rows_of_a_file_become_groups_of_a_step_with_the_prompts_of_training(off
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.routing_replay=true"], "rollout.routing_replay=true: the rows of data.offline.path have no experts"),
         (["algorithm=remax"], "data.offline.path: algorithm.advantage compares with greedy responses"),
         (["algorithm.old_logprobs=rollout"], "some rows have no logprobs, which algorithm.old_logprobs=rollout needs"),
         (["data.offline.path=nowhere.jsonl"], "data.offline.path: nowhere.jsonl: no such file"),
@@ -214,3 +241,5 @@ def test_rows_of_a_file_become_groups_of_a_step_with_the_prompts_of_training(off
 def test_rows_of_a_file_that_the_run_cannot_train_are_refused(offline, overrides, message):
     with pytest.raises(ValueError, match=message):
         offline(*overrides)
+    with pytest.raises(ValueError, match=r"rollout.routing_replay=true: the rows of data.offline.path have no experts"):
+        offline(routing=True)

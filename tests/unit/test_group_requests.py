@@ -32,7 +32,9 @@ def sample(requests, **settings):
 
 
 def test_responses_of_a_step_are_sampled_as_the_config_says():
-    own = SamplingParams(7, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.5, stop=("#",), stop_token_ids=(9,))
+    own = SamplingParams(
+        7, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.5, stop=("#",), stop_token_ids=(9,)
+    )
     groups, params = sample([PromptRequest(0, 11, 0), PromptRequest(1, 12, 0)], responses_per_prompt=3, sampling=own)
     assert [len(group.trajectories) for group in groups] == [3, 3]
     expected = dict(max_new_tokens=7, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.5)
@@ -87,7 +89,9 @@ def test_the_mean_reward_counts_each_prompt_once_whatever_its_number_of_response
     unequal = rollouts([0, 0, 0, 1], [1.0, 1.0, 1.0, 0.0])
     assert unequal.metrics(4)["reward/mean"] == pytest.approx(0.5)
     rewards = np.random.default_rng(0).random(4)
-    assert rollouts([0, 0, 1, 1], rewards).metrics(4)["reward/mean"] == float(rewards.mean()), "bit-equal for equal groups"
+    assert rollouts([0, 0, 1, 1], rewards).metrics(4)["reward/mean"] == float(rewards.mean()), (
+        "bit-equal for equal groups"
+    )
 
 
 def test_metrics_describe_the_policy_and_not_the_rows_of_a_file():

@@ -158,7 +158,9 @@ def test_a_row_of_a_file_without_logprobs_counts_as_a_sample_of_the_actor_and_no
     weights = torch.tensor([1.0, 1.0, 1.0, math.exp(-0.5)])
     expected = -0.25 * ratio * weights  # A = 1, and no ratio is outside the clip
     torch.testing.assert_close(logprobs.grad, expected, rtol=1e-6, atol=0)
-    mismatch = {name.removeprefix("mismatch/"): value.item() for name, value in statistics.sums.items() if "mismatch/" in name}
+    mismatch = {
+        name.removeprefix("mismatch/"): value.item() for name, value in statistics.sums.items() if "mismatch/" in name
+    }
     assert mismatch["count"] == 2 and mismatch["nan"] == 0 and mismatch["log_ratio"] == 0
     assert statistics.sums["mismatch_abs"] == 0 and statistics.maxima["mismatch_abs"] == 0
     del micro.columns[OFFLINE]

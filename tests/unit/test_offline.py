@@ -1,11 +1,12 @@
 """Offline rows: what a file may hold, which rows a step trains, and rows that cannot be trained."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from mrl.config.schema import OfflineConfig
+from mrl.config.data_schema import OfflineConfig
 from mrl.data.offline import OfflineRows, TokenLimits, check_groups
 from mrl.data.tokenizer import character_tokenizer
 
@@ -62,7 +63,7 @@ def test_each_pass_has_a_new_order_and_a_step_has_only_whole_groups(load):
     rows = load([row(f"{n}=") for n, size in sizes.items() for _ in range(size)], rows_per_step=4)
     steps = [rows.of_step(step) for step in range(40)]
     assert all(1 <= count_rows(groups) <= 4 for groups in steps)
-    for now, then in zip(steps, steps[1:], strict=False):
+    for now, then in pairwise(steps):
         assert count_rows(now) + len(then[0]) > 4, "a step takes as many groups as fit"
     drawn = [group[0].number for groups in steps for group in groups]
     passes = [drawn[start : start + 10] for start in range(0, len(drawn) - 10, 10)]
@@ -74,8 +75,14 @@ def test_the_rows_of_a_step_depend_only_on_the_seed_and_on_the_step(load):
     content = [row(f"{n}=") for n in range(9)]
     one, other = load(content, rows_per_step=2), load(content, rows_per_step=2)
     late = [one.of_step(step) for step in (70, 3, 0)]
-    assert late == [other.of_step(step) for step in (70, 3, 0)] == [load(content, rows_per_step=2).of_step(s) for s in (70, 3, 0)]
-    assert [load(content, rows_per_step=2, seed=1).of_step(step) for step in range(9)] != [one.of_step(s) for s in range(9)]
+    assert (
+        late
+        == [other.of_step(step) for step in (70, 3, 0)]
+        == [load(content, rows_per_step=2).of_step(s) for s in (70, 3, 0)]
+    )
+    assert [load(content, rows_per_step=2, seed=1).of_step(step) for step in range(9)] != [
+        one.of_step(s) for s in range(9)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +92,14 @@ def test_the_rows_of_a_step_depend_only_on_the_seed_and_on_the_step(load):
         ([row(response=[1, -2])], r"column 'response': .* got \[1, -2\]"),
         ([row(reward="good")], "column 'reward': expected a finite number, got 'good'"),
         ([row(reward=True)], "column 'reward': expected a finite number, got True"),
-        ([row(), row(response=[5], logprobs=[0.3])], "row 1, column 'logprobs': expected a list of numbers that are 0 or less"),
-        ([row(logprobs=[-1.0])], "logprobs has 1 values for the 2 tokens of the response, the end-of-sequence token included"),
+        (
+            [row(), row(response=[5], logprobs=[0.3])],
+            "row 1, column 'logprobs': expected a list of numbers that are 0 or less",
+        ),
+        (
+            [row(logprobs=[-1.0])],
+            "logprobs has 1 values for the 2 tokens of the response, the end-of-sequence token included",
+        ),
         ([row(response=[40])], "row 0: token 40 is outside the vocabulary of the model, which ends at 31"),
         ([row(response="12345")], "the response has 6 tokens, more than the 4 of rollout.max_response_tokens"),
         ([row("1" * 30)], "the prompt has .* more than the 12 of data.max_prompt_tokens"),
@@ -102,7 +115,7 @@ def test_rows_without_another_response_to_their_prompt_are_refused_if_advantages
     singles, mixed = load([row(f"{n}=") for n in range(3)]), load([row(), row(), row("2=")])
     assert check_groups(mixed, True, "GRPO").startswith("data.offline.path: 1 of 2 prompts have only one row, and GRPO")
     assert check_groups(singles, False, "GAE") == "" == check_groups(load([row()], advantage=1.0), True, "GRPO")
-    with pytest.raises(ValueError, match="3 of 3 prompts have only one row.*set data.offline.advantage"):
+    with pytest.raises(ValueError, match=r"3 of 3 prompts have only one row.*set data.offline.advantage"):
         check_groups(singles, True, "GRPO")
 
 

@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 
 from mrl.data.columns import PromptExample
 from mrl.data.group_sizes import ByDifficulty, share_out
-from mrl.data.prompt_history import WINDOW, PromptHistory
 from mrl.data.prompts import DrawingRules, PromptStream
-from mrl.data.samplers import Curriculum, DifficultyMixture, MixtureSource, SamplerInputs, Shuffled
+from mrl.data.samplers import (
+    WINDOW,
+    Curriculum,
+    DifficultyMixture,
+    MixtureSource,
+    PromptHistory,
+    SamplerInputs,
+    Shuffled,
+)
 
 
 def example(level, source="a") -> PromptExample:
@@ -22,7 +29,9 @@ def example(level, source="a") -> PromptExample:
 
 def stream(sampler=None, *, sizes=(10, 4), weights=None, levels=None, seed=3, group_sizes=None, shuffle=True):
     weights = weights or [1.0] * len(sizes)
-    sources = [MixtureSource(chr(97 + i), rows, weight) for i, (rows, weight) in enumerate(zip(sizes, weights, strict=True))]
+    sources = [
+        MixtureSource(chr(97 + i), rows, weight) for i, (rows, weight) in enumerate(zip(sizes, weights, strict=True))
+    ]
     levels = range(sum(sizes)) if levels is None else levels
     rules = DrawingRules(sampler, "own" if sampler else "", group_sizes)
     examples = [example(level) for level in levels]
@@ -75,7 +84,11 @@ def test_a_curriculum_can_begin_with_the_largest_value_of_a_field_inside_a_field
         (Curriculum("level"), dict(weights=[2.0, 1.0]), "remove the weights in data.mixture"),
         (Curriculum("level", stages=15), {}, "stages=15: the training data has only 14 rows"),
         (lambda inputs: [0, 1], {}, r"data.sampler returned \[0, 1\]; expected the indices of 4 rows"),
-        (lambda inputs: [0, 1, 2, 14], {}, "data.sampler returned rows from 0 to 14; the training data has the rows 0 to 13"),
+        (
+            lambda inputs: [0, 1, 2, 14],
+            {},
+            "data.sampler returned rows from 0 to 14; the training data has the rows 0 to 13",
+        ),
         (lambda inputs: inputs.state.update(x=(1, 2)) or [0] * 4, {}, "inputs.state must hold JSON only.*(1, 2)"),
         (lambda inputs: inputs.state.update(x=float("nan")) or [0] * 4, {}, "inputs.state must hold JSON only.*nan"),
     ],
@@ -103,7 +116,9 @@ def test_a_mixture_uses_recent_rewards_and_the_weights_of_the_config():
     prompts = stream(DifficultyMixture(), sizes=(8, 8), weights=[3.0, 1.0])
     prompts.learn([(row, 0.5) for row in range(16)])
     prompts.learn([(0, 1.0)] * 20)
-    assert DifficultyMixture(window=1, floor=0.2).probabilities(inputs_of(prompts)) == pytest.approx([0.375, 0.625], abs=0.02)
+    assert DifficultyMixture(window=1, floor=0.2).probabilities(inputs_of(prompts)) == pytest.approx(
+        [0.375, 0.625], abs=0.02
+    )
 
 
 def own_sampler(inputs: SamplerInputs, factor: int = 1):
@@ -157,9 +172,7 @@ def test_the_mean_reward_of_a_row_follows_its_last_groups():
 
 
 @settings(max_examples=200)
-@given(
-    st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(1, 4), st.integers(0, 12), st.integers(0, 12)
-)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(1, 4), st.integers(0, 12), st.integers(0, 12))
 def test_all_responses_are_shared_out_within_the_limits(weights, least, above_least, above_mean):
     size, most = least + above_least, least + above_least + above_mean
     sizes = share_out(size * len(weights), np.array(weights), least, most)
@@ -173,7 +186,9 @@ def test_prompts_of_medium_difficulty_get_more_responses():
     prompts.learn([(0, 0.0), (1, 1.0), (2, 0.5), (3, 0.1)])
     # p (1 - p) is 0, 0, 0.25 and 0.09. 24 responses are left after two to each: 17.6 and 6.4.
     assert prompts.group_sizes(rows, 8) == [2, 2, 20, 8]
-    by_column = stream(group_sizes=ByDifficulty(least=1, most=40, column="deep.rate"), sizes=(4,), levels=[0, 5, 10, 10])
+    by_column = stream(
+        group_sizes=ByDifficulty(least=1, most=40, column="deep.rate"), sizes=(4,), levels=[0, 5, 10, 10]
+    )
     assert by_column.group_sizes(rows, 4) == [1, 13, 1, 1]
 
 
