@@ -55,8 +55,8 @@ class ByDifficulty:
     """Gives prompts that are neither solved nor too hard more responses, and the others fewer.
 
     p is the pass rate of a prompt: its mean reward, with `worst` as 0 and `best` as 1. A prompt without rewards counts as
-    p = 1/2. Each prompt gets `least` responses. The rest is shared in proportion to p (1 - p), but no prompt gets more than `most`. With
-    rewards of 0 or 1, p (1 - p) is the variance of the rewards of the prompt, without which a group teaches nothing.
+    p = 1/2. Each prompt gets `least` responses. The rest is shared in proportion to p (1 - p), but no prompt gets more than
+    `most`. With rewards of 0 or 1, p (1 - p) is the variance of the rewards of the prompt, without which a group teaches nothing.
     """
 
     least: int = 2

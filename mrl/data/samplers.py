@@ -257,8 +257,8 @@ class Curriculum:
     """Draws rows in stages, from easy to hard (curriculum learning, Bengio et al. 2009).
 
     The rows are sorted by `column` and cut into `stages` parts of equal size. A run passes `epochs_per_stage` times over the
-    first part, then over the second part, and so on. After the last part it passes over all rows. Each pass has a new random order.
-    Weights of data.mixture have no meaning here, and are refused.
+    first part, then over the second part, and so on. After the last part it passes over all rows. Each pass has a new random
+    order. Weights of data.mixture have no meaning here, and are refused.
     """
 
     uses_rewards: ClassVar[bool] = False
