@@ -37,7 +37,7 @@ from mrl.planner.engine_time import EngineSpeeds
 from mrl.planner.rollout_simulator import GroupLengths, Prediction, RolloutSetup, RunSpeeds, best_possible_s, simulate
 from mrl.planner.run_trace import RecordedStep, fit_steps
 from mrl.rewards.rule_based import Length
-from mrl.rollout.client import TRAINING, response_seed
+from mrl.rollout.client import TRAINING, SamplingParams, response_seed
 from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec
 from mrl.weight_sync.coordinator import Coordinator
@@ -125,9 +125,7 @@ def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: RolloutSetup, 
     """Return the specification of the rollout worker."""
     (run_dir / "logs").mkdir(parents=True)
     unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, rollout_filter=None, evaluations=(), replay=None)
-    plain = dict(
-        needs_greedy=False, rollout_logprobs_as_old=False, record=False, temperature=1.0, num_engines=0, engine_tp=1
-    )
+    plain = dict(needs_greedy=False, rollout_logprobs_as_old=False, record=False, num_engines=0, engine_tp=1)
     return RolloutSpec(
         **unused,
         **plain,
@@ -137,7 +135,7 @@ def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: RolloutSetup, 
         reward=Length(LENGTHS.longest),
         prompts_per_step=N,
         responses_per_prompt=G,
-        max_response_tokens=LENGTHS.longest,
+        sampling=SamplingParams(LENGTHS.longest),
         engine_urls=tuple(urls),
         seed=SEED,
         request_timeout_s=300.0,

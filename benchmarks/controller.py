@@ -59,6 +59,7 @@ from mrl.data.prompts import MixtureSource, PromptDataset
 from mrl.data.row_files import RowReport
 from mrl.planner.engine_time import EngineSpeeds
 from mrl.rewards.reward_types import Response
+from mrl.rollout.client import SamplingParams
 from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec
 from mrl.tracking.console import Startup
@@ -323,8 +324,7 @@ def rollout_spec(size: Size, objective: Objective, prompts: Prompts, urls: Seque
         rollout_logprobs_as_old=False,
         prompts_per_step=size.prompts,
         responses_per_prompt=size.responses,
-        max_response_tokens=LONGEST * size.tokens,
-        temperature=1.0,
+        sampling=SamplingParams(LONGEST * size.tokens),
         num_engines=0,
         engine_urls=tuple(urls),
         engine_tp=1,

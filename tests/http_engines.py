@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from mrl.config.process_schema import FaultToleranceConfig
+from mrl.rollout.client import SamplingParams
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.spec import RolloutSpec
 
@@ -116,7 +117,7 @@ def spec_of(run_dir, **settings) -> RolloutSpec:
     plain = dict(
         needs_greedy=False, rollout_logprobs_as_old=False, record=False, prompts_per_step=1, responses_per_prompt=1
     )
-    sampling = dict(max_response_tokens=8, temperature=1.0, num_engines=0, engine_urls=(), engine_tp=1, seed=0)
+    sampling = dict(sampling=SamplingParams(8), num_engines=0, engine_urls=(), engine_tp=1, seed=0)
     ours = dict(
         model_path="",
         run_dir=str(run_dir),

@@ -41,6 +41,8 @@ class AdvantagePipeline:
 
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
     extra columns. A rejected response counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
+
+    `ScoredBatch.given_advantages` replaces advantages after the whitening.
     """
 
     advantage: Advantage
@@ -74,6 +76,9 @@ class AdvantagePipeline:
         in_loss = ~np.repeat(rejected, scored.lengths)  # [R] whether the token is in the loss
         if self.whiten:
             advantages = _whiten(advantages, in_loss)
+        if scored.given_advantages is not None:
+            given = np.repeat(scored.given_advantages, scored.lengths)
+            advantages = np.where(np.isnan(given), advantages, given)
         loss_columns = {"advantages": advantages.astype(np.float32)}
         if returns is not None:
             loss_columns["returns"] = returns.astype(np.float32)

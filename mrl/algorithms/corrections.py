@@ -306,16 +306,16 @@ MISMATCH_SUMS = tuple(f"mismatch/{name}" for name in ("count", "log_ratio", "rat
 """Names of the sums that `mismatch_sums` returns."""
 
 
-def mismatch_sums(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
+def mismatch_sums(old: Tensor, rollout: Tensor, left_out: Tensor | None = None) -> dict[str, Tensor]:
     """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
     `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are the engine's. Tokens for which
-    the engine reported NaN are only counted. The results are float64 scalars. The caller adds the sums of all micro-batches
-    and ranks.
+    the engine reported NaN are only counted. `left_out` [R]: tokens that no engine of the run sampled, which are not counted. The
+    results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
     """
-    unknown = (
-        rollout.isnan()
-    )  # masked and not removed: on a GPU, the host would wait for the number of remaining tokens
+    # masked and not removed: on a GPU, the host would wait for the number of remaining tokens
+    not_reported = rollout.isnan() if left_out is None else rollout.isnan() & ~left_out
+    unknown = not_reported if left_out is None else not_reported | left_out
     log_ratio = (old.detach().double() - rollout.double()).masked_fill(unknown, 0.0)
     ratio = log_ratio.exp()
     k3 = ratio - 1 - log_ratio
@@ -326,7 +326,7 @@ def mismatch_sums(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
         "mismatch/ratio": ratio.sum(),
         "mismatch/ratio_squared": ratio.square().sum(),
         "mismatch/k3_sum": k3.sum(),
-        "mismatch/nan": unknown.double().sum(),
+        "mismatch/nan": not_reported.double().sum(),
     }
 
 

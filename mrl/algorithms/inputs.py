@@ -30,6 +30,8 @@ class ScoredBatch:
     # name of a part of the reward -> values of this part [B]
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
+    # [B] advantage in place of the estimator's; NaN: the estimator decides. None: it decides for all responses
+    given_advantages: NDArray[np.float64] | None = None
 
     def select(self, rows: NDArray[np.bool_]) -> ScoredBatch:
         """Return the responses for which `rows` [B] is true."""
@@ -41,6 +43,7 @@ class ScoredBatch:
             None if self.turn_rewards is None else self.turn_rewards[np.repeat(rows, self.lengths)],
             {name: values[rows] for name, values in self.parts.items()},
             None if self.greedy_rewards is None else self.greedy_rewards[rows],
+            None if self.given_advantages is None else self.given_advantages[rows],
         )
 
 

@@ -135,6 +135,7 @@ class SampleLedger:
         requests: for each group, the serial number of its prompt request
         prompts: for each group, the number of tokens in its prompt
         lengths: for each group, the number of sampled tokens in each response
+        offline: the row numbers of the trained rows of `data.offline.path`; absent if the run has no such rows
         updates: for each optimizer step, weight version -> [count of tokens in the loss that this weight version sampled,
             (sum of the token weights of these tokens) / (sum of all token weights)]. Token weights do not include corrections.
 
@@ -157,13 +158,16 @@ class SampleLedger:
             token_weights: for each optimizer step, an array [B]: for each response, the weight that each of its tokens has in
                 the loss. The weight is 0 if the optimizer step does not train the response.
         """
-        starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
-        hashes = [xxhash.xxh3_64_hexdigest(part.tobytes()) for part in np.split(rollouts.digests, starts[1:])]
-        version = int(rollouts.weight_versions.min())
+        sampled = slice(rollouts.num_sampled)
+        starts = np.flatnonzero(np.diff(rollouts.groups[sampled], prepend=-1))
+        hashes = [xxhash.xxh3_64_hexdigest(part.tobytes()) for part in np.split(rollouts.digests[sampled], starts[1:])]
+        version = int(rollouts.weight_versions[sampled].min())
         groups = [[int(row), digest] for row, digest in zip(rollouts.rows[starts], hashes, strict=True)]
-        lengths = [part.tolist() for part in np.split(rollouts.sampled_lengths, starts[1:])]
+        lengths = [part.tolist() for part in np.split(rollouts.sampled_lengths[sampled], starts[1:])]
         line = dict(drawn=drawn, weight_version=version, groups=groups, requests=rollouts.request_numbers.tolist())
         line |= dict(prompts=rollouts.prompt_lengths[starts].tolist(), lengths=lengths)
+        if rollouts.num_offline:
+            line["offline"] = (-1 - rollouts.rows[rollouts.num_sampled :]).tolist()
         self._lines.write(
             step,
             line | dict(updates=[_tokens_by_version(rollouts.version_spans, weights) for weights in token_weights]),

@@ -47,9 +47,8 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
     with hydra_entry.exit_on_user_error():
         check_not_in_use(Path(config.run.dir))
     if finished := build.finished_result(config):
-        sys.stdout.write(
-            "this run is finished already, so nothing is trained; a larger trainer.max_steps continues it\n"
-        )
+        limits = "trainer.max_steps" if config.trainer.epochs is None else "trainer.max_steps and trainer.epochs"
+        sys.stdout.write(f"this run is finished already, so nothing is trained; a larger {limits} continues it\n")
         sys.stdout.write(summary(finished, config, overrides))
         return metric_value(Path(config.run.dir), config.sweep.metric)
     sys.stdout.write(f"run directory: {config.run.dir}\n")
@@ -126,11 +125,14 @@ def next_commands(config: Config, overrides: Sequence[str], has_model: bool, rea
     """
     if any(word.startswith("--config-path") for word in sys.argv):  # `mrl.train` passes its config as a file
         return [f"  mrl samples {shlex.quote(str(config.run.dir))} --worst"]
+    epochs = config.trainer.epochs
     replaced = {"run.dir", "trainer.max_steps", *(["trainer.stop_reward"] if reached_goal else [])}
+    replaced |= {"trainer.epochs"} if epochs else set()
     own = [word.lstrip("+") for word in overrides if hydra_entry.override_key(word) not in replaced]
     data = [word for word in own if hydra_entry.override_key(word).split(".")[0] in ("experiment", "data", "reward")]
     run_dir = hydra_entry.format_override("run.dir", config.run.dir)
     steps = [f"trainer.max_steps={max(1, 2 * config.trainer.max_steps)}"]
+    steps += [f"trainer.epochs={2 * epochs:g}"] if epochs else []
     steps += ["trainer.stop_reward=null"] if reached_goal else []
     commands = [["samples", str(config.run.dir), "--worst"]]
     if has_model and (config.data.test or config.data.test_sets):

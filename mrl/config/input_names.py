@@ -44,9 +44,9 @@ class _HubName:
 def resolve_inputs(config: Config, weights: bool = True) -> Config:
     """Return the config with a local path in place of every Hub id and every URL of a model or of data.
 
-    The keys are model.path, critic.path, roles.NAME.path, generate.base, sft.train, sft.test, data.train, data.test, and the
-    files of data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers of models are fetched from
-    the Hub.
+    The keys are model.path, critic.path, roles.NAME.path, generate.base, sft.train, sft.test, data.train, data.test,
+    data.offline.path, and the files of data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers
+    of models are fetched from the Hub.
 
     Raises ValueError if something cannot be found or fetched.
     """
@@ -70,13 +70,16 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
         found = ([name] if exists(name) else resolve_data(name, key, split) for name in names)
         return [path for paths in found for path in paths]
 
-    def supervised(name: str | None, split: str) -> str | None:
-        found = files([name], f"sft.{split}", split) if name else [name]
+    def one_file(name: str | None, key: str, split: str) -> str | None:
+        found = files([name], key, split) if name else [name]
         if len(found) != 1:
             raise ValueError(
-                f"sft.{split}={name}: expected one file, but {len(found)} files match; add :PATTERN for one file."
+                f"{key}={name}: expected one file, but {len(found)} files match; add :PATTERN for one file."
             )
         return found[0]
+
+    def supervised(name: str | None, split: str) -> str | None:
+        return one_file(name, f"sft.{split}", split)
 
     data = replace(
         config.data,
@@ -84,6 +87,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
         test=files(config.data.test, "data.test", "test"),
         mixture=_map_files(config.data.mixture, lambda names, key: files(names, f"data.mixture.{key}", "train")),
         test_sets=_map_files(config.data.test_sets, lambda names, key: files(names, f"data.test_sets.{key}", "test")),
+        offline=replace(config.data.offline, path=one_file(config.data.offline.path, "data.offline.path", "train")),
     )
     base = config.generate.base
     return replace(

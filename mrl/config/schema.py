@@ -21,6 +21,7 @@ from mrl.config.command_schema import (
     SftConfig,
     SweepConfig,
 )
+from mrl.config.data_schema import DataConfig
 from mrl.config.process_schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -46,13 +47,6 @@ class GroupOrder(StrEnum):
 
     dispatched = "dispatched"
     completed = "completed"
-
-
-class RowPolicy(StrEnum):
-    """What happens to rows of data that cannot be used."""
-
-    error = "error"
-    skip = "skip"
 
 
 class OnUnhealthy(StrEnum):
@@ -101,67 +95,51 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Prompts for training and evaluation (docs/tutorials/data.md)."""
-
-    inputs: Node | None = key(
-        dict, "Function that creates input files that do not exist yet. It runs before any file is read."
-    )
-    train: list[str] = key(
-        list,
-        "Training prompts: jsonl files, parquet files, folders written by datasets.Dataset.save_to_disk, ids on the Hub "
-        "(OWNER/NAME@REVISION:PATTERN, where @REVISION and :PATTERN may be left out), or URLs that fsspec knows.",
-    )
-    mixture: Node = key(
-        dict,
-        "Several training sources with sampling weights, in place of data.train: {NAME: {files, weight, columns, system}}.",
-    )
-    dataset: Node | None = key(dict, "Your own dataset class or function, which replaces data.train.")
-    test: list[str] = key(list, "Held-out prompts for evaluation, in the same formats as data.train.")
-    test_sets: Node = key(
-        dict,
-        "More held-out sets: {NAME: list of files} or {NAME: {files, columns, system, rows, reward, n, temperature, top_p, "
-        "top_k, min_p, repetition_penalty, stop, stop_token_ids, max_response_tokens}} (docs/tutorials/data.md).",
-    )
-    columns: Node = key(
-        dict,
-        "Column names in your files, such as {prompt: question}. The keys are prompt, ground_truth, data_source, extra_info, "
-        "ability, style.",
-    )
-    system: str | None = key(None, "System message for prompts that do not start with a system message.")
-    chat_template: str | None = key(None, "Jinja file that replaces the chat template of the model.")
-    template_args: Node = key(dict, "Variables of the chat template, such as {enable_thinking: false}.")
-    bad_rows: RowPolicy = key(
-        RowPolicy.error,
-        "What happens to invalid rows. With error, the run does not start. With skip, these rows are left out. "
-        "run.dir/bad_rows_*.jsonl lists the rows.",
-    )
-    overlong: RowPolicy = key(
-        RowPolicy.error,
-        "What happens to prompts longer than data.max_prompt_tokens. With error, the run does not start. "
-        "With skip, these rows are left out. "
-        "run.dir/bad_rows_*.jsonl lists the rows.",
-    )
-    shuffle: bool = key(True, "Whether each epoch has a new random order of prompts, derived from run.seed.")
-    max_prompt_tokens: int | None = key(
-        None,
-        "Largest length of a prompt. Default: the model's context length minus rollout.max_response_tokens.",
-        "tokens",
-        least=1,
-    )
-
-
-@dataclass(frozen=True)
 class RolloutConfig:
     """Sampling with SGLang engines (docs/concepts/asynchrony.md, docs/tutorials/agent.md)."""
 
     prompts_per_step: int = key(32, "Number of different prompts in one step.", "prompts", least=1)
     responses_per_prompt: int = key(8, "Number of responses to each prompt (group size).", "responses", least=1)
+    group_sizes: Node | None = key(
+        dict,
+        "Function that gives each prompt a number of responses by its difficulty: mrl.data.group_sizes.ByDifficulty, or your "
+        "own. Their mean stays rollout.responses_per_prompt. Default: all prompts get the same number.",
+    )
     max_response_tokens: int = key(
         512, "Largest length of a response. Longer responses are truncated.", "tokens", least=1
     )
     temperature: float = key(
         1.0, "Temperature for sampling. Training computes log-probabilities with the same temperature.", above=0
+    )
+    top_p: float = key(
+        1.0,
+        "Nucleus sampling: tokens come from the smallest set of most likely tokens whose probabilities add up to at least top_p. "
+        "Training does not correct for it (docs/concepts/algorithms.md).",
+        above=0,
+        most=1,
+    )
+    top_k: int = key(
+        -1,
+        "Tokens come from the top_k most likely tokens. -1: from all tokens. Training does not correct for it.",
+        "tokens",
+    )
+    min_p: float = key(
+        0.0,
+        "Tokens come from those whose probability is at least min_p times the largest probability. Training does not correct for "
+        "it.",
+        least=0,
+        most=1,
+    )
+    repetition_penalty: float = key(
+        1.0,
+        "Above 1, tokens that have occurred in the response become less likely. Only algorithm.correction corrects for it.",
+        above=0,
+        most=2,
+    )
+    stop: list[str] = key(list, "Texts that end a response. The response contains the tokens of the text.")
+    stop_token_ids: list[int] = key(
+        list,
+        "Token ids that end a response, in addition to the model's end-of-sequence token. The response contains them.",
     )
     mode: RolloutMode = key(
         RolloutMode("sync"),
@@ -403,7 +381,19 @@ class TrainerConfig:
         "step of mrl (docs/concepts/loop.md).",
     )
     arguments: Node = key(dict, "Arguments of the function or fields of the class that trainer._target_ names.")
-    max_steps: int = key(1000, "Number of training steps.", "steps", least=0)
+    max_steps: int = key(
+        1000,
+        "Number of training steps. With trainer.epochs, the run ends at the smaller of both limits.",
+        "steps",
+        least=0,
+    )
+    epochs: float | None = key(
+        None,
+        "Number of passes over the training prompts. The run ends after the first step by which the steps have used this many "
+        "times the number of rows of data.train. Default: trainer.max_steps alone ends the run.",
+        "passes",
+        above=0,
+    )
     stop_reward: float | None = key(None, "The run stops when the mean reward of the last 5 steps reaches this value.")
     max_tokens_per_micro_batch: int = key(
         8192, "Largest number of tokens in one micro-batch of one replica.", "tokens", least=1

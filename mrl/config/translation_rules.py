@@ -240,11 +240,6 @@ FULL_RECOMPUTE = {f"megatron.recompute_{name}": value for name, value in RECOMPU
 OTHER_BACKEND = "mrl trains with Megatron-Core; the memory and layout are set in the sections parallel and megatron"
 PACKED = Note("mrl always packs sequences and limits the tokens of a micro-batch", needed=False)
 SIZES = Note("set trainer.max_tokens_per_micro_batch, in tokens, in place of a number of sequences")
-EPOCHS = Note("mrl counts steps: trainer.max_steps = epochs x rows / rollout.prompts_per_step")
-ALL_TOKENS = (
-    "mrl samples from the whole distribution, so that the log-probabilities that are trained are those of the samples"
-)
-TOP_P, TOP_K = partial(same_as_default, (1, 1.0), ALL_TOKENS), partial(same_as_default, (-1, 0), ALL_TOKENS)
 AGENT = Note("name the agent in rollout.agent._target_ (docs/tutorials/agent.md)")
 
 
@@ -273,6 +268,16 @@ def verl_optim_rules(prefix: str, optim: str) -> dict[str, Rule]:
         f"{prefix}.lr_warmup_steps_ratio": partial(warmup_steps, optim, "trainer.total_training_steps"),
         f"{prefix}.total_training_steps": Note("trainer.max_steps decides", needed=False),
     }
+
+
+def top_k(value: Any, values: Values) -> Overrides:
+    """Override for top_k. Some trainers write "all tokens" as 0."""
+    return {"rollout.top_k": int(value) or -1}
+
+
+def stop_texts(value: Any, values: Values) -> Overrides:
+    """Override for texts that end a response."""
+    return {"rollout.stop": value if isinstance(value, list) else [value]}
 
 
 def gae_argument(name: str, value: Any, values: Values) -> Overrides | Note:

@@ -20,10 +20,11 @@ from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.config.validate import roles_of
 from mrl.controller.loop_parts import Phases
+from mrl.controller.plan_drawing import num_prompts
 from mrl.controller.plan_models import ModelPlan
 from mrl.controller.plan_train import TrainPlan, learning_settings
 from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
-from mrl.controller.trainer import Trainer, TrainingResult, TrainingSchedule
+from mrl.controller.trainer import Trainer, TrainingResult, TrainingSchedule, used_prompts
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.sample_file import best_and_worst_text, recent_samples
@@ -190,12 +191,12 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
         with ExitStack() as stack:
             health = _learning_health(plan, last_step)
             stack.callback(health.report_totals)  # after the tracker has closed its progress display
-            tracker = stack.enter_context(Tracker([startup, *_sinks(config, last_step, startup)]))
+            tracker = stack.enter_context(Tracker([startup, *_sinks(config, plan.num_steps, last_step, startup)]))
             ledger = SampleLedger(Path(config.run.dir) / "ledger.jsonl", last_step)
             stack.callback(ledger.close)
             models = _build_models(plan, processes, saver.store)
             built = plan.step.build(
-                prompts=plan.train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle),
+                prompts=plan.prompts,
                 rollout=processes.rollout,
                 scorers=models.scorers,
                 actor=models.actor,
@@ -211,8 +212,8 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
                 check_learning=health.check,
                 begin_step=_step_recorder(config, processes, stack),
                 placement_metrics=processes.scheduler.metrics,
-                schedule=_schedule(config, critic=plan.critic is not None),
-                data_source=plan.train.data_source,
+                schedule=_schedule(config, len(plan.train), critic=plan.critic is not None),
+                data_source=plan.data_source,
             )
             recovery.initial_state = built.state_dict()
             if checkpoint:
@@ -251,10 +252,12 @@ def _check_no_newer_checkpoint(resume: ResumePoint, store: CheckpointStore) -> N
         raise StartError(f"{newest.path} was written while this run was planned; start the command again.")
 
 
-def _schedule(config: Config, critic: bool) -> TrainingSchedule:
+def _schedule(config: Config, num_rows: int, critic: bool) -> TrainingSchedule:
+    """Return the schedule. `num_rows`: number of training prompts."""
     trainer = config.trainer
     return TrainingSchedule(
         max_steps=trainer.max_steps,
+        max_prompts=None if trainer.epochs is None else num_prompts(trainer.epochs, num_rows),
         stop_reward=trainer.stop_reward,
         eval_every=trainer.eval_every,
         critic_steps=config.critic.warmup_steps if critic else 0,
@@ -279,7 +282,8 @@ def finished_result(config: Config) -> TrainingResult | None:
     evaluated = bool(progress["after"]) or not (config.data.test or config.data.test_sets)
     if exported_step(folder) != progress["step"]:  # hf/ is missing, or from before the run was continued
         return None
-    if not (evaluated and _schedule(config, critic=False).is_complete(progress["step"], progress["window"])):
+    schedule = _schedule(config, sum(checkpoint.state["prompts"]["rows"]), critic=False)
+    if not (evaluated and schedule.is_complete(progress["step"], progress["window"], used_prompts(checkpoint.state))):
         return None
     reward = float(np.mean(progress["window"])) if progress["window"] else float("nan")
     return TrainingResult(progress["step"], reward, progress["before"], progress["after"])
@@ -291,8 +295,11 @@ def _learning_health(plan: TrainPlan, last_step: int) -> LearningHealth:
     return LearningHealth(learning_settings(plan.config, plan.algorithm), show_warning, stop, first)
 
 
-def _sinks(config: Config, last_step: int, startup: Startup) -> list[Sink]:
-    """Build the sinks that receive the metrics. Files that exist already keep their lines up to step `last_step`."""
+def _sinks(config: Config, num_steps: int, last_step: int, startup: Startup) -> list[Sink]:
+    """Build the sinks that receive the metrics of at most `num_steps` steps.
+
+    Files that exist already keep their lines up to step `last_step`.
+    """
     folder, run = Path(config.run.dir), config.run
     metrics = JsonlSink(folder / "metrics.jsonl", last_step=last_step)
     # A run that starts at step 0 evaluates the initial weights again, so the line of step 0 is removed.
@@ -300,7 +307,7 @@ def _sinks(config: Config, last_step: int, startup: Startup) -> list[Sink]:
     curve = CurveSink(folder / "curve.png", title=run.name)
     curve.read_logs([folder / "metrics.jsonl", folder / "eval.jsonl"])
     console = ConsoleSink(
-        config.trainer.max_steps,
+        num_steps,
         title=run.name,
         samples_every=config.tracking.samples_every,
         read_samples=partial(best_and_worst_text, folder),

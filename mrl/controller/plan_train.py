@@ -15,6 +15,17 @@ from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config, SftConfig
 from mrl.config.validate import REFERENCE, roles_of
 from mrl.controller.colocation import ENGINES
+from mrl.controller.plan_drawing import (
+    check_epochs,
+    check_sampling,
+    num_steps,
+    plan_drawing,
+    plan_offline,
+    plan_sampling,
+    prompt_stream,
+    tokenizer_args,
+    warn_of_sampling,
+)
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -26,15 +37,18 @@ from mrl.controller.plan_models import (
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
 from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
 from mrl.controller.step_plan import StepPlan, plan_step
+from mrl.core.types import OFFLINE
 from mrl.core.user_code import plug_in_name
-from mrl.data.prompts import PromptDataset
+from mrl.data.offline import OfflineRows
+from mrl.data.prompts import DrawingRules, PromptDataset, PromptStream
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
 from mrl.rewards.remote_models import called_roles
 from mrl.rewards.reward_types import CombinedReward, Reward
 from mrl.rewards.scorer import check_reward
 from mrl.rollout.agents.tool_agent import ToolAgent
-from mrl.rollout.engines.server_args import DETERMINISTIC, NO_TOKENIZER, check_server_args, default_server_args
+from mrl.rollout.client import SamplingParams
+from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 from mrl.rollout.held_out import HeldOutEvaluation, rewards_of_sets
 from mrl.tracking.backends import check_installed
 from mrl.tracking.console import show_warning
@@ -57,12 +71,34 @@ class TrainPlan(ModelPlan):
     train: PromptDataset  # training prompts
     test: PromptDataset | None  # held-out prompts
     evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores them
+    sampling: SamplingParams  # how the responses that steps train are sampled
+    rules: DrawingRules  # which prompts a step draws, and how many responses each of them gets
+    offline: OfflineRows | None  # responses from a file that steps train, too; None: there are none
     others: Mapping[str, ModelPlan]  # the models beside the actor, by role
 
     @property
     def models(self) -> dict[str, ModelPlan]:
         """Plans of the run's models, by role, the actor first."""
         return dict(actor=self, **self.others)
+
+    @property
+    def num_steps(self) -> int:
+        """Largest number of steps of the run."""
+        return num_steps(self.config, len(self.train))
+
+    @property
+    def data_fingerprint(self) -> str:
+        """Digest of the training prompts and of the rows of data.offline.path."""
+        return self.train.fingerprint + (self.offline.fingerprint if self.offline else "")
+
+    def data_source(self, row: int) -> str:
+        """Return the data source of a row of the training prompts, or "offline" for a row of data.offline.path."""
+        return self.train.data_source(row) if row >= 0 else OFFLINE
+
+    @property
+    def prompts(self) -> PromptStream:
+        """The stream of training prompts, at its first row."""
+        return prompt_stream(self.config, self.train, self.rules)
 
     @property
     def critic(self) -> ModelPlan | None:
@@ -106,8 +142,12 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     finished_warm_start = find_finished_warm_start(config)
     models = plan_models(config, algorithm.needs, actor_path=finished_warm_start)
     actor = models["actor"]
-    evaluations = plan_evaluations(config)
+    sampling, evaluations = plan_sampling(config), plan_evaluations(config)
+    check_sampling(config, sampling, evaluations, actor.arch.vocab_size)
+    warn_of_sampling(config, algorithm.objective)
     train, test = load_prompt_datasets(config, actor, reward, evaluations)
+    rules = plan_drawing(config, train)
+    check_epochs(config, len(train))
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
         check_warm_start(config)
@@ -119,14 +159,17 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     parts |= {"reference"} if actor_holds_reference(algorithm.needs, others) else set()
     check_checkpoint_fits(resume, actor.arch, parts)
     check_pickles(resume, parts)
-    _check_prompt_position(config, resume, train)
+    _check_prompt_position(resume, prompt_stream(config, train, rules))
     plan = TrainPlan(
         **vars(actor),
         algorithm=algorithm,
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_server_args(config, actor.context, evaluations),
+        server_args=_server_args(config, actor.context, sampling, evaluations),
+        sampling=sampling,
+        rules=rules,
+        offline=plan_offline(config, actor, algorithm),
         warm_start=warm_start,
         train=train,
         test=test,
@@ -134,7 +177,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         resume=resume,
         others=others,
     )
-    check_profile(config, max(model.dims.world_size for model in plan.models.values()))
+    check_profile(config, max(model.dims.world_size for model in plan.models.values()), plan.num_steps)
     check_time_sharing(config, plan.colocated_roles)
     rewards = {"reward": reward}
     rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(evaluations).items()}
@@ -162,13 +205,18 @@ def _warn_of_unused_roles(config: Config, algorithm: AlgorithmParts) -> None:
             )
 
 
-def check_profile(config: Config, num_ranks: int) -> None:
-    """Raise ValueError if the section `profile` names a step or a trainer rank that the run does not have."""
-    profile, last = config.profile, config.trainer.max_steps
+def check_profile(config: Config, num_ranks: int, last: int | None = None) -> None:
+    """Raise ValueError if the section `profile` names a step or a trainer rank that the run does not have.
+
+    `last`: last step of the run; None: trainer.max_steps.
+    """
+    profile, max_steps = config.profile, config.trainer.max_steps
+    last = max_steps if last is None else last
+    limit = "trainer.max_steps" if last == max_steps else "trainer.epochs"
     if late := [step for step in profile.steps if step > last]:
         raise ValueError(
-            f"profile.steps={profile.steps}: the run ends after step {last} (trainer.max_steps), so step {late[0]} cannot be "
-            f"profiled; expected steps from 1 to {last}."
+            f"profile.steps={profile.steps}: the run ends after step {last} ({limit}), so step {late[0]} cannot be profiled; "
+            f"expected steps from 1 to {last}."
         )
     if missing := [rank for rank in profile.ranks if rank >= num_ranks]:
         raise ValueError(
@@ -201,7 +249,7 @@ def check_learning(config: Config, algorithm: AlgorithmParts, num_rows: int) -> 
         learning_settings(config, algorithm),
         num_rows=num_rows,
         prompts_per_step=config.rollout.prompts_per_step,
-        max_steps=config.trainer.max_steps,
+        max_steps=num_steps(config, num_rows),
     )
     for problem in problems:
         if config.trainer.on_unhealthy == "stop":
@@ -257,10 +305,9 @@ def check_served_roles(
             )
 
 
-def _check_prompt_position(config: Config, resume: ResumePoint, train: PromptDataset) -> None:
-    """Raise ValueError if the checkpoint's position in the prompt stream belongs to other prompts than `train`."""
+def _check_prompt_position(resume: ResumePoint, stream: PromptStream) -> None:
+    """Raise ValueError if the checkpoint's position in the prompts belongs to other prompts, or to another sampler."""
     if resume.checkpoint:
-        stream = train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle)
         try:
             stream.load_state_dict(resume.checkpoint.state["prompts"])
         except ValueError as error:
@@ -303,7 +350,9 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
     return agent
 
 
-def _server_args(config: Config, context: int, evaluations: Sequence[HeldOutEvaluation]) -> dict[str, Any]:
+def _server_args(
+    config: Config, context: int, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation]
+) -> dict[str, Any]:
     """Merge the config section `sglang` into mrl's defaults of SGLang's server arguments. Raises ValueError if they conflict."""
     # A config can set the device, because this process may run on a node without a GPU.
     device = config.sglang.get("device")
@@ -313,13 +362,7 @@ def _server_args(config: Config, context: int, evaluations: Sequence[HeldOutEval
         if config.sglang.get(DETERMINISTIC) is False:
             raise ValueError(f"sglang.{DETERMINISTIC}=false contradicts rollout.deterministic=true; leave it out.")
         defaults[DETERMINISTIC] = True
-    if stopped := [each for each in evaluations if each.sampling.stop]:
-        if config.sglang.get(NO_TOKENIZER):
-            raise ValueError(
-                f"sglang.{NO_TOKENIZER}=true: engines without a tokenizer cannot find the texts of "
-                f"data.test_sets.{next(iter(stopped[0].sets))}.stop; leave {NO_TOKENIZER} out, or use stop_token_ids."
-            )
-        defaults[NO_TOKENIZER] = False
+    defaults |= tokenizer_args(config, sampling, evaluations)
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
     # pause_mode=in_place keeps the KV cache that older weights computed. New requests must not reuse it.

@@ -26,6 +26,7 @@ from mrl.controller.supervised_stage import store_warm_start, train_supervised
 from mrl.controller.worker_groups import ModelGroups, stored_warm_start
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
 from mrl.core.shutdown import shutdown_deadline
+from mrl.data.group_sizes import largest_size
 from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import cluster_hosts, ray_cluster
@@ -170,8 +171,9 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         prompts_per_step=rollout.prompts_per_step,
         scoring=config.scoring,
         responses_per_prompt=rollout.responses_per_prompt,
-        max_response_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
+        sampling=plan.sampling,
+        most_responses=largest_size(plan.rules.group_sizes, rollout.responses_per_prompt),
+        offline=plan.offline,
         num_engines=0 if rollout.replay else rollout.num_engines,
         engine_urls=() if rollout.replay else tuple(rollout.engine_urls),
         engine_tp=rollout.engine_tp,
@@ -182,7 +184,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         over_sample_rate=rollout.over_sample_rate,
         in_order=rollout.in_order,
         max_rounds=rollout.max_sampling_rounds,
-        log_key=plan.resume.rollout_log_key(config, plan.train.fingerprint),
+        log_key=plan.resume.rollout_log_key(config, plan.data_fingerprint),
         fault_tolerance=config.fault_tolerance,
         agent=plan.agent,
         chat=chat_template(config),

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,16 +45,26 @@ class TrainingSchedule:
     """When the run ends, when it evaluates, and when the actor begins to learn."""
 
     max_steps: int  # the run ends after this many steps
+    max_prompts: float | None = None  # the run ends when its steps have used this many prompts; None: it does not
     stop_reward: float | None = None  # the run ends if the last `stop_window` steps have at least this mean reward
     stop_window: int = 5  # number of steps
     eval_every: int = 0  # steps; 0: evaluate only before and after training
     critic_steps: int = 0  # number of steps at the start of the run that train only the critic
 
-    def is_complete(self, step: int, window: Sequence[float]) -> bool:
-        """Return whether a run ends after `step` steps. `window`: mean reward of each of the last `stop_window` steps."""
+    def is_complete(self, step: int, window: Sequence[float], num_prompts: int = 0) -> bool:
+        """Return whether a run ends after `step` steps.
+
+        `window`: mean reward of each of the last `stop_window` steps. `num_prompts`: number of prompts that the steps have used.
+        """
         full = len(window) == self.stop_window
         reached = self.stop_reward is not None and full and float(np.mean(window)) >= self.stop_reward
-        return reached or step >= self.max_steps
+        used_all = self.max_prompts is not None and num_prompts >= self.max_prompts
+        return reached or used_all or step >= self.max_steps
+
+
+def used_prompts(state: Mapping[str, Any]) -> int:
+    """Return the number of prompts that the steps of a run have used: trained, rejected by a filter, or dropped."""
+    return sum(state["prompts"]["drawn"]) - len(state["rollouts"]["waiting"])
 
 
 @dataclass
@@ -337,4 +347,6 @@ class Trainer:
         return step == 0 or self._done() or (bool(every) and step % every == 0)
 
     def _done(self) -> bool:
-        return self.schedule.is_complete(self.progress.step, self.progress.window)
+        progress, schedule = self.progress, self.schedule
+        num_prompts = 0 if schedule.max_prompts is None else used_prompts(progress.state_after_step)
+        return schedule.is_complete(progress.step, progress.window, num_prompts)

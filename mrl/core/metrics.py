@@ -134,6 +134,13 @@ METRICS: dict[str, Metric] = {
         ".0f",
         good="1",
     ),
+    "rollout/epoch": Metric(
+        "",
+        "number of passes over the training prompts that the steps have used so far",
+        ".2f",
+        good="rises by rollout.prompts_per_step / rows in each step",
+        reduction="last",
+    ),
     "rollout/waiting_groups": Metric(
         "",
         "number of groups in the staleness buffer, finished or still being sampled",
@@ -382,6 +389,12 @@ METRICS: dict[str, Metric] = {
         "nats",
         "mean entropy of the distributions that predicted the trained tokens",
         good="falls slowly; near 0 the policy no longer explores",
+    ),
+    "batch/offline_samples": Metric(
+        "", "number of rows of data.offline.path that the step trains", ".0f", good="near data.offline.rows_per_step"
+    ),
+    "batch/offline_reward_mean": Metric(
+        "", "mean reward of the rows of data.offline.path that the step trains", good="constant for a file of one kind"
     ),
     "batch/computed_tokens": Metric(
         "tokens",

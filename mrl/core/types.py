@@ -1,8 +1,8 @@
 """Data types of one training step, and the letters that name array dimensions.
 
     N  number of prompts in a step
-    G  number of responses to each prompt; these responses are a group
-    B  number of responses in a step, N * G
+    G  number of responses to each prompt; these responses are a group. With rollout.group_sizes, it is the mean of these numbers
+    B  number of responses in a step: N * G, and the rows of data.offline.path
     S  number of tokens in a batch: all prompts and responses, concatenated without padding
     R  number of sampled tokens: those of the S tokens that the policy sampled
     V  size of the vocabulary
@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 from parallel.durable_files import atomic_file
 
 _COLUMN_PREFIX = "column."  # begins the name of each column in the file of a TokenBlock
+OFFLINE = "offline"
+"""Column of a TokenBlock: 1 for the tokens of data.offline.path, 0 for sampled tokens. A block without such rows lacks it."""
 Handle = Any  # reference to an object in Ray's object store; only workers read the object
 Column = NDArray[np.float32]  # [R] one number per sampled token
 
@@ -189,14 +191,16 @@ def _concatenate_experts(parts: Sequence[NDArray[np.int16]], cu_seqlens: NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """What the driver knows about B sampled and scored responses."""
+    """What the driver knows about B scored responses. The last `num_offline` of them come from data.offline.path."""
 
     block: Handle  # refers to the TokenBlock
     prompt_lengths: NDArray[np.int64]  # [B] number of tokens
     response_lengths: NDArray[np.int64]  # [B] number of tokens, tool results included
     sampled_lengths: NDArray[np.int64]  # [B] number of tokens that the policy sampled; the sum is R
-    rows: NDArray[np.int64]  # [B] index of the prompt's row in the data set
-    groups: NDArray[np.int64]  # [B] index of the prompt among the step's N prompts
+    rows: NDArray[np.int64]  # [B] index of the prompt's row in the data set; -1 - n for row n of data.offline.path
+    groups: NDArray[
+        np.int64
+    ]  # [B] index of the prompt among the step's N prompts, and then among those of data.offline.path
     digests: NDArray[np.uint64]  # [B] hash of prompt and response, by which the ledger identifies samples
     truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
     weight_versions: NDArray[np.int64]  # [B] oldest weight version that sampled a token of the response
@@ -206,33 +210,62 @@ class Rollouts:
     version_spans: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
     # [N] serial number of each prompt request: its position, from 0, in the order in which the run draws prompts
     request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    # (serial number, row in the data set, weight version at dispatch) of each prompt request that no step has trained yet
-    untrained_requests: Sequence[tuple[int, int, int]] = ()
+    # (serial number, row in the data set, weight version at dispatch, number of responses) of each prompt request that no step
+    # has trained yet; the last value is absent if it is rollout.responses_per_prompt
+    untrained_requests: Sequence[tuple[int, ...]] = ()
     num_drawn_requests: int = 0  # number of prompt requests since the start of the run
+    # (row in the data set, mean reward) of each sampled group, including those that the rollout filter rejected
+    prompt_rewards: Sequence[tuple[int, float]] = ()
+    num_offline: int = 0  # number of responses from data.offline.path
     sampling_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
 
+    @property
+    def num_sampled(self) -> int:
+        """Number of responses that the policy sampled in this run. They come before those of data.offline.path."""
+        return len(self.groups) - self.num_offline
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean of the mean rewards of all sampled groups. For groups of equal size, it is the mean over all responses."""
+        rewards, groups = self.rewards[: self.num_sampled], self.groups[: self.num_sampled]
+        sizes = np.bincount(groups)[groups]
+        return float(np.average(rewards, weights=1 / sizes)) if np.ptp(sizes) else float(rewards.mean())
+
     def metrics(self, version: int) -> dict[str, float]:
-        """Return the metrics of the batch. `version` is the weight version that is trained on the batch."""
-        ages, tokens = version - self.weight_versions, self.version_spans[:, 2]
+        """Return the metrics of the batch. `version` is the weight version that is trained on the batch.
+
+        The metrics describe the policy, so they leave out the responses of data.offline.path.
+        """
+        sampled = slice(self.num_sampled)
+        ages, tokens = version - self.weight_versions[sampled], self.version_spans[:, 2]
         token_age = (
             float(np.average(version - self.version_spans[:, 1], weights=tokens))
             if tokens.any()
             else float(ages.mean())
         )
         return {
-            "reward/mean": float(self.rewards.mean()),
-            "rollout/samples": float(len(self.groups)),
-            "rollout/tokens": float(self.sampled_lengths.sum()),
-            "rollout/response_length_mean_tokens": float(self.response_lengths.mean()),
-            "rollout/truncated_fraction": float(self.truncated.mean()),
-            "rollout/weight_version": float(self.weight_versions.min()),
+            "reward/mean": self.mean_reward,
+            "rollout/samples": float(self.num_sampled),
+            "rollout/tokens": float(self.sampled_lengths[sampled].sum()),
+            "rollout/response_length_mean_tokens": float(self.response_lengths[sampled].mean()),
+            "rollout/truncated_fraction": float(self.truncated[sampled].mean()),
+            "rollout/weight_version": float(self.weight_versions[sampled].min()),
             "rollout/age_mean_versions": float(ages.mean()),
             "rollout/age_max_versions": float(ages.max()),
             "rollout/token_age_mean_versions": token_age,
             "rollout/mixed_versions_fraction": float((np.bincount(self.version_spans[:, 0]) > 1).mean())
             if len(tokens)
             else 0.0,
+            **self._offline_metrics(),
             **self.sampling_metrics,
+        }
+
+    def _offline_metrics(self) -> dict[str, float]:
+        if not self.num_offline:
+            return {}
+        return {
+            "batch/offline_samples": float(self.num_offline),
+            "batch/offline_reward_mean": float(self.rewards[self.num_sampled :].mean()),
         }
 
 

@@ -1,9 +1,10 @@
 """Prompt data sets for RL: rows that are checked and tokenised, and an endless stream that draws rows."""
 
 import hashlib
+import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, batched
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 
 from mrl.data import tokenizer as tokenization
 from mrl.data.columns import PromptExample
+from mrl.data.group_sizes import GroupSizeInputs, GroupSizes, check_sizes, largest_size
 from mrl.data.row_files import BadRow, Row, RowError, RowReport, RowTable, convert_rows
+from mrl.data.samplers import MixtureSource, PromptHistory, PromptTable, Sampler, SamplerInputs, Shuffled
 from mrl.data.sources import PromptSource
 from mrl.data.tokenizer import ChatTemplate, Messages
 
@@ -32,12 +35,18 @@ class PromptConstraints:
 
 
 @dataclass(frozen=True)
-class MixtureSource:
-    """A source in the mixture of a data set."""
+class DrawingRules:
+    """The user's rules of drawing prompts: which rows come next, and how many responses each of them gets."""
 
-    name: str  # PromptSource.name
-    rows: int  # number of usable rows
-    weight: float = 1.0  # number of rows that are drawn from this source, relative to other sources
+    sampler: Sampler | None = None  # None: the default sampler
+    name: str = ""  # data.sampler as text, which identifies the sampler in checkpoints; "": the default sampler
+    group_sizes: GroupSizes | None = None  # None: all groups have the same size
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether a rule reads how often the rows were drawn, or their rewards."""
+        uses_rewards = self.sampler is not None and getattr(self.sampler, "uses_rewards", True)
+        return uses_rewards or self.group_sizes is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,9 +166,11 @@ class PromptDataset:
         digest.update(self.cu_seqlens.tobytes())
         return digest.hexdigest()
 
-    def stream(self, batch_size: int, seed: int, shuffle: bool) -> "PromptStream":
-        """Return an endless stream of rows, which draws from the sources in proportion to their weights."""
-        return PromptStream(len(self), batch_size, seed, shuffle, self.mixture, self.fingerprint)
+    def stream(self, batch_size: int, seed: int, shuffle: bool, rules: DrawingRules | None = None) -> "PromptStream":
+        """Return an endless stream of rows. By default it draws from the sources in proportion to their weights."""
+        return PromptStream(
+            len(self), batch_size, seed, shuffle, self.mixture, self.fingerprint, rules=rules, examples=self.examples
+        )
 
 
 @dataclass(frozen=True)
@@ -262,17 +273,13 @@ def _token_fault(ids: list[int], constraints: PromptConstraints, max_prompt_toke
 
 
 class PromptStream:
-    """Endless stream of batches of rows. A batch may span two epochs, so every row is drawn in every epoch.
+    """Endless stream of batches of rows, which a sampler chooses. A batch may span two epochs.
 
-    If a source has the fraction w of the total weight of all sources, it contributes on average `w * n` of the first n rows, and
-    always fewer than `w * n + 1`.
-
-    Each source has its own epochs. The order of rows within an epoch depends only on (seed, epoch, source). The choice of the
-    next source depends only on the number of rows that have been drawn from each source. The whole position of a stream is
-    therefore `drawn`: for each source, the number of rows that have been drawn from it.
+    The position of a stream is `drawn`: for each source, the number of rows that have been drawn from it. If the sampler or
+    `group_sizes` reads rewards, the history of the rows belongs to the position too, and so does the sampler's own state.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the data set, its position, and the rules of drawing
         self,
         num_rows: int,
         batch_size: int,
@@ -280,21 +287,32 @@ class PromptStream:
         shuffle: bool,
         mixture: Sequence[MixtureSource] = (),
         fingerprint: str = "",
+        *,
+        rules: DrawingRules | None = None,
+        examples: Sequence[PromptExample] = (),
     ) -> None:
         """Start at the first row.
 
-        `mixture` has the sources in the order of their rows. If it is empty, all rows are one source. `fingerprint` identifies
-        the data set.
+        Args:
+            num_rows: number of rows of all sources.
+            batch_size: number of rows of a batch.
+            seed: seed of the run.
+            shuffle: whether the default sampler changes the order of rows in each epoch.
+            mixture: the sources in the order of their rows. If it is empty, all rows are one source.
+            fingerprint: identifies the data set.
+            rules: sampler and group sizes of the user.
+            examples: the rows, which samplers of the user may read.
         """
         if num_rows < 1:
             raise ValueError("a stream needs at least one row, got none.")
         self.mixture = tuple(mixture) or (MixtureSource("", num_rows),)
         assert sum(source.rows for source in self.mixture) == num_rows, f"{self.mixture} do not have {num_rows} rows"
         self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
-        self.fingerprint = fingerprint
+        self.fingerprint, self.rules = fingerprint, rules or DrawingRules()
         self.drawn = [0] * len(self.mixture)  # number of rows that have been drawn from each source
-        # index of a source -> (its current epoch, order of its rows in this epoch)
-        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        self._table = PromptTable(self.mixture, examples)
+        self._history = PromptHistory(num_rows if self.rules.keeps_history else 0)
+        self._sampler_state: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         return self
@@ -304,54 +322,51 @@ class PromptStream:
         return self.take(self.batch_size)
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """Return the indices of the next `count` rows in the data set."""
-        sources = self._next_sources(count)
-        batch = np.empty(count, np.int64)
-        for source in range(len(self.mixture)):
-            is_from_source = sources == source
-            batch[is_from_source] = self._take_from(source, int(is_from_source.sum()))
-        return batch
+        """Return the indices of the next `count` rows in the data set. Raises ValueError if the sampler of the user is wrong."""
+        if not count:
+            return np.empty(0, np.int64)
+        sampler = self.rules.sampler or Shuffled(self.shuffle)
+        inputs = SamplerInputs(self._table, count, self.seed, tuple(self.drawn), self._history, self._sampler_state)
+        rows = self._checked(sampler(inputs), count)
+        for source, num_rows in enumerate(
+            np.bincount(self._table.sources_of(rows), minlength=len(self.drawn)).tolist()
+        ):
+            self.drawn[source] += num_rows
+        if self.rules.keeps_history:
+            self._history.draw(rows)
+        return rows
 
-    def _next_sources(self, count: int) -> NDArray[np.int64]:
-        """Return the index of the source of each of the next `count` rows: [count].
+    def group_sizes(self, rows: NDArray[np.int64], size: int) -> list[int] | None:
+        """Return the number of responses to each of these rows; None: each gets `size`, rollout.responses_per_prompt.
 
-        Row n of the stream, from 1, comes from the source with the largest `weight / total_weight * n - drawn`.
+        Raises ValueError if the function of the user is wrong.
         """
-        if len(self.mixture) == 1:
-            return np.zeros(count, np.int64)
-        total = sum(source.weight for source in self.mixture)
-        weights = [source.weight / total for source in self.mixture]
-        drawn, next_count = list(self.drawn), sum(self.drawn) + 1
-        sources = np.empty(count, np.int64)
-        for index in range(count):
-            missing = [
-                weight * (next_count + index) - num_drawn for weight, num_drawn in zip(weights, drawn, strict=True)
-            ]
-            chosen = missing.index(max(missing))
-            sources[index] = chosen
-            drawn[chosen] += 1
-        return sources
+        if self.rules.group_sizes is None or not len(rows):
+            return None
+        sizes = self.rules.group_sizes(GroupSizeInputs(rows, size, self._history.mean_reward[rows], self._table))
+        return check_sizes(sizes, len(rows), size, largest_size(self.rules.group_sizes, size))
 
-    def _take_from(self, source: int, count: int) -> NDArray[np.int64]:
-        """Return the indices of the next `count` rows of a source in the data set. These rows may span several epochs."""
-        rows = self.mixture[source].rows
-        parts = [np.empty(0, np.int64)]
-        while count:
-            epoch, position = divmod(self.drawn[source], rows)
-            parts.append(self._order(source, epoch)[position : position + count])
-            count -= len(parts[-1])
-            self.drawn[source] += len(parts[-1])
-        return np.concatenate(parts) + sum(earlier.rows for earlier in self.mixture[:source])
+    def learn(self, rewards: Iterable[tuple[int, float]]) -> None:
+        """Tell the stream the rewards of a step: (row, mean reward of a group) for each sampled group."""
+        if self.rules.keeps_history:
+            self._history.learn(rewards)
 
-    def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
-        """Return the indices of the rows of a source within this source, in the order of an epoch."""
-        rows = self.mixture[source].rows
-        if not self.shuffle:
-            return np.arange(rows)
-        if self._orders.get(source, (-1,))[0] != epoch:
-            order = np.random.default_rng([self.seed, epoch, source]).permutation(rows)
-            self._orders[source] = (epoch, order)
-        return self._orders[source][1]
+    def _checked(self, rows: Any, count: int) -> NDArray[np.int64]:
+        """Return the rows that a sampler chose, as an array. Raises ValueError if they, or the sampler's state, are invalid."""
+        found = np.asarray(rows)
+        if found.shape != (count,) or found.dtype.kind not in "iu":
+            raise ValueError(f"data.sampler returned {rows!r:.80}; expected the indices of {count} rows.")
+        if not (found.min() >= 0 and found.max() < self.num_rows):
+            raise ValueError(
+                f"data.sampler returned rows from {found.min()} to {found.max()}; the training data has the rows 0 to "
+                f"{self.num_rows - 1}."
+            )
+        if self._sampler_state and json.loads(json.dumps(self._sampler_state, default=repr)) != self._sampler_state:
+            raise ValueError(
+                "data.sampler: inputs.state must hold JSON only: lists, finite numbers, texts, and dicts whose keys are texts; "
+                f"got {self._sampler_state!r:.200}."
+            )
+        return found.astype(np.int64)
 
     def _identity(self) -> dict[str, Any]:
         """Return the properties of the stream. A saved position is valid only for a stream with the same properties."""
@@ -362,23 +377,26 @@ class PromptStream:
             "rows": [source.rows for source in self.mixture],
             "weights": [source.weight for source in self.mixture],
             "data": self.fingerprint,
+            **({"sampler": self.rules.name} if self.rules.name else {}),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the properties of the stream, as lists, texts and numbers."""
-        return {"drawn": list(self.drawn), **self._identity()}
+        history = {"history": self._history.state_dict()} if self.rules.keeps_history else {}
+        own = {"sampler_state": json.loads(json.dumps(self._sampler_state))} if self._sampler_state else {}
+        return {"drawn": list(self.drawn), **self._identity(), **history, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of a stream with the same rows, seed and source weights. The batch size may differ.
+        """Continue at the position of a stream with the same rows, seed, source weights and sampler. The batch size may differ.
 
         Raises:
             ValueError: the state was saved by another stream. The message names the difference.
         """
-        for name, ours in self._identity().items():
-            if name not in state or state[name] != ours:
+        for name, ours in {"sampler": "", **self._identity()}.items():
+            if (saved := state.get(name, "" if name == "sampler" else None)) != ours:
                 raise ValueError(
-                    f"the saved position in the prompts does not fit this run: {name} was {state.get(name)!r:.200}, and is now "
-                    f"{ours!r:.200}; continue with the same data, weights and run.seed, or start a new run."
+                    f"the saved position in the prompts does not fit this run: {name} was {saved!r:.200}, and is now "
+                    f"{ours!r:.200}; continue with the same data, weights, data.sampler and run.seed, or start a new run."
                 )
         drawn = state.get("drawn")
         if not isinstance(drawn, list) or len(drawn) != len(self.drawn) or min(drawn) < 0:
@@ -386,3 +404,7 @@ class PromptStream:
                 f"the saved position in the prompts is {drawn!r:.200}; expected {len(self.drawn)} numbers, one for each source."
             )
         self.drawn = list(drawn)
+        self._sampler_state = json.loads(json.dumps(state.get("sampler_state", {})))
+        self._history = PromptHistory(self._history.num_rows)
+        if self.rules.keeps_history and "history" in state:
+            self._history.load_state_dict(state["history"])

@@ -144,6 +144,11 @@ def read_run(run_dir: Path) -> RunTrace:
         raise ValueError(
             f"run.dir={run_dir}: ledger.jsonl has no response lengths, because an older version of mrl wrote it."
         )
+    if len({len(group) for line in ledger for group in line["lengths"]}) > 1:
+        raise ValueError(
+            f"run.dir={run_dir}: the groups of this run differ in size (rollout.group_sizes), but the simulation needs groups of "
+            "equal size; record a run without rollout.group_sizes."
+        )
     config = run_record["config"]
     by_step = {line["step"]: line for line in _read_lines(run_dir / "metrics.jsonl") if "time/step_s" in line}
     colocated = _is_colocated(config.get("placement", {}).get("pools", {}))

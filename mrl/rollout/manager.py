@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, Protocol
 
@@ -136,7 +137,7 @@ class RolloutManager:
         self._buffer_capacity = spec.buffer_capacity
         self._step = 0  # index of the next step
         self._num_drawn = 0  # number of prompts drawn so far
-        # The prompt requests that no step has taken, each as (serial number, row, min_weight_version)
+        # The prompt requests that no step has taken, each as (serial number, row, min_weight_version, size)
         self._untrained: Sequence[tuple[int, ...]] = ()
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:
@@ -148,13 +149,17 @@ class RolloutManager:
         missing = max(0, self._buffer_capacity - len(self._untrained))
         while True:
             first_number, self._num_drawn = self._num_drawn, self._num_drawn + missing
-            missing = self._call_engines(RolloutWorker.sample, first_number, prompts.take(missing), step)
+            rows = prompts.take(missing)
+            sizes = prompts.group_sizes(rows, self.worker.spec.responses_per_prompt)
+            missing = self._call_engines(RolloutWorker.sample, first_number, rows, step, sizes)
             if not missing:
                 break
         rollouts = self.worker.call(RolloutWorker.collect, step)
         self._step = step + 1
         self._num_drawn, self._untrained = rollouts.num_drawn_requests, rollouts.untrained_requests
-        return rollouts
+        prompts.learn(rollouts.prompt_rewards)
+        passes = {"rollout/epoch": (sum(prompts.drawn) - len(self._untrained)) / prompts.num_rows}
+        return replace(rollouts, sampling_metrics={**rollouts.sampling_metrics, **passes})
 
     def evaluate(self, step: int) -> Metrics:
         """Evaluate on the held-out prompts. Returns the metrics eval/*; {} if there are no held-out prompts.

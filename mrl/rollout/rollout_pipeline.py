@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from mrl.data.tokenizer import load_tokenizer
@@ -47,7 +48,7 @@ class GroupSampler:
         self._conversation = None
         if spec.agent:
             self._conversation = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
-        self.lengths = ResponseLengths(spec.max_response_tokens / 2)
+        self.lengths = ResponseLengths(spec.sampling.max_new_tokens / 2)
         self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent)
 
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
@@ -60,31 +61,40 @@ class GroupSampler:
             return [
                 [request] for request in longest_first(requests, lambda request: self.lengths.expected(request.row))
             ]
-        return split_over_engines(requests, len(self._engines.urls), self.spec.responses_per_prompt)
+        return split_over_engines(requests, len(self._engines.urls), self.spec.largest_group)
 
     async def sample(self, requests: Sequence[PromptRequest]) -> list[UnscoredGroup]:
         """Sample G responses to each prompt. Also sample a greedy response to each prompt if the advantage needs one."""
-        size, rows = self.spec.responses_per_prompt, ", ".join(str(request.row) for request in requests)
-        prompts = []
+        sizes = [request.size or self.spec.responses_per_prompt for request in requests]
+        rows, prompts = ", ".join(str(request.row) for request in requests), []
         for request in requests:
             with track_activity(f"tokenizing the prompt of row {request.row}"):
                 prompts.append(self.spec.train.encode(request.row))
-        numbers = [size * request.number + member for request in requests for member in range(size)]
-        params = SamplingParams(self.spec.max_response_tokens, self.spec.temperature)
+        stride = self.spec.largest_group  # so that all responses of the run have different numbers
+        numbers = [
+            stride * request.number + member
+            for request, size in zip(requests, sizes, strict=True)
+            for member in range(size)
+        ]
+        params = self.spec.sampling
         sampling = self._seeded(params, [(TRAINING, number) for number in numbers])
         expected_work = None
         if self._one_group_per_request:
-            expected_work = size * sum(self.lengths.expected(request.row) for request in requests)
-        with track_activity(f"sampling {len(requests)} x {size} responses to rows {rows}"):
-            repeated = [prompt for prompt in prompts for _ in range(size)]
+            expected_work = sum(
+                size * self.lengths.expected(request.row) for request, size in zip(requests, sizes, strict=True)
+            )
+        count = f"{len(requests)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sum(sizes))
+        with track_activity(f"sampling {count} responses to rows {rows}"):
+            repeated = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
             trajectories = await self._respond(repeated, sampling, numbers, self._cache, expected_work)
             greedy: Sequence[Trajectory | None] = [None] * len(requests)
             if self.spec.needs_greedy:
                 greedy_params = self._seeded(replace(params, temperature=0.0), [()] * len(requests))
                 greedy = await self._respond(prompts, greedy_params, range(len(prompts)))
+        found = iter(trajectories)
         return [
-            UnscoredGroup(request, prompt, trajectories[n * size : (n + 1) * size], greedy_response)
-            for n, (request, prompt, greedy_response) in enumerate(zip(requests, prompts, greedy, strict=True))
+            UnscoredGroup(request, prompt, list(islice(found, size)), greedy_response)
+            for request, prompt, size, greedy_response in zip(requests, prompts, sizes, greedy, strict=True)
         ]
 
     async def _respond(
@@ -156,13 +166,15 @@ class RolloutPipeline:
         self._unscored: queue.SimpleQueue[tuple[int, list[UnscoredGroup]] | None] = queue.SimpleQueue()
         self._scoring_thread: threading.Thread | None = None
 
-    def admit(self, first_number: int, rows: Sequence[int], version: int) -> None:
+    def admit(self, first_number: int, rows: Sequence[int], version: int, sizes: Sequence[int] | None = None) -> None:
         """Add a prompt request for each row to the buffer. Skips the requests that an earlier call added.
 
         `first_number`: serial number of the prompt request for the first row. `version`: weight version that the engines serve.
+        `sizes`: number of responses to each row. None: all rows get rollout.responses_per_prompt responses.
         """
         with self._changed:
-            self.buffer.admit(rows[max(0, self.buffer.num_drawn - first_number) :], version)
+            missing = slice(max(0, self.buffer.num_drawn - first_number), None)
+            self.buffer.admit(rows[missing], version, None if sizes is None else sizes[missing])
 
     def send_requests(self, version: int) -> None:
         """Send the prompt requests that are not sent yet to the engines. `version`: weight version that the engines serve.

@@ -9,10 +9,12 @@ from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.config.schema import ScoringConfig
 from mrl.core.types import DeviceSlot
+from mrl.data.offline import OfflineRows
 from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import ChatTemplate
 from mrl.rewards.reward_types import Reward
 from mrl.rollout.agents.tool_agent import ToolAgent
+from mrl.rollout.client import SamplingParams
 from mrl.rollout.held_out import HeldOutEvaluation
 from mrl.rollout.step_metrics import RolloutFilter
 
@@ -102,8 +104,7 @@ class RolloutSpec:
     rollout_logprobs_as_old: bool  # whether the rollout log-probabilities are used as old log-probabilities
     prompts_per_step: int  # N, the number of groups that a step trains
     responses_per_prompt: int  # G, the size of a group
-    max_response_tokens: int
-    temperature: float  # of the responses that are trained
+    sampling: SamplingParams  # how the responses that are trained are sampled
     num_engines: int
     engine_urls: tuple[str, ...]  # URLs of external servers; if there are any, mrl starts no engine
     engine_tp: int  # tensor-parallel size of an engine
@@ -124,6 +125,8 @@ class RolloutSpec:
     agent: ToolAgent | None = None  # samples multi-turn responses with tools; None: responses have a single turn
     deterministic: bool = False  # whether each response gets its own seed
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # retries and engine timeouts
+    most_responses: int | None = None  # largest size of a group; None: all groups have the size `responses_per_prompt`
+    offline: OfflineRows | None = None  # responses from a file that steps train, too; None: there are none
     logprobs: bool = True  # whether engines return log-probabilities, which training needs
     routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
@@ -151,8 +154,13 @@ class RolloutSpec:
 
     @property
     def has_stop_texts(self) -> bool:
-        """Whether an evaluation ends responses at texts."""
-        return any(evaluation.sampling.stop for evaluation in self.evaluations)
+        """Whether texts end responses of steps or of evaluations."""
+        return any(each.stop for each in (self.sampling, *(evaluation.sampling for evaluation in self.evaluations)))
+
+    @property
+    def largest_group(self) -> int:
+        """Largest number of responses to a prompt."""
+        return self.most_responses or self.responses_per_prompt
 
     @property
     def extra_groups(self) -> int:

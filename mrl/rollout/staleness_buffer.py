@@ -29,6 +29,7 @@ class PromptRequest:
     row: int  # row of the data set
     # Lowest weight version that may sample the responses; usually the weight version at the time of drawing
     min_weight_version: int
+    size: int | None = None  # number of responses; None: rollout.responses_per_prompt
 
 
 @dataclass
@@ -62,9 +63,16 @@ class StalenessBuffer[T]:
         capacity = (self.staleness + 1) * self.groups_per_step + self.extra_groups
         return max(0, capacity - len(self.in_flight) - len(self._finished) - not_replaced)
 
-    def admit(self, rows: Iterable[int], version: int) -> list[PromptRequest]:
-        """Create a prompt request for each row of the data set. `version`: weight version that the engines serve now."""
-        requests = [PromptRequest(self.num_drawn + index, row, version) for index, row in enumerate(rows)]
+    def admit(self, rows: Iterable[int], version: int, sizes: Sequence[int] | None = None) -> list[PromptRequest]:
+        """Create a prompt request for each row of the data set.
+
+        `version`: weight version that the engines serve now. `sizes`: number of responses to each row. None: all rows get
+        rollout.responses_per_prompt responses.
+        """
+        requests = [
+            PromptRequest(self.num_drawn + index, row, version, None if sizes is None else sizes[index])
+            for index, row in enumerate(rows)
+        ]
         capacity = self.free_capacity()
         assert len(requests) <= capacity, f"{len(requests)} new prompt requests, but the buffer has room for {capacity}"
         self.num_drawn += len(requests)
@@ -188,7 +196,7 @@ def longest_first[T](requests: Sequence[T], expected_length: Callable[[T], float
 def split_over_engines[T](requests: Sequence[T], num_engines: int, responses_per_prompt: int) -> list[list[T]]:
     """Split prompt requests into one equal part for each engine, and each part into HTTP requests of limited size.
 
-    Returns the prompt requests of each HTTP request.
+    `responses_per_prompt`: largest number of responses to a prompt. Returns the prompt requests of each HTTP request.
     """
     engine_parts = np.array_split(np.arange(len(requests)), max(1, num_engines))
     size = max(1, MAX_RESPONSES_PER_REQUEST // responses_per_prompt)

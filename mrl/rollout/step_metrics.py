@@ -21,6 +21,21 @@ def score_failures(groups: Iterable[Group]) -> list[str | None]:
     return [sample.score.failure for group in groups for sample in group.samples]
 
 
+def prompt_rewards(step: StepGroups[Group]) -> list[tuple[int, float]]:
+    """Return (row, mean reward of the scored responses) of each group of a step, in the order in which prompts were drawn.
+
+    The groups that the rollout filter rejected are included. A group without a scored response is left out.
+    """
+    numbers = [*step.numbers, *step.filtered_numbers]
+    groups = dict(zip(numbers, [*step.groups, *step.filtered], strict=True))
+    found = []
+    for number in sorted(groups):
+        values = [sample.score.value for sample in groups[number].samples if sample.score.failure is None]
+        if values:
+            found.append((int(groups[number].row), float(np.mean(values))))
+    return found
+
+
 class UnscoredStepError(RuntimeError):
     """No response of a step could be scored, because the reward has a bug or its service is down."""
 

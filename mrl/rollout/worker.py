@@ -20,7 +20,7 @@ from mrl.algorithms.losses import Loss
 from mrl.core.metrics import Metrics
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, spread
-from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble_column
+from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, TokenBlock, assemble_column
 from mrl.core.user_code import describe_plug_in
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
@@ -29,13 +29,19 @@ from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import HELD_OUT
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.held_out import HeldOutResponses
+from mrl.rollout.offline_groups import (
+    known_rollout_logprobs,
+    offline_groups,
+    with_given_advantages,
+    with_offline_column,
+)
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
 from mrl.rollout.sample_texts import text_samples
 from mrl.rollout.served_models import ServedModels
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
-from mrl.rollout.step_metrics import LengthBias, SampledStep, score_failures, source_names
+from mrl.rollout.step_metrics import LengthBias, SampledStep, prompt_rewards, score_failures, source_names
 from mrl.rollout.trajectory import (
     Group,
     Sample,
@@ -101,8 +107,8 @@ class RolloutWorker:
         # The groups of `_sampled`, with the serial numbers of their prompt requests
         self._taken: StepGroups[Group] = StepGroups(numbers=[], groups=[], filtered_numbers=[], filtered=[], dropped=[])
         self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
-        # Groups, rewards and rollout log-probabilities of the last collected step
-        self._collected: tuple[list[Group], ScoredBatch, Column] | None = None
+        # Groups of the last collected step, and the rewards and tokens of these groups and of the rows of data.offline.path
+        self._collected: tuple[list[Group], ScoredBatch, TokenBlock] | None = None
         self._columns: dict[
             str, Column
         ] = {}  # columns [R] of the last collected step that `estimate` has got or computed
@@ -137,11 +143,12 @@ class RolloutWorker:
         """Record whether the driver has paused the engines. A paused engine that computes nothing does not count as failed."""
         self.engines.paused = paused
 
-    def sample(self, first_number: int, rows: NDArray[np.int64], step: int) -> int:
+    def sample(self, first_number: int, rows: NDArray[np.int64], step: int, sizes: Sequence[int] | None = None) -> int:
         """Add prompts to the staleness buffer, and wait for the groups that `step` trains.
 
         `rows`: rows of the data set, one per prompt. `first_number`: serial number of the prompt request for the
-        first row. If the rollout log has the groups of the step, these groups are used and nothing is sampled.
+        first row. `sizes`: number of responses to each row; None: rollout.responses_per_prompt. If the rollout log has the groups
+        of the step, these groups are used and nothing is sampled.
 
         Returns 0 if the groups are ready for `collect`. Otherwise returns the number of prompts that the driver must draw for
         the next call, for example in place of rejected groups. If a call fails, the driver may repeat the call with the same
@@ -155,7 +162,7 @@ class RolloutWorker:
             self._sampled = SampledStep(kept, filtered)
             return 0
         pipeline = self._pipeline
-        pipeline.admit(first_number, rows.tolist(), step)
+        pipeline.admit(first_number, rows.tolist(), step, sizes)
         taken = self._read_log(step)
         if taken is None:
             self._cache.start_step(step)
@@ -207,7 +214,8 @@ class RolloutWorker:
         """Cancel all running requests, and continue from the state before `step`. The next call must be `sample`.
 
         `num_drawn`: number of prompts that were drawn so far. `untrained`: the prompt requests that no step has taken, each as
-        (serial number, row, min_weight_version). The completions that these requests have in the completion cache are used again.
+        (serial number, row, min_weight_version, size). The completions that these requests have in the completion cache are used
+        again. Checkpoints of older versions of mrl have no sizes.
         """
         self._pipeline.restart(num_drawn, [PromptRequest(*request) for request in untrained], step)
         self._cache.read()
@@ -224,11 +232,15 @@ class RolloutWorker:
         """
         sampled, taken, untrained = self._sampled, self._taken, self._pipeline.untrained_requests()
         groups, self._all_filtered = sampled.trained_groups(self.spec.prompts_per_step), not sampled.kept
-        block, columns = to_block(groups), control_columns(groups)
         if self.spec.record:
-            write_recording(Path(self.spec.run_dir) / "rollouts", step, block, **columns)
-        scored = to_scored_batch(groups)
-        self._collected, self._columns = (groups, scored, block.rollout_logprobs), {}
+            write_recording(Path(self.spec.run_dir) / "rollouts", step, to_block(groups), **control_columns(groups))
+        offline = offline_groups(self.spec.offline, step)
+        block, columns = to_block([*groups, *offline]), control_columns([*groups, *offline])
+        scored, num_offline = to_scored_batch([*groups, *offline]), sum(len(group.samples) for group in offline)
+        if num_offline:
+            scored = with_given_advantages(scored, num_offline, self.spec.offline)
+            block = with_offline_column(block, num_offline)
+        self._collected, self._columns = (groups, scored, block), {}
         numbers = taken.numbers or taken.filtered_numbers
         return Rollouts(
             block=ray.put(block),
@@ -236,11 +248,16 @@ class RolloutWorker:
             response_lengths=block.response_lengths,
             sampled_lengths=block.sampled_lengths,
             **columns,
-            digests=sample_digests([sample for group in groups for sample in group.samples]),
+            digests=sample_digests([sample for group in [*groups, *offline] for sample in group.samples]),
             version_spans=version_spans(groups),
             request_numbers=np.array(numbers[: len(groups)] or np.arange(len(groups))),
             rewards=scored.rewards,
-            untrained_requests=[(request.number, request.row, request.min_weight_version) for request in untrained],
+            untrained_requests=[
+                (request.number, request.row, request.min_weight_version, *([request.size] if request.size else []))
+                for request in untrained
+            ],
+            prompt_rewards=prompt_rewards(taken),
+            num_offline=num_offline,
             num_drawn_requests=self._pipeline.buffer.num_drawn,
             sampling_metrics={
                 **sampled.metrics(lambda row: self._source_names.get(self.train.data_source(row))),
@@ -265,9 +282,10 @@ class RolloutWorker:
         See RolloutManager.estimate for the arguments.
         """
         assert self._collected, "collect() must be called before estimate()"
-        _, scored, rollout_logprobs = self._collected
+        _, scored, block = self._collected
         computed = {name: assemble_column(ray.get(parts), scored.lengths) for name, parts in columns.items()}
         pipeline, from_engine = self.spec.advantage_pipeline.with_parts(advantage, loss), {}
+        rollout_logprobs = known_rollout_logprobs(block, computed.get("old_logprobs"))
         if "rollout_logprobs" in pipeline.needs:
             from_engine["rollout_logprobs"] = rollout_logprobs
         if self.spec.rollout_logprobs_as_old:
@@ -278,7 +296,9 @@ class RolloutWorker:
             name: _with_rows(self._columns.get(name), values, rows, scored) for name, values in result.columns.items()
         }
         self._columns |= computed | estimated
-        rejected = result.rejected | self._all_filtered
+        # With all groups of the step rejected by the rollout filter, only the rows of a file are trained.
+        is_sampled = np.arange(len(scored.lengths)) < sum(len(group.samples) for group in self._collected[0])
+        rejected = result.rejected | (self._all_filtered & is_sampled)
         handle = ray.put({**computed, **result.columns})
         return AdvantageResult(handle, result.zero_advantage, rejected, result.metrics, result.counts)
 

@@ -3,10 +3,11 @@
 Reading does not disturb the run: there is no connection to Ray or to an engine, no lock is tried, and no file is written.
 """
 
+import math
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,8 +154,7 @@ class LiveRun:
         driver, started_at = lock_holder(self.folder / "lock"), _modified(self.folder / RUN_RECORD)
         processes = self._processes(driver)
         state = _state(events, driver, started_at, processes, bool(steps))
-        step, total = (steps[-1]["step"] if steps else 0), self._setting("trainer", "max_steps")
-        total = total if isinstance(total, int) else None
+        step, total = (steps[-1]["step"] if steps else 0), self._num_steps(steps)
         is_live = state in ("starting", RUNNING)
         return RunView(
             name=str(self._setting("run", "name") or self.folder.resolve().name),
@@ -172,6 +172,18 @@ class LiveRun:
             metrics=_numbers_of(steps[-1]) if steps else {},
             series={name: [line[name] for line in steps if _is_number(line.get(name))] for name in SERIES},
             problems=self._problems(),
+        )
+
+    def _num_steps(self, steps: Sequence[Mapping[str, Any]]) -> int | None:
+        """Return the number of steps of the run, as far as it is known: trainer.max_steps, or fewer because of trainer.epochs."""
+        total, epochs = self._setting("trainer", "max_steps"), self._setting("trainer", "epochs")
+        if not isinstance(total, int):
+            return None
+        passes = steps[-1].get("rollout/epoch") if steps else None
+        return (
+            min(total, max(steps[-1]["step"], math.ceil(steps[-1]["step"] * epochs / passes)))
+            if epochs and passes
+            else total
         )
 
     def _setting(self, section: str, key: str) -> Any:

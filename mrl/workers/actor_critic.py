@@ -19,7 +19,7 @@ from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.objective import check_token_values
 from mrl.algorithms.preference import ScoreLoss
 from mrl.core.metrics import logged_name
-from mrl.core.types import RankBatch, TokenBlock
+from mrl.core.types import OFFLINE, RankBatch, TokenBlock
 from mrl.workers.megatron_model import NONFINITE, MegatronModel, MicroBatchStatistics
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
@@ -103,20 +103,28 @@ class MegatronActor(MegatronModel):
 def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, MicroBatchStatistics]:
     """Return the micro-batch's part of the loss, and its statistics. `output` [2, local R] comes from MegatronActor.head."""
     logprobs, entropy = output
+    old_logprobs = micro.columns.get("old_logprobs", logprobs.detach())
+    rollout_logprobs, is_offline = micro.rollout_logprobs, None
+    if OFFLINE in micro.columns:
+        is_offline = micro.columns[OFFLINE] > 0
+        # Without log-probabilities in the file, the actor before the step counts as the policy that sampled the row.
+        rollout_logprobs = old_logprobs.where(is_offline & rollout_logprobs.isnan(), rollout_logprobs)
     inputs = LossInputs(
         logprobs=logprobs,
-        old_logprobs=micro.columns.get("old_logprobs", logprobs.detach()),
+        old_logprobs=old_logprobs,
         advantages=micro.columns.get("advantages", torch.zeros_like(entropy)),
         entropy=entropy,
-        rollout_logprobs=micro.rollout_logprobs,
+        rollout_logprobs=rollout_logprobs,
         responses=micro.responses,
-        columns={**micro.columns, "rollout_logprobs": micro.rollout_logprobs},
+        columns={**micro.columns, "rollout_logprobs": rollout_logprobs},
     )
     per_token, loss_statistics = loss(inputs)
     loss_weights, nonfinite = _loss_weights(per_token, logprobs, micro)
     total = (per_token * loss_weights).sum()
     mismatch = (inputs.old_logprobs - micro.rollout_logprobs).abs()
     unknown = mismatch.isnan()  # no engine reported a log-probability of the token
+    if is_offline is not None:
+        unknown = unknown | is_offline
     nothing = float("-inf")
     largest_mismatch = mismatch.masked_fill(unknown, nothing).max() if len(mismatch) else mismatch.new_full((), nothing)
     sums = {
@@ -124,7 +132,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         "mismatch_abs": mismatch.masked_fill(unknown, 0.0).sum(),
         "entropy": entropy.detach().sum(),
         "tokens": torch.tensor(len(logprobs)),
-        **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),
+        **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs, is_offline),
         "weight": loss_weights.sum(),
         NONFINITE: nonfinite,
         **_weighted_sums(loss_statistics, loss_weights),

@@ -301,3 +301,41 @@ def test_rows_outside_a_selection_count_zero_times_under_a_resampling():
     found = AdvantagePipeline(GRPO(), PPOClip(), resampling=every_second).of_rows(selected, scored, {}, 0.0, [0])
     assert found.counts.tolist() == [0, 0, 2, 0, 0, 0, 2], "every second of rows 0, 2, 4 and 6; row 1 has no tokens"
     np.testing.assert_array_equal(found.rejected, found.counts == 0)
+
+
+def test_given_advantages_replace_those_of_the_estimator_after_whitening():
+    scored, columns = make_scored(), make_columns(12)
+    given = np.full(len(LENGTHS), np.nan)
+    given[[2, 3]] = 0.5, 0.0
+    plain = AdvantagePipeline(GRPO(), PPOClip(), whiten=True)(scored, columns, 0.0, [0])
+    found = AdvantagePipeline(GRPO(), PPOClip(), whiten=True)(
+        replace(scored, given_advantages=given), columns, 0.0, [0]
+    )
+    expected = plain.columns["advantages"].copy()
+    for row, span in enumerate(spans(LENGTHS)):
+        if not np.isnan(given[row]):
+            expected[list(span)] = given[row]
+    np.testing.assert_array_equal(found.columns["advantages"], expected)
+    assert found.zero_advantage[3] and not found.zero_advantage[2]
+    chosen = np.array([False, False, True, True, True, False, False])
+    part = AdvantagePipeline(GRPO(), PPOClip()).of_rows(
+        chosen, replace(scored, given_advantages=given), columns, 0.0, [0]
+    )
+    assert set(part.columns["advantages"][list(spans(LENGTHS)[2])]) == {0.5}, "a selection keeps them"
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 99))
+def test_grpo_compares_each_response_with_the_responses_of_its_own_group_whatever_the_sizes(sizes, seed):
+    """DeepSeekMath 2024, 4.1.2, in plain loops over groups of different sizes."""
+    rewards = np.random.default_rng(seed).integers(0, 3, sum(sizes)).astype(float)
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    lengths = np.ones(len(rewards), np.int64)
+    scored = ScoredBatch(rewards, groups, lengths, np.zeros(len(rewards), bool))
+    found = AdvantagePipeline(GRPO(), PPOClip())(scored, {}, 0.0, [0]).columns["advantages"]
+    start = 0
+    for size in sizes:
+        own = rewards[start : start + size]
+        std = own.std(ddof=1) if size > 1 else 0.0
+        np.testing.assert_allclose(found[start : start + size], (own - own.mean()) / (std + 1e-4), rtol=1e-5, atol=1e-6)
+        start += size

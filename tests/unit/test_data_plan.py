@@ -9,6 +9,7 @@ import pytest
 
 from mrl.config import hydra_entry
 from mrl.config.instantiate import instantiate_callable
+from mrl.controller.plan_drawing import plan_sampling
 from mrl.controller.plan_models import plan_model
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
 from mrl.controller.plan_supervised import warm_start_settings
@@ -184,7 +185,7 @@ def test_more_than_20_data_sources_are_a_warning_that_is_seen(inputs, tmp_path, 
 def test_stop_texts_need_engines_with_a_tokenizer(inputs, tmp_path):
     def server_args(*overrides):
         config = config_of(inputs, tmp_path, *overrides)
-        return _server_args(config, 64, plan_evaluations(config))
+        return _server_args(config, 64, plan_sampling(config), plan_evaluations(config))
 
     stop = f"data.test_sets={{x: {{files: [{inputs}/test.parquet], stop: [a, b]}}}}"
     assert server_args()["skip_tokenizer_init"] is True

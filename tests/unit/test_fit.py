@@ -9,7 +9,8 @@ import pytest
 
 from mrl.algorithms.parts import Coefficients
 from mrl.controller.loop_parts import Phases
-from mrl.controller.trainer import Trainer, TrainingSchedule
+from mrl.controller.plan_drawing import num_prompts
+from mrl.controller.trainer import Trainer, TrainingSchedule, used_prompts
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Rollouts
 from mrl.data.prompts import PromptStream
@@ -238,3 +239,20 @@ def test_every_process_is_told_which_step_begins_also_after_a_failure():
     replace(trainer(world, max_steps=4, eval_every=0), begin_step=begun.append).fit()
     assert world.recoveries, "the failure occurred"
     assert begun == [1, 2, 3, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 4), (1.2, 4), (1.5, 5), (2.0, 7), (9.0, 11)])
+def test_a_run_ends_when_its_steps_have_used_the_passes_over_the_data_or_after_max_steps(epochs, steps):
+    """Ten rows, three in each step, and at most eleven steps; a failure in between changes nothing."""
+    for failures in ({}, {("push", 2): ProcessesLostError("a process died")}):
+        world = World(dict(failures))
+        world.state_dict = lambda: {"waiting": []}
+        result = trainer(world, max_prompts=num_prompts(epochs, 10)).fit()
+        assert result.steps == world.weights == steps and len(world.trained) == steps
+
+
+def test_prompts_that_wait_for_a_step_are_not_used_yet():
+    state = {"prompts": {"drawn": [7, 5]}, "rollouts": {"waiting": [[10, 3, 1], [11, 4, 1]]}}
+    assert used_prompts(state) == 10
+    schedule = TrainingSchedule(max_steps=99, max_prompts=11.0)
+    assert not schedule.is_complete(3, [], 10) and schedule.is_complete(3, [], 11)

@@ -96,6 +96,8 @@ EXPECTED = {
         "tracking.backends=[wandb]",
         "checkpoint.every=0",
         "optim.lr=1e-06",
+        "rollout.top_p=0.7",
+        "trainer.epochs=15",
     },
     "slime": {
         "placement=colocated",
@@ -127,7 +129,7 @@ EXPECTED = {
 }
 CONFIGS = {"verl": ("run.sh", VERL), "slime": ("run.sh", SLIME), "trl": ("grpo.yaml", TRL)}
 NO_COUNTERPART = {
-    "verl": ["top_p=0.7", "total_epochs=15", "nothing_of_that_name=3"],
+    "verl": ["nothing_of_that_name=3"],
     "slime": [],
     "trl": ["reward_funcs=['accuracy']"],
 }
@@ -171,7 +173,18 @@ def test_every_rule_names_a_key_of_mrl(source):
 def test_a_value_that_cannot_be_read_is_reported():
     found = translate("verl", {"actor_rollout_ref.actor.ppo_mini_batch_size": "$SIZE", "data.train_batch_size": 8})
     assert found.no_counterpart == [("actor_rollout_ref.actor.ppo_mini_batch_size=$SIZE", "the value cannot be read")]
-    assert isinstance(SOURCES["trl"]["num_train_epochs"], Note)
+    assert isinstance(SOURCES["verl"]["data.custom_cls.*"], Note)
+
+
+def test_sampling_and_epochs_are_translated():
+    trl = translate("trl", {"top_p": 0.9, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.1, "num_train_epochs": 3})
+    assert trl.overrides == {
+        "rollout.top_p": 0.9, "rollout.top_k": -1, "rollout.min_p": 0.1, "rollout.repetition_penalty": 1.1, "trainer.epochs": 3
+    }  # fmt: skip
+    slime = {"rollout-top-k": 20, "rollout-stop": "###", "rollout-stop-token-ids": [7], "num-epoch": 2}
+    assert translate("slime", slime).overrides == {
+        "rollout.top_k": 20, "rollout.stop": ["###"], "rollout.stop_token_ids": [7], "trainer.epochs": 2
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

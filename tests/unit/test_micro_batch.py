@@ -1,5 +1,6 @@
 """Micro-batches: each sampled token is predicted once, from the token before it, on the rank that has that token."""
 
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ from parallel import device
 
 device.patch_megatron_for_cpu()  # must come before any import of Megatron
 
+from mrl.algorithms.corrections import ImportanceSampling  # noqa: E402
 from mrl.algorithms.losses import PPOClip  # noqa: E402
+from mrl.algorithms.objective import Objective  # noqa: E402
 from mrl.core import metrics  # noqa: E402
-from mrl.core.types import RankBatch, TokenBlock  # noqa: E402
+from mrl.core.types import OFFLINE, RankBatch, TokenBlock  # noqa: E402
 from mrl.workers.actor_critic import policy_loss  # noqa: E402
 from mrl.workers.micro_batch import MicroBatch  # noqa: E402
 from parallel.packing import pack  # noqa: E402
@@ -135,3 +138,31 @@ def test_metrics_of_a_users_loss_get_the_prefix_own_and_metrics_of_mrl_do_not():
     assert statistics.sums["own/entropy"].item() == 1.0 and statistics.sums["entropy"].item() == 2.0
     assert "loss/clip_fraction" in statistics.sums and "surprise" not in statistics.sums
     metrics.check(["own/surprise", "own/entropy", "loss/clip_fraction"])
+
+
+def test_a_row_of_a_file_without_logprobs_counts_as_a_sample_of_the_actor_and_not_as_one_of_the_engine():
+    """Tokens 0 and 1 are sampled, 2 and 3 are from a file, 3 with its log-probability; the correction weighs 3 alone."""
+    logprobs = torch.tensor([-1.0, -3.0, -2.0, -1.5], requires_grad=True)
+    old = torch.tensor([-1.1, -2.9, -2.1, -1.5])
+    rollout = torch.tensor([-1.1, -2.9, math.nan, -1.0])
+    micro = SimpleNamespace(
+        columns={"advantages": torch.ones(4), "old_logprobs": old, OFFLINE: torch.tensor([0.0, 0.0, 1.0, 1.0])},
+        rollout_logprobs=rollout,
+        responses=None,
+        weights=torch.full((4,), 0.25, dtype=torch.float64),
+    )
+    objective = Objective(PPOClip(), correction=ImportanceSampling())
+    loss, statistics = policy_loss(torch.stack([logprobs, torch.zeros(4)]), micro, objective)
+    loss.backward()
+    ratio = (logprobs.detach() - old).exp()
+    weights = torch.tensor([1.0, 1.0, 1.0, math.exp(-0.5)])
+    expected = -0.25 * ratio * weights  # A = 1, and no ratio is outside the clip
+    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-6, atol=0)
+    mismatch = {
+        name.removeprefix("mismatch/"): value.item() for name, value in statistics.sums.items() if "mismatch/" in name
+    }
+    assert mismatch["count"] == 2 and mismatch["nan"] == 0 and mismatch["log_ratio"] == 0
+    assert statistics.sums["mismatch_abs"] == 0 and statistics.maxima["mismatch_abs"] == 0
+    del micro.columns[OFFLINE]
+    _, statistics = policy_loss(torch.stack([logprobs, torch.zeros(4)]), micro, objective)
+    assert statistics.sums["mismatch/nan"] == 1 and statistics.sums["mismatch/count"] == 3

@@ -121,6 +121,6 @@ def test_a_damaged_position_is_refused():
 def test_the_order_of_an_epoch_is_computed_once():
     prompts = stream([MixtureSource("a", 1000), MixtureSource("b", 3)], batch_size=4)
     next(prompts)
-    order = prompts._order(0, 0)
+    order = prompts._table.order(0, 0, 0)
     draw(prompts, 100)
-    assert prompts._order(0, 0) is order and prompts.drawn == [202, 202]
+    assert prompts._table.order(0, 0, 0) is order and prompts.drawn == [202, 202]

@@ -1,5 +1,7 @@
 """Recorded runs: speeds are fitted to their steps, lengths are read, and invalid records are errors."""
 
+import json
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -88,6 +90,11 @@ def test_an_unusable_record_is_an_error(tmp_path):
     assert trace.setup == RolloutSetup(N, 2, 3)
     with pytest.raises(ValueError, match=r"rollout\.mode=sync"):
         trace.fit()
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    lines[1]["lengths"][0].pop()
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"the groups of this run differ in size \(rollout.group_sizes\)"):
+        read_run(tmp_path)
 
 
 def test_lengths_are_read_from_a_file(tmp_path):

@@ -107,11 +107,12 @@ def next_commands(run: RecordedRun) -> list[dict[str, str]]:
     own = [word.lstrip("+") for word in run.overrides]
     replaced = {"run.dir", "trainer.max_steps"} | ({"scoring.rehearse"} if run.error else set())
     replaced |= {"trainer.stop_reward"} if run.reached_goal else set()
-    own = [word for word in own if word.partition("=")[0] not in replaced]
     title = "Start the run again, after the error is corrected" if run.error else "Continue the run"
-    more = (
-        [f"trainer.max_steps={steps if run.reached_goal or run.outcome != 'finished' else 2 * steps}"] if steps else []
-    )
+    is_longer = run.outcome == "finished" and not run.reached_goal
+    more = [f"trainer.max_steps={2 * steps if is_longer else steps}"] if steps else []
+    if run.used_epochs:
+        replaced, more = replaced | {"trainer.epochs"}, [*more, f"trainer.epochs={2 * run.setting('trainer.epochs'):g}"]
+    own = [word for word in own if word.partition("=")[0] not in replaced]
     more += ["trainer.stop_reward=null"] if run.reached_goal else []
     commands = {
         title: ["train", *own, f"run.dir={folder}", *more],

@@ -75,9 +75,15 @@ class RecordedRun:
 
     @property
     def reached_goal(self) -> bool:
-        """Return whether the run ended before trainer.max_steps because its reward reached trainer.stop_reward."""
-        is_early = max(self.metrics, default=0) < self.setting("trainer.max_steps", 0)
+        """Return whether the run ended early because its reward reached trainer.stop_reward."""
+        is_early = max(self.metrics, default=0) < self.setting("trainer.max_steps", 0) and not self.used_epochs
         return self.outcome == "finished" and is_early and self.setting("trainer.stop_reward") is not None
+
+    @property
+    def used_epochs(self) -> bool:
+        """Return whether the steps have used all passes over the data that trainer.epochs asks for."""
+        epochs = self.setting("trainer.epochs")
+        return epochs is not None and (self.last.get("rollout/epoch") or 0.0) >= epochs
 
     @property
     def has_one_rank(self) -> bool:

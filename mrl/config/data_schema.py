@@ -1,0 +1,93 @@
+"""The config section `data`: where prompts and responses come from, and in which order prompts are drawn."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from mrl.config.process_schema import Node
+from parallel.trainer_config import config_field as key
+
+
+class RowPolicy(StrEnum):
+    """What happens to rows of data that cannot be used."""
+
+    error = "error"
+    skip = "skip"
+
+
+@dataclass(frozen=True)
+class OfflineConfig:
+    """Responses from a file that are trained beside the sampled ones (docs/tutorials/data.md)."""
+
+    path: str | None = key(
+        None,
+        "Parquet or jsonl file with the columns prompt, response and reward, and optionally logprobs. With null, a step trains "
+        "sampled responses only.",
+    )
+    rows_per_step: int = key(
+        8,
+        "Largest number of rows of data.offline.path in one step. Rows with the same prompt are a group and stay together.",
+        "rows",
+        least=1,
+    )
+    advantage: float | None = key(
+        None,
+        "Advantage of every row, in place of the one that algorithm.advantage computes from the rewards. With a positive number, "
+        "rows are imitated as in supervised fine-tuning, and the file needs no column reward.",
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts for training and evaluation (docs/tutorials/data.md)."""
+
+    inputs: Node | None = key(
+        dict, "Function that creates input files that do not exist yet. It runs before any file is read."
+    )
+    train: list[str] = key(
+        list,
+        "Training prompts: jsonl files, parquet files, folders written by datasets.Dataset.save_to_disk, ids on the Hub "
+        "(OWNER/NAME@REVISION:PATTERN, where @REVISION and :PATTERN may be left out), or URLs that fsspec knows.",
+    )
+    mixture: Node = key(
+        dict,
+        "Several training sources with sampling weights, in place of data.train: {NAME: {files, weight, columns, system}}.",
+    )
+    dataset: Node | None = key(dict, "Your own dataset class or function, which replaces data.train.")
+    test: list[str] = key(list, "Held-out prompts for evaluation, in the same formats as data.train.")
+    test_sets: Node = key(
+        dict,
+        "More held-out sets: {NAME: list of files} or {NAME: {files, columns, system, rows, reward, n, temperature, top_p, "
+        "top_k, min_p, repetition_penalty, stop, stop_token_ids, max_response_tokens}} (docs/tutorials/data.md).",
+    )
+    columns: Node = key(
+        dict,
+        "Column names in your files, such as {prompt: question}. The keys are prompt, ground_truth, data_source, extra_info, "
+        "ability, style.",
+    )
+    system: str | None = key(None, "System message for prompts that do not start with a system message.")
+    chat_template: str | None = key(None, "Jinja file that replaces the chat template of the model.")
+    template_args: Node = key(dict, "Variables of the chat template, such as {enable_thinking: false}.")
+    bad_rows: RowPolicy = key(
+        RowPolicy.error,
+        "What happens to invalid rows. With error, the run does not start. With skip, these rows are left out. "
+        "run.dir/bad_rows_*.jsonl lists the rows.",
+    )
+    overlong: RowPolicy = key(
+        RowPolicy.error,
+        "What happens to prompts longer than data.max_prompt_tokens. With error, the run does not start. "
+        "With skip, these rows are left out. "
+        "run.dir/bad_rows_*.jsonl lists the rows.",
+    )
+    shuffle: bool = key(True, "Whether each epoch has a new random order of prompts, derived from run.seed.")
+    sampler: Node | None = key(
+        dict,
+        "Function that chooses the prompts of each step: mrl.data.samplers.Curriculum, mrl.data.samplers.DifficultyMixture, or "
+        "your own. Default: each source in epochs, as data.shuffle says.",
+    )
+    offline: OfflineConfig = field(default_factory=OfflineConfig)
+    max_prompt_tokens: int | None = key(
+        None,
+        "Largest length of a prompt. Default: the model's context length minus rollout.max_response_tokens.",
+        "tokens",
+        least=1,
+    )

@@ -1,0 +1,201 @@
+"""What steps draw: how responses are sampled, the sampler of prompts, group sizes, rows of a file, and passes over the data."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mrl.algorithms.objective import Objective
+from mrl.algorithms.parts import AlgorithmParts
+from mrl.config.instantiate import instantiate_callable
+from mrl.config.schema import Config, Node
+from mrl.controller.plan_models import ModelPlan, chat_template, max_prompt_length
+from mrl.core.user_code import describe_error
+from mrl.data.offline import OfflineRows, TokenLimits, check_groups
+from mrl.data.prompts import DrawingRules, PromptDataset, PromptStream
+from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
+from mrl.rollout.engines.server_args import NO_TOKENIZER
+from mrl.rollout.held_out import HeldOutEvaluation
+from mrl.tracking.console import show_warning
+
+TRUNCATING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Key of the section rollout that leaves unlikely tokens out -> the value with which it leaves out none."""
+
+
+def plan_sampling(config: Config) -> SamplingParams:
+    """Return how the responses that steps train are sampled. Raises ValueError for an invalid value."""
+    rollout = config.rollout
+    node = {name: getattr(rollout, name) for name in SAMPLING_KEYS if name != "n"}
+    return SamplingParams.of(node, "rollout", SamplingParams(rollout.max_response_tokens))
+
+
+def check_sampling(
+    config: Config, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation], vocab_size: int
+) -> None:
+    """Raise ValueError if the engines cannot sample as the config says. `evaluations`: how held-out sets are sampled."""
+    sections = {f"data.test_sets.{next(iter(each.sets))}": each.sampling for each in evaluations} | {
+        "rollout": sampling
+    }
+    for section, params in sections.items():
+        if outside := [token for token in params.stop_token_ids if token >= vocab_size]:
+            raise ValueError(
+                f"{section}.stop_token_ids={list(params.stop_token_ids)}: token {outside[0]} is outside the vocabulary of the "
+                f"model, which ends at {vocab_size - 1}."
+            )
+        if params.min_p and config.rollout.deterministic:
+            raise ValueError(
+                f"{section}.min_p={params.min_p} with rollout.deterministic=true: SGLang cannot sample with min_p and a seed; "
+                "use top_p in its place, or set rollout.deterministic=false."
+            )
+
+
+def tokenizer_args(
+    config: Config, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation]
+) -> dict[str, Any]:
+    """Return the server arguments that stop texts need. Raises ValueError if the config section `sglang` contradicts them."""
+    keys = ["rollout.stop"] if sampling.stop else []
+    keys += [f"data.test_sets.{next(iter(each.sets))}.stop" for each in evaluations if each.sampling.stop]
+    if keys and config.sglang.get(NO_TOKENIZER):
+        raise ValueError(
+            f"sglang.{NO_TOKENIZER}=true: engines without a tokenizer cannot find the texts of {keys[0]}; leave {NO_TOKENIZER} "
+            "out, or use stop_token_ids."
+        )
+    return {NO_TOKENIZER: False} if keys else {}
+
+
+def warn_of_sampling(config: Config, objective: Objective) -> None:
+    """Show what differs between the distribution that the engines sample from and the distribution that is trained.
+
+    SGLang returns log-probabilities at the sampling temperature, after the repetition penalty, and before top_p, top_k and min_p.
+    So a correction by importance sampling compensates for the penalty, but not for tokens that are left out.
+    """
+    rollout = config.rollout
+    values = {name: getattr(rollout, name) for name in TRUNCATING}
+    changed = [f"rollout.{name}={value}" for name, value in values.items() if value != TRUNCATING[name]]
+    if changed:
+        show_warning(
+            f"{', '.join(changed)}: the engines leave out unlikely tokens, but training uses the log-probabilities of the whole "
+            "distribution. The policy is trained only on tokens that are likely already, and nothing corrects for this "
+            "(docs/concepts/algorithms.md)."
+        )
+    is_corrected = objective.correction is not None or objective.rollout_logprobs_as_old
+    if rollout.repetition_penalty != 1 and not is_corrected:
+        show_warning(
+            f"rollout.repetition_penalty={rollout.repetition_penalty}: the engines sample from a distribution with the penalty, "
+            "but training uses the distribution without it. Set algorithm.correction (docs/concepts/algorithms.md), which "
+            "corrects for it, or rollout.repetition_penalty=1."
+        )
+
+
+def prompt_stream(config: Config, train: PromptDataset, rules: DrawingRules) -> PromptStream:
+    """Return the stream of training prompts of a run, at its first row."""
+    return train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle, rules)
+
+
+def plan_drawing(config: Config, train: PromptDataset) -> DrawingRules:
+    """Build the sampler and the group sizes of the config, and let both decide about the first step.
+
+    Raises ValueError if one of them cannot be built, fails, or returns something that cannot be used.
+    """
+    sampler, sizes = config.data.sampler, config.rollout.group_sizes
+    if sampler and not config.data.shuffle:
+        raise ValueError(
+            "data.shuffle=false: only the default sampler reads this key; remove it, or remove data.sampler."
+        )
+    rules = DrawingRules(
+        instantiate_callable(sampler, "data.sampler") if sampler else None,
+        json.dumps(sampler, sort_keys=True) if sampler else "",
+        instantiate_callable(sizes, "rollout.group_sizes") if sizes else None,
+    )
+    rows = np.zeros(config.rollout.prompts_per_step, np.int64)
+    if sampler:
+        rows = _call("data.sampler", sampler, lambda: prompt_stream(config, train, rules).take(len(rows)))
+    if sizes:
+        stream = prompt_stream(config, train, rules)
+        _call("rollout.group_sizes", sizes, lambda: stream.group_sizes(rows, config.rollout.responses_per_prompt))
+    return rules
+
+
+def _call[T](key: str, node: Node, call: Callable[[], T]) -> T:
+    """Return the result of user code. Raises ValueError with the config key if the code fails."""
+    try:
+        return call()
+    except Exception as error:  # user code may raise anything
+        text = str(error) if isinstance(error, ValueError) else describe_error(error)
+        raise ValueError(text if text.startswith(key) else f"{key}: {node['_target_']} failed: {text}") from error
+
+
+def plan_offline(config: Config, actor: ModelPlan, algorithm: AlgorithmParts) -> OfflineRows | None:
+    """Read the rows of data.offline.path, if it is set. Raises ValueError if the run cannot train them."""
+    offline = config.data.offline
+    if not offline.path:
+        if offline != type(offline)():
+            raise ValueError("data.offline.path must name a file, because other keys of data.offline are set.")
+        return None
+    if config.rollout.routing_replay:
+        raise ValueError(
+            "rollout.routing_replay=true: the rows of data.offline.path have no experts of an engine; set it to false."
+        )
+    if "greedy_rewards" in algorithm.needs:
+        raise ValueError(
+            "data.offline.path: algorithm.advantage compares with greedy responses, which the rows of a file do not have; use "
+            "another algorithm, such as algorithm=grpo."
+        )
+    limits = TokenLimits(
+        max_prompt_length(config, actor.context), config.rollout.max_response_tokens, actor.arch.vocab_size
+    )
+    try:
+        rows = OfflineRows.load(
+            offline,
+            actor.model_path,
+            limits,
+            seed=config.run.seed,
+            system=config.data.system,
+            chat=chat_template(config),
+        )
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith("data.offline") else f"data.offline.path: {text}") from None
+    if config.algorithm.old_logprobs == "rollout" and not rows.has_all_logprobs:
+        raise ValueError(
+            f"data.offline.path={offline.path}: some rows have no logprobs, which algorithm.old_logprobs=rollout needs; set "
+            "algorithm.old_logprobs=recompute, or add the column."
+        )
+    advantage = algorithm.advantage_pipeline.advantage
+    if warning := check_groups(rows, getattr(advantage, "group_relative", False), type(advantage).__name__):
+        show_warning(warning)
+    return rows
+
+
+def num_steps(config: Config, num_rows: int) -> int:
+    """Return the largest number of steps of a run: trainer.max_steps, or the steps of trainer.epochs if they are fewer.
+
+    With a rollout filter or over-sampling, a step uses more prompts than it trains, so the epochs may end earlier.
+    """
+    epochs, limit = config.trainer.epochs, config.trainer.max_steps
+    if epochs is None:
+        return limit
+    return min(limit, math.ceil(num_prompts(epochs, num_rows) / config.rollout.prompts_per_step))
+
+
+def num_prompts(epochs: float, num_rows: int) -> float:
+    """Return how many prompts this number of passes over the data uses, without the rounding error of the product."""
+    return round(epochs * num_rows, 6)
+
+
+def check_epochs(config: Config, num_rows: int) -> None:
+    """Raise ValueError for trainer.epochs in a run that draws no prompts, and warn if trainer.max_steps ends the run earlier."""
+    if config.trainer.epochs is None:
+        return
+    if config.rollout.replay:
+        raise ValueError(
+            f"trainer.epochs={config.trainer.epochs}: a run with rollout.replay draws no prompts; set trainer.max_steps only."
+        )
+    needed = math.ceil(num_prompts(config.trainer.epochs, num_rows) / config.rollout.prompts_per_step)
+    if config.trainer.max_steps < needed:
+        show_warning(
+            f"trainer.epochs={config.trainer.epochs} takes {needed} steps, but trainer.max_steps={config.trainer.max_steps} ends "
+            f"the run earlier; set trainer.max_steps={needed} or more to use all prompts."
+        )
