@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.corrections import Correction
+from mrl.algorithms.distillation import Distillation
 from mrl.algorithms.inputs import AdvantageInputs, LossInputs, join_extra_columns, needs_of
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
@@ -46,6 +47,16 @@ class Objective:
     @property
     def uses_entropy(self) -> bool:
         return self.policy.uses_entropy or bool(self.entropy_coef)
+
+    @property
+    def uses_logprobs(self) -> bool:
+        """Whether the gradient flows through the log-probabilities of the sampled tokens."""
+        return getattr(self.policy, "uses_logprobs", True) or self.kl is not None
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """What the output head must compute of a teacher; None: nothing."""
+        return getattr(self.policy, "distillation", None)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.corrections import ImportanceSampling, is_importance_sampling
+from mrl.algorithms.distillation import TEACHER_OUTPUTS
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.inputs import needs_of
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.objective import Objective
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
-from mrl.config.validate import roles_of
+from mrl.config.validate import roles_of, teachers_of
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
 """Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head that it is.
@@ -69,7 +70,8 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
             "algorithm.loss or algorithm.correction needs values of a critic, but algorithm.advantage computes no returns that "
             "the critic could learn; choose an advantage estimator that computes returns, such as GAE."
         )
-    columns = COLUMNS | {role.column for role in roles_of(config).values() if not role.is_served}
+    _check_distillation(config, objective, needs)
+    columns = COLUMNS | {role.column for role in roles_of(config).values() if not role.is_served} | TEACHER_OUTPUTS
     if unknown := needs - columns - {"greedy_rewards"}:
         if names := sorted(name.removesuffix("_logprobs") for name in unknown if name.endswith("_logprobs")):
             raise ValueError(
@@ -87,6 +89,21 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
     )
 
 
+def _check_distillation(config: Config, objective: Objective, needs: frozenset[str]) -> None:
+    """Raise ValueError if the algorithm reads outputs of a teacher that nothing computes."""
+    if not (outputs := needs & TEACHER_OUTPUTS):
+        return
+    if not teachers_of(config):
+        raise ValueError(
+            "roles.teacher.path must name a Hugging Face folder: algorithm.loss compares the policy with this model."
+        )
+    if objective.distillation is None or len(outputs) > 1:
+        raise ValueError(
+            f"algorithm: a part names {', '.join(sorted(outputs))} in its attribute `needs`, but only one loss of the class "
+            "mrl.algorithms.distillation.Distillation, in algorithm.loss, can read these outputs."
+        )
+
+
 def build_objective(config: Config) -> Objective:
     """Build the objective that the actor's optimizer minimises. Raises ValueError if the parts of the objective conflict."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
@@ -96,17 +113,27 @@ def build_objective(config: Config) -> Objective:
             "algorithm.old_logprobs=rollout makes the engine's policy the old policy, so algorithm.correction has nothing to "
             "correct; set algorithm.old_logprobs=recompute, or remove algorithm.correction."
         )
-    if config.rollout.staleness and not (correction or from_rollout):
+    policy = instantiate_callable(
+        algorithm.loss, "algorithm.loss", required_attributes=("zero_without_advantage", "uses_entropy")
+    )
+    if config.rollout.staleness and not (correction or from_rollout) and getattr(policy, "uses_logprobs", True):
         correction = ImportanceSampling()  # otherwise gradients from samples of older weights are biased
     return Objective(
-        policy=instantiate_callable(
-            algorithm.loss, "algorithm.loss", required_attributes=("zero_without_advantage", "uses_entropy")
-        ),
+        policy=policy,
         correction=correction,
         kl=_penalty(algorithm.kl_in_loss, "algorithm.kl_in_loss"),
         entropy_coef=algorithm.entropy_coef,
         rollout_logprobs_as_old=from_rollout,
     )
+
+
+def refuse_distillation(objective: Objective, command: str) -> None:
+    """Raise ValueError if the loss compares the policy with a teacher, because `command` runs no teacher."""
+    if objective.distillation is not None:
+        raise ValueError(
+            f"algorithm.loss._target_=mrl.algorithms.distillation.Distillation: {command} has no outputs of a teacher; use "
+            "another algorithm, such as algorithm=distill, which has the same model and layout."
+        )
 
 
 def _penalty(node: Node | None, key: str) -> KLPenalty | None:

@@ -4,18 +4,20 @@ Every mistake that a user can make is found here. Each function raises ValueErro
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.algorithms.distillation import TEACHER_OUTPUTS
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config, SftConfig
-from mrl.config.validate import REFERENCE, roles_of
+from mrl.config.validate import REFERENCE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
+from mrl.controller.plan_distillation import check_distillation, check_taught_sources
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -105,7 +107,9 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     finished_warm_start = find_finished_warm_start(config)
     models = plan_models(config, algorithm.needs, actor_path=finished_warm_start)
     actor = models["actor"]
+    check_distillation(config, algorithm, models)
     train, test = load_prompt_datasets(config, actor)
+    check_taught_sources(config, algorithm, {train.data_source(row) for row in range(len(train))})
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
         check_warm_start(config)
@@ -133,7 +137,8 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     )
     check_profile(config, max(model.dims.world_size for model in plan.models.values()))
     check_time_sharing(config, plan.colocated_roles)
-    check_served_roles(config, reward, plan.colocated_roles)
+    teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()
+    check_served_roles(config, reward, plan.colocated_roles, teachers)
     check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
@@ -150,8 +155,9 @@ def algorithm_of(config: Config) -> AlgorithmParts:
 
 
 def _warn_of_unused_roles(config: Config, algorithm: AlgorithmParts) -> None:
+    teachers = teachers_of(config) if algorithm.needs & TEACHER_OUTPUTS else {}
     for name, role in roles_of(config).items():
-        if not role.is_served and role.column not in algorithm.needs:
+        if not role.is_served and role.column not in algorithm.needs and name not in teachers:
             show_warning(
                 f"roles.{name}: is not started, because no part of the algorithm reads the column {role.column}."
             )
@@ -185,7 +191,8 @@ def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSett
         lr=config.optim.lr,
         advantage=type(advantage).__name__,
         group_relative=getattr(advantage, "group_relative", False),
-        reads_rewards="teacher_logprobs" not in algorithm.needs or getattr(advantage, "uses_token_rewards", True),
+        reads_rewards=not algorithm.needs & (TEACHER_OUTPUTS | {"teacher_logprobs"})
+        or getattr(advantage, "uses_token_rewards", True),
         mask_truncated=config.algorithm.mask_truncated,
     )
 
@@ -225,10 +232,12 @@ def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]
         )
 
 
-def check_served_roles(config: Config, reward: Reward, colocated_roles: frozenset[frozenset[str]]) -> None:
+def check_served_roles(
+    config: Config, reward: Reward, colocated_roles: frozenset[frozenset[str]], teachers: Collection[str] = ()
+) -> None:
     """Raise ValueError if rewards call roles that are not served, or if a served role cannot share its devices.
 
-    A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this time.
+    `teachers`: roles from which the loss learns. A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this time.
     """
     served = {name: role for name, role in roles_of(config).items() if role.is_served}
     called = {name for each in single_rewards(reward) if (name := getattr(each, "role", ""))}
@@ -239,7 +248,7 @@ def check_served_roles(config: Config, reward: Reward, colocated_roles: frozense
         )
     for name, role in served.items():
         check_server_args(role.sglang, f"roles.{name}.sglang")
-        if name not in called:
+        if name not in called and name not in teachers:
             show_warning(f"roles.{name}: no reward calls this model; name it in the argument `role` of a reward.")
         shared = {other for roles in colocated_roles if name in roles for other in roles} - {name, ENGINES, *served}
         if shared and (config.rollout.staleness or config.rollout.over_sample_rate):

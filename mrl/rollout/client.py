@@ -169,6 +169,38 @@ class EngineClient(EngineControl):
             record("request", "request", started_at, time.time() - started_at, engine=self.url, **sizes)
         return completions
 
+    def top_logprobs(
+        self, tokens: Sequence[int], first: int, k: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """Compute the k most probable tokens that could follow each prefix of a sequence, at temperature 1. Samples nothing.
+
+        Args:
+            tokens: token ids of the sequence.
+            first: index of the first token, 1 or more, for whose position the most probable tokens are returned.
+            k: number of tokens.
+
+        Returns:
+            Log-probabilities [n, k], the largest first, and token ids [n, k], for the n tokens from `first` on.
+
+        Raises:
+            EngineError: the server refuses the request, or returns fewer tokens.
+        """
+        body = dict(
+            input_ids=list(tokens),
+            sampling_params=dict(max_new_tokens=0, temperature=1.0),
+            return_logprob=True,
+            logprob_start_len=first - 1,  # the first entry of the answer is about this token, and is empty
+            top_logprobs_num=k,
+        )
+        entries = self._parse("/generate", self._post("/generate", body))["meta_info"]["input_top_logprobs"][1:]
+        if len(entries) != len(tokens) - first or any(len(entry) != k for entry in entries):
+            raise EngineError(
+                f"{self.url} returned the most probable tokens of {len(entries)} positions; expected {k} tokens for each of "
+                f"{len(tokens) - first} positions."
+            )
+        values = np.array([[(logprob, token) for logprob, token, *_ in entry] for entry in entries]).reshape(-1, k, 2)
+        return values[..., 0], values[..., 1].astype(np.int32)
+
     async def post_async(self, http: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int, bytes, str]:
         """Send a JSON body by POST, without a deadline. Returns the status, the content and the content type of the answer.
 

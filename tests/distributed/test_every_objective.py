@@ -23,7 +23,8 @@ from parallel.trainer_config import OptimConfig
 
 pytestmark = pytest.mark.extended
 
-ALGORITHMS = sorted(path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml"))
+WITH_TEACHER = {"distill_vocab", "distill_top_k"}  # test_distillation_layouts.py
+ALGORITHMS = sorted({path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml")} - WITH_TEACHER)
 TERMS = ["++algorithm.kl_in_loss.kind=k3", "algorithm.entropy_coef=0.1"]
 ONE = ParallelDims()
 LAYOUTS = [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mrl.algorithms import advantages, corrections, filters, kl, losses, preference, sequence_losses
+from mrl.algorithms import advantages, corrections, distillation, filters, kl, losses, preference, sequence_losses
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "algorithm"
 INF = math.inf
@@ -29,7 +29,16 @@ DEFAULTS = {
     advantages.GAE: {"gamma": 1.0, "lam": 0.95},  # lambda of PPO
     advantages.ReinforcePlusPlus: {"gamma": 1.0},
     advantages.OnPolicyDistillation: {"coef": 1.0, "gamma": 0.0, "reward": None, "reward_coef": 1.0},  # discount 0
+    advantages.NoAdvantage: {},
     # losses
+    distillation.Distillation: {  # reverse KL, as in OnPolicyDistillation; beta 0.5 is the JS divergence
+        "divergence": "reverse_kl",
+        "beta": 0.5,
+        "top_k": None,
+        "temperature": None,
+        "coef": 1.0,
+        "policy": None,
+    },
     losses.PPOClip: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},  # epsilon of PPO
     losses.PolicyGradient: {},
     losses.CISPO: {"clip_low": 1.0, "clip_high": 4.0},  # no lower bound; upper bound 5 of ScaleRL
@@ -98,7 +107,7 @@ def test_an_object_without_arguments_has_the_defaults(kind):
 
 
 def test_every_class_of_the_algorithm_modules_is_pinned():
-    for module in (advantages, losses, sequence_losses, preference, corrections, kl, filters):
+    for module in (advantages, losses, sequence_losses, distillation, preference, corrections, kl, filters):
         classes = {x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__}
         missing = {kind.__name__ for kind in classes - DEFAULTS.keys() - WITHOUT_DEFAULTS} - INTERFACES
         assert not missing, f"{module.__name__}: {missing}"
@@ -115,6 +124,7 @@ def test_every_class_of_the_algorithm_modules_is_pinned():
         (losses.CrossEntropy, False, False, set()),
         (losses.ClipCov, True, False, {"old_logprobs"}),
         (losses.KLCov, False, False, {"old_logprobs"}),
+        (distillation.Distillation, False, False, {"teacher_hidden"}),
         (sequence_losses.GSPO, True, False, set()),
         (sequence_losses.GSPOToken, True, False, set()),
         (sequence_losses.GMPO, True, False, set()),
@@ -161,6 +171,12 @@ def test_the_declarations_of_an_advantage_are_pinned(kind, needs):
 def part(path, **values):
     """A config node: `_target_` in mrl.algorithms, and arguments."""
     return {"_target_": f"mrl.algorithms.{path}", **values}
+
+
+def distilled(**values):
+    """The config of an algorithm whose loss is Distillation with these arguments."""
+    parts = {"advantage": part("advantages.NoAdvantage"), "loss": part("distillation.Distillation", **values)}
+    return {"algorithm": {**parts, "aggregation": "token_mean"}, "roles": {"teacher": {"path": "???"}}}
 
 
 GRPO = part("advantages.GRPO")
@@ -278,8 +294,10 @@ CONFIGS = {
             "loss": part("losses.PolicyGradient"),
             "aggregation": "token_mean",
         },
-        "teacher": {"path": "???"},
+        "roles": {"teacher": {"path": "???"}},
     },
+    "distill_vocab": distilled(divergence="reverse_kl"),
+    "distill_top_k": distilled(divergence="reverse_kl", top_k=64),
 }
 
 
