@@ -109,7 +109,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     actor = models["actor"]
     check_distillation(config, algorithm, models)
     train, test = load_prompt_datasets(config, actor)
-    check_taught_sources(config, algorithm, {train.data_source(row) for row in range(len(train))})
+    check_taught_sources(config, algorithm, (train.data_source(row) for row in range(len(train))))
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
         check_warm_start(config)

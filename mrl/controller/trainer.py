@@ -207,7 +207,8 @@ class Trainer:
         """
         record = self.record
         record.check_update()
-        rollouts = replace(rollouts, teachers=record.teachers)
+        if record.teachers:
+            rollouts = replace(rollouts, teachers=record.teachers)
         with self.phase("update"):
             critic, actor = None, None  # both train at the same time, unless they share devices
             if self.critic and estimates:

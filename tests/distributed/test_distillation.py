@@ -104,8 +104,8 @@ def chunked(rank: int, case: Case) -> tuple[np.ndarray, ...]:
         log_s = distillation.linear_bucket_logprobs(hidden, weight, ids, group, case.vocab_size, **settings)
         values = distillation.divergence_of(case.divergence, log_t, log_s)
     loss_of(values).backward()
-    assert values.dtype == torch.float32 and hidden.grad.dtype == weight.grad.dtype == dtype
-    return tuple(x.detach().float().numpy() for x in (values, hidden.grad, weight.grad))
+    assert values.dtype == torch.promote_types(dtype, torch.float32) and hidden.grad.dtype == weight.grad.dtype == dtype
+    return tuple(x.detach().double().numpy() for x in (values, hidden.grad, weight.grad))
 
 
 def each_chunked(rank: int, cases: list[Case]) -> list[tuple[np.ndarray, ...]]:
@@ -126,16 +126,17 @@ def compare(results: list, case: Case, atol: float, rtol: float) -> None:
         np.testing.assert_allclose(found, expected, atol=rtol * np.abs(expected).max(), rtol=0)
 
 
+@pytest.mark.parametrize(("dtype", "atol", "rtol"), [("float64", 1e-10, 1e-9), ("float32", 2e-5, 2e-4)])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_values_and_gradients_equal_whole_distributions(run_ranks, tp):
+def test_values_and_gradients_equal_whole_distributions(run_ranks, tp, dtype, atol, rtol):
     cases = [
-        make_case(divergence=divergence, top_k=top_k, temperature=temperature, chunk_size=size)
+        make_case(divergence=divergence, top_k=top_k, temperature=temperature, chunk_size=size, dtype=dtype)
         for divergence, top_k in itertools.product(DIVERGENCES, (None, 1, 5, 21))
         for temperature, size in ((1.0, 1), (0.6, 6), (1.7, 100))
     ]
-    assert min(np.median(reference(case)[0]) for case in cases) > 1e-3, "divergences of 0 would prove nothing"
+    assert min(np.median(reference(case)[0]) for case in cases) > 1e-4, "divergences of 0 would prove nothing"
     for case, *results in zip(cases, *run_ranks(ParallelDims(tp=tp), each_chunked, cases), strict=True):
-        compare(results, case, atol=2e-5, rtol=5e-5)
+        compare(results, case, atol, rtol)
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(17, 24), (3, 8), (2, 4)])
@@ -143,7 +144,7 @@ def test_values_and_gradients_equal_whole_distributions(run_ranks, tp):
 def test_padding_has_no_probability_even_on_a_rank_with_only_padding(run_ranks, vocab, padded, top_k):
     cases = [make_case(vocab=vocab, padded=padded, divergence=each, top_k=top_k) for each in DIVERGENCES]
     for case, *results in zip(cases, *run_ranks(ParallelDims(tp=4), each_chunked, cases), strict=True):
-        compare(results, case, atol=2e-5, rtol=5e-5)
+        compare(results, case, atol=2e-5, rtol=2e-4)
         assert not np.concatenate([r[2] for r in results])[vocab:].any(), "padding rows have gradient 0"
 
 
@@ -154,7 +155,7 @@ def test_the_divergence_of_k_tokens_grows_with_k_up_to_that_of_the_whole_vocabul
         for fewer, more in itertools.pairwise([*found, whole]):
             assert (fewer <= more + 1e-4).all(), "data-processing inequality"
         np.testing.assert_allclose(found[-1], whole, atol=1e-4)
-        assert (found[0] >= 0).all() and (found[0] < whole / 1.5).any()
+        assert (found[0] > -1e-6).all() and (found[0] < whole / 1.5).any()
 
 
 @pytest.mark.parametrize("top_k", [None, 64])
@@ -217,13 +218,13 @@ def finite_differences_agree(group) -> bool:
 def test_js_tends_to_forward_kl_for_small_beta_and_to_reverse_kl_for_large_beta(run_ranks):
     near_0, near_1 = Divergence("js", 1e-4), Divergence("js", 1 - 1e-4)
     forward, reverse, small, large = (
-        reference(make_case(scale=0.5, divergence=each)) for each in (*DIVERGENCES[:2], near_0, near_1)
+        reference(make_case(scale=0.25, divergence=each)) for each in (*DIVERGENCES[:2], near_0, near_1)
     )
     for limit, js in ((forward, small), (reverse, large)):
         for expected, found in zip(limit, js, strict=True):
             np.testing.assert_allclose(found / 1e-4, expected, atol=2e-2 * np.abs(expected).max())
-    case = make_case(scale=0.5, divergence=near_0)
-    compare(run_ranks(ParallelDims(), chunked, case), case, atol=1e-6, rtol=2e-3)
+    case = make_case(divergence=near_0, dtype="float64")
+    compare(run_ranks(ParallelDims(), chunked, case), case, atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -267,3 +268,16 @@ def sampled(case: Case) -> None:
 def test_an_unknown_kind_or_beta_raises_an_error(settings):
     with pytest.raises(ValueError, match="expected forward_kl, reverse_kl, js|beta=.*: must be between 0 and 1"):
         Divergence(**settings)
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_no_pass_waits_for_the_device(run_ranks, top_k):
+    assert run_ranks(ParallelDims(tp=2), waits_of, make_case(top_k=top_k, divergence=DIVERGENCES[2])) == [[], []]
+
+
+def waits_of(rank: int, case: Case) -> list[str]:
+    from host_waits import HostWaits
+
+    with HostWaits((__file__, "")) as waits:  # this file makes tensors of arrays, and arrays of tensors
+        chunked(rank, case)
+    return waits.found
