@@ -39,11 +39,12 @@ from torch.distributed import ProcessGroup
 from parallel.logprobs import OutputLayer, accumulation_dtype, add_product
 from parallel.trainer_config import LEAST_REST, Divergence, DivergenceKind
 
+
 def linear_divergence(  # noqa: PLR0913  terms of one formula
     hidden: Tensor,  # [T, H] any float dtype; the caller must sum the gradient of `hidden` over the group
     weight: Tensor,  # [V/tp, H] vocabulary rows of the output layer on this rank, in the dtype of `hidden`
     teacher_hidden: Tensor,  # [T, H_t] any float dtype; gets no gradient
-    teacher_weight: Tensor,  # [V/tp, H_t] the same vocabulary rows of the teacher's output layer, in the dtype of `teacher_hidden`
+    teacher_weight: Tensor,  # [V/tp, H_t] the same rows of the teacher's output layer, in the dtype of `teacher_hidden`
     group: ProcessGroup,
     vocab_size: int,  # number of real tokens; the rows after them are padding and have probability 0
     divergence: Divergence,
@@ -242,9 +243,9 @@ class _LinearBuckets(torch.autograd.Function):
 
 
 def _bucket_parts(layer: OutputLayer, logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Return what this rank adds to the log-probabilities of the tokens `ids` [n, k] and to the probability of all others: [n, k + 1].
+    """Return this rank's part of the log-probabilities of the tokens `ids` [n, k], and of the probability of all others: [n, k + 1].
 
-    `logprobs` [n, V/tp] are those of this rank's tokens. The function overwrites them.
+    The sum over the ranks is the result. `logprobs` [n, V/tp] are those of this rank's tokens. The function overwrites them.
     """
     row, is_local = layer.locate(ids, logprobs.size(1))
     chosen = logprobs.gather(1, row) * is_local

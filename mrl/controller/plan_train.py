@@ -237,7 +237,8 @@ def check_served_roles(
 ) -> None:
     """Raise ValueError if rewards call roles that are not served, or if a served role cannot share its devices.
 
-    `teachers`: roles from which the loss learns. A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this time.
+    `teachers`: roles from which the loss learns. A served model that shares devices with trainers is offloaded while they work,
+    so no response may be scored at this time.
     """
     served = {name: role for name, role in roles_of(config).items() if role.is_served}
     called = {name for each in single_rewards(reward) if (name := getattr(each, "role", ""))}

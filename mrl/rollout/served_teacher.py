@@ -42,7 +42,10 @@ def top_k_of_rows(
 def _top_k_of_row(
     urls: Callable[[], Sequence[str]], number: int, block: TokenBlock, row: int, k: int, deadline: float
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """Return log-probabilities [n, k] and token ids [n, k] for the n sampled tokens of a row. Attempt i uses server number + i."""
+    """Return log-probabilities [n, k] and token ids [n, k] for the n sampled tokens of a row.
+
+    Attempt i asks the server with the index `number` + i.
+    """
     start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
     sampled = block.sampled_index[(block.sampled_index >= start) & (block.sampled_index < end)] - start
     if not len(sampled):

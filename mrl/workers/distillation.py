@@ -61,8 +61,9 @@ class DivergenceHead:
         log_t = torch.cat(
             [torch.empty(0, k + 1, device=hidden.device), *(each.outputs["top_logprobs"] for each in teachers)]
         )
+        rows = _rows(hidden, index) if len(teachers) == 1 else hidden.index_select(0, index)
         log_s = linear_bucket_logprobs(
-            _rows(hidden, index), weight, ids, groups.tp_group(), self.vocab_size, self.temperature, self.chunk_size
+            rows, weight, ids, groups.tp_group(), self.vocab_size, self.temperature, self.chunk_size
         )
         values = divergence_of(self.distillation.formula(), log_t, log_s)
         masses = [1 - logprobs[:, -1].detach().exp() for logprobs in (log_t, log_s)]
@@ -70,7 +71,7 @@ class DivergenceHead:
 
 
 def _rows(hidden: Tensor, index: Tensor) -> Tensor:
-    """Return the rows `index` of hidden states. The indices ascend, so an index of every row selects all rows without a copy."""
+    """Return the rows `index` of hidden states. The indices of one teacher ascend, so that those of all rows need no copy."""
     return hidden if len(index) == len(hidden) else hidden.index_select(0, index)
 
 

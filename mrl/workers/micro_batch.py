@@ -114,7 +114,7 @@ def _teacher_tensors(
 ) -> TeacherTensors:
     """Return the teacher's outputs for the sampled tokens that this rank predicts.
 
-    `by_row`: index of a row of the micro-batch -> outputs of its sampled tokens. `lengths`: numbers of sampled tokens of all rows.
+    `by_row`: index of a row of the micro-batch -> outputs of its sampled tokens. `lengths` [B]: numbers of sampled tokens.
     `local_sampled` [local R]: which of the R sampled tokens this rank predicts, ascending.
     """
     ends = np.cumsum(lengths)

@@ -1,4 +1,4 @@
-"""Whole runs that distil a toy teacher: the divergence falls, an engine may serve the teacher, and a killed run goes on bit for bit."""
+"""Whole runs that distil a toy teacher: the divergence falls, engines may serve the teacher, and a killed run is repeated exactly."""
 
 import numpy as np
 import pytest

@@ -86,7 +86,7 @@ def test_the_parts_make_an_update(name):
     )
     given = {n: rng.normal(size=11).astype(np.float32) for n in ("values", "teacher_logprobs", "ref_logprobs")}
     given["old_logprobs"] = case.old.astype(np.float32)
-    columns = {n: given[n] for n in advantage_pipeline.needs - {"greedy_rewards"} - TEACHER_OUTPUTS}  # what it says it needs is enough
+    columns = {n: given[n] for n in advantage_pipeline.needs - {"greedy_rewards"} - TEACHER_OUTPUTS}  # enough
     found = advantage_pipeline(scored, columns, kl.coef if kl else 0.0, [0])
     assert found.rejected.any() == masked
     case.advantages[:], logprobs = found.columns["advantages"], torch.tensor(case.logprobs, requires_grad=True)
