@@ -171,7 +171,7 @@ class EngineClient(EngineControl):
 
     def top_logprobs(
         self, tokens: Sequence[int], first: int, k: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """Compute the k most probable tokens that could follow each prefix of a sequence, at temperature 1. Samples nothing.
 
         Args:
@@ -186,20 +186,26 @@ class EngineClient(EngineControl):
             EngineError: the server refuses the request, or returns fewer tokens.
         """
         body = dict(
-            input_ids=list(tokens),
-            sampling_params=dict(max_new_tokens=0, temperature=1.0),
+            input_ids=[list(tokens)],
+            sampling_params=[dict(max_new_tokens=0, temperature=1.0)],
             return_logprob=True,
-            logprob_start_len=first - 1,  # the first entry of the answer is about this token, and is empty
+            logprob_start_len=first - 1,  # the answer has nothing about this token, and everything about later tokens
             top_logprobs_num=k,
+            return_flat_raw_top_logprobs=True,
+            return_flat_raw_top_logprobs_b64=True,
         )
-        entries = self._parse("/generate", self._post("/generate", body))["meta_info"]["input_top_logprobs"][1:]
-        if len(entries) != len(tokens) - first or any(len(entry) != k for entry in entries):
+        (answer,) = self._parse("/generate", self._post("/generate", body))
+        info, shape = answer["meta_info"], [len(tokens) - first, k]
+        if (found := info.get("input_top_logprobs_shape")) != shape:
             raise EngineError(
-                f"{self.url} returned the most probable tokens of {len(entries)} positions; expected {k} tokens for each of "
-                f"{len(tokens) - first} positions."
+                f"{self.url} returned the most probable tokens as an array of shape {found}; expected {shape}, as from SGLang "
+                "0.5.23."
             )
-        values = np.array([[(logprob, token) for logprob, token, *_ in entry] for entry in entries]).reshape(-1, k, 2)
-        return values[..., 0], values[..., 1].astype(np.int32)
+        logprobs, ids = (
+            np.frombuffer(base64.b64decode(info[f"input_top_logprobs_{name}_flat_b64"]), dtype).reshape(shape)
+            for name, dtype in (("val", "<f4"), ("idx", "<i4"))
+        )
+        return logprobs, ids
 
     async def post_async(self, http: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int, bytes, str]:
         """Send a JSON body by POST, without a deadline. Returns the status, the content and the content type of the answer.

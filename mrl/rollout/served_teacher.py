@@ -35,13 +35,13 @@ def top_k_of_rows(
         ]
         answers = [call.result() for call in calls]
     logprobs, ids = (np.concatenate(arrays) for arrays in zip(*answers, strict=True))
-    rest = np.maximum(1 - np.exp(logprobs).sum(1, keepdims=True), LEAST_REST)
+    rest = np.maximum(1 - np.exp(logprobs, dtype=np.float64).sum(1, keepdims=True), LEAST_REST)
     return {"top_logprobs": np.concatenate([logprobs, np.log(rest)], 1).astype(np.float32), "top_ids": ids}
 
 
 def _top_k_of_row(
     urls: Callable[[], Sequence[str]], number: int, block: TokenBlock, row: int, k: int, deadline: float
-) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """Return log-probabilities [n, k] and token ids [n, k] for the n sampled tokens of a row.
 
     Attempt i asks the server with the index `number` + i.
@@ -49,7 +49,7 @@ def _top_k_of_row(
     start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
     sampled = block.sampled_index[(block.sampled_index >= start) & (block.sampled_index < end)] - start
     if not len(sampled):
-        return np.empty((0, k)), np.empty((0, k), np.int32)
+        return np.empty((0, k), np.float32), np.empty((0, k), np.int32)
     tokens, first = block.tokens[start:end].tolist(), int(sampled[0])
     while True:
         servers = urls()
