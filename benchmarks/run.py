@@ -54,6 +54,7 @@ PROGRAMS = (
     Program("balance", "balance.py --seeds 3", 90),
     Program("weight_sync bytes", "weight_sync.py bytes", 90),
     Program("logprobs_memory", "logprobs_memory.py --positions 2048 --repeats 3", 150),
+    Program("distillation_memory", "distillation_memory.py --positions 2048 --vocab 32000 --dtype float32", 150),
     Program("compute_only_what_matters", "compute_only_what_matters.py --hidden 128 --repeats 3", 180),
     Program("training_step model", "training_step.py --sizes model --repeats 3", 240),
     Program("training_step toy", "training_step.py --sizes toy --repeats 5", 150),

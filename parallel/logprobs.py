@@ -50,36 +50,33 @@ def linear_logprobs(  # noqa: PLR0913  terms of one formula
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: expected 1 or more, such as 1024.")
-    first = group.rank() * weight.size(0)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     needs = needs_entropy, needs_sum_pi_squared, needs_grad
-    head = _Head(group, first, vocab_size - first, temperature, chunk_size, *needs)
+    head = _Head(group, group.rank() * weight.size(0), vocab_size, temperature, chunk_size, *needs)
     return _LinearLogprobs.apply(hidden, weight, targets, head)
 
 
 @dataclass(frozen=True)
-class _Head:
-    """Settings of the output layer on this rank, without its weight."""
+class OutputLayer:
+    """Settings of a vocabulary-parallel output layer on this rank, without its weight [V/tp, H]."""
 
     group: ProcessGroup
     first_row: int  # token id of weight row 0
-    real_rows: int  # weight rows from this index on are padding; may be negative or larger than the number of rows
+    vocab_size: int  # number of real tokens; weight rows of larger token ids are padding
     temperature: float
     chunk_size: int
-    needs_entropy: bool
-    needs_sum_pi_squared: bool
-    needs_grad: bool
 
     def chunks(self, positions: int) -> list[slice]:
         return [slice(i, min(i + self.chunk_size, positions)) for i in range(0, positions, self.chunk_size)]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return logits / temperature [n, V/tp] of hidden [n, H], in float32 or wider."""
-        logits = _product(hidden, weight.T)
+        logits = product(hidden, weight.T)
         if self.temperature != 1.0:
             logits.div_(self.temperature)
-        if self.real_rows < logits.size(1):
-            logits[:, max(self.real_rows, 0) :] = PADDING_LOGIT
+        real_rows = self.vocab_size - self.first_row  # may be negative, or larger than the number of rows
+        if real_rows < logits.size(1):
+            logits[:, max(real_rows, 0) :] = PADDING_LOGIT
         return logits
 
     def softmax(self, hidden: Tensor, weight: Tensor, normalizer: Tensor) -> Tensor:
@@ -87,12 +84,21 @@ class _Head:
         return self.logits(hidden, weight).sub_(normalizer[:, None]).exp_()
 
     def locate(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return two tensors [n, 1]: the weight row of each target, and whether this rank has the row.
+        """Return two tensors [n, 1] for targets [n]: the weight row of each target, and whether this rank has the row.
 
-        If this rank does not have the row of a target, the returned row index is arbitrary.
+        Targets [n, k] give two tensors [n, k]. If this rank does not have the row of a target, the row index is arbitrary.
         """
-        row = (targets - self.first_row)[:, None]
+        row = (targets[:, None] if targets.dim() == 1 else targets) - self.first_row
         return row.clamp(0, rows - 1), (row >= 0) & (row < rows)
+
+
+@dataclass(frozen=True)
+class _Head(OutputLayer):
+    """Settings of the output layer, and the results that are needed."""
+
+    needs_entropy: bool
+    needs_sum_pi_squared: bool
+    needs_grad: bool
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -101,7 +107,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor, Tensor]:
         positions, rows = len(hidden), len(weight)
-        sums = hidden.new_empty(5, positions, dtype=_accumulation_dtype(hidden.dtype))
+        sums = hidden.new_empty(5, positions, dtype=accumulation_dtype(hidden.dtype))
         exp = sums.new_empty(0, rows)
         for chunk in head.chunks(positions):
             del exp  # frees the memory before the logits of the next chunk are computed
@@ -145,7 +151,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[chunk])
             if needs_weight:
-                d_weight = _add_product(d_weight, d_logits.T, hidden[chunk])
+                d_weight = add_product(d_weight, d_logits.T, hidden[chunk])
             del softmax, d_logits  # frees the memory before the logits of the next chunk are computed
         if needs_weight:
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
@@ -209,18 +215,18 @@ def _sum_over_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
     return whole_peak, *parts.unbind()
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """Return total + left @ right, accumulated in float32 or wider. Overwrites `total` if the dtypes allow it."""
     if total is None:
         return left @ right
-    if total.dtype == left.dtype == _accumulation_dtype(left.dtype):
+    if total.dtype == left.dtype == accumulation_dtype(left.dtype):
         return total.addmm_(left, right)
-    return total.to(_accumulation_dtype(total.dtype)).add_(_product(left, right))
+    return total.to(accumulation_dtype(total.dtype)).add_(product(left, right))
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
     """Return the matrix product left @ right in float32 or wider."""
-    wide = _accumulation_dtype(left.dtype)
+    wide = accumulation_dtype(left.dtype)
     if left.dtype != wide and returns_float32_products(left.device):
         return torch.mm(left, right, out_dtype=wide)
     return (left @ right).to(wide)
@@ -231,6 +237,6 @@ def returns_float32_products(device: torch.device) -> bool:
     return device.type == "cuda" and "dtype" in torch.ops.aten.mm.overloads()
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

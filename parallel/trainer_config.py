@@ -1,4 +1,4 @@
-"""Settings of a trainer that the driver also needs: optimizer, learning-rate schedule and offload level.
+"""Settings of a trainer that the driver also needs: optimizer, learning-rate schedule, offload level and divergence.
 
 This module does not import torch.
 """
@@ -15,6 +15,43 @@ class OffloadLevel(IntEnum):
     FULLY_OFFLOADED = 0  # the model occupies no device memory
     WEIGHTS_LOADED = 1  # parameters and buffers: enough for forward passes and weight sync
     FULLY_LOADED = 2  # also gradients and optimizer state: enough for training
+
+
+class DivergenceKind(StrEnum):
+    """Name of a divergence between the distributions of a teacher and of a student (see Divergence)."""
+
+    forward_kl = "forward_kl"
+    reverse_kl = "reverse_kl"
+    js = "js"
+
+
+LEAST_REST = 1e-6
+"""Least probability of all tokens outside the top k together. Float32 sums of probabilities are not more exact than this."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Divergence, in nats, between the distribution t of a teacher and the distribution s of a student.
+
+        forward_kl  KL(t || s) = sum_j t_j log(t_j / s_j)
+        reverse_kl  KL(s || t) = sum_j s_j log(s_j / t_j)
+        js          beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s, the generalized Jensen-Shannon
+                    divergence (GKD, Agarwal et al. 2024, eq. 1). Its gradient, divided by beta, tends to that of forward_kl for
+                    beta -> 0; divided by 1 - beta, to that of reverse_kl for beta -> 1
+
+    Raises ValueError for another kind, and for `js` with a beta that is not between 0 and 1.
+    """
+
+    kind: DivergenceKind = DivergenceKind.reverse_kl
+    beta: float = 0.5  # weight of the teacher in m; only js uses it
+
+    def __post_init__(self) -> None:
+        if self.kind not in list(DivergenceKind):
+            raise ValueError(f"divergence={self.kind!r}: expected {', '.join(DivergenceKind)}.")
+        if self.kind == DivergenceKind.js and not 0 < self.beta < 1:
+            raise ValueError(
+                f"beta={self.beta}: must be between 0 and 1. For 0 use divergence=forward_kl, for 1 divergence=reverse_kl."
+            )
 
 
 class LrSchedule(StrEnum):

@@ -35,6 +35,20 @@ _HEADS: dict[HeadKind, list[ParamMapping]] = {
 """Rows of the heads that replace the output layer."""
 
 
+def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup) -> Tensor:
+    """Return this rank's rows [V/tp, H] of the output layer of a language model in a Hugging Face folder.
+
+    The rows are divided over the ranks of `group` as Megatron divides them; the last ranks have padding if they do not divide
+    evenly. `family_path`: the user's own model family, see ModelSpec.
+    """
+    config, weights = HFConfig.load(folder, family_path), HFWeights(folder)
+    family = family_of(config)
+    arch = family.read(config)
+    rows = {row.megatron: row for row in family.param_mappings(arch)}
+    row = _TIED_COPY if arch.tied_embeddings else rows[OUTPUT_WEIGHT]
+    return row.to_megatron([weights[name] for name in row.hf], arch.sizes, group.rank(), group.size()).clone()
+
+
 class WeightBridge:
     """Converts between the parameters of this rank and Hugging Face tensors, by the family's table."""
 

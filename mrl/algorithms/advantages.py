@@ -427,6 +427,17 @@ class OnPolicyDistillation:
         return Advantages(advantages + self.reward_coef * broadcast_to_tokens(other.advantages, inputs), other.returns)
 
 
+@dataclass(frozen=True)
+class NoAdvantage:
+    """Advantage 0 of every response, for a loss that reads no advantages, such as Distillation without a policy loss."""
+
+    uses_token_rewards: ClassVar[bool] = False
+
+    def __call__(self, inputs: AdvantageInputs) -> Floats:
+        """Return zeros [B]."""
+        return np.zeros(len(inputs.lengths))
+
+
 def discounted_sums(values: Floats, lengths: NDArray[np.int64], factor: float) -> Floats:
     """Return x [R] where x[t] = values[t] + factor * x[t + 1] within each response, and x is 0 after the last token.
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.corrections import Correction
+from mrl.algorithms.distillation import Distillation
 from mrl.algorithms.inputs import AdvantageInputs, LossInputs, join_extra_columns, needs_of, to_numbers
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
@@ -97,6 +98,16 @@ class Objective:
         """The config keys and the names of the policy loss and the correction, for errors."""
         parts = {"algorithm.loss": self.policy, "algorithm.correction": self.correction}
         return ", ".join(f"{key}: {describe_plug_in(part)}" for key, part in parts.items() if part)
+
+    @property
+    def uses_logprobs(self) -> bool:
+        """Whether the gradient flows through the log-probabilities of the sampled tokens."""
+        return getattr(self.policy, "uses_logprobs", True) or self.kl is not None
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """What the output head must compute of a teacher; None: nothing."""
+        return getattr(self.policy, "distillation", None)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.corrections import ImportanceSampling, compares_old_policy
+from mrl.algorithms.distillation import TEACHER_OUTPUTS
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.inputs import needs_of
 from mrl.algorithms.kl import KLPenalty
@@ -19,7 +20,7 @@ from mrl.algorithms.losses import ValueLossFunction
 from mrl.algorithms.objective import AGGREGATIONS, EntropyBonus, Objective, TokenWeighting
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import AlgorithmConfig, Config, Node
-from mrl.config.validate import roles_of
+from mrl.config.validate import roles_of, teachers_of
 from mrl.core.user_code import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
@@ -112,7 +113,8 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
             f"algorithm.kl_in_reward: {plug_in_name(advantage)} does not use token rewards; use algorithm.kl_in_loss."
         )
     role_columns = {role.column for role in roles_of(config).values() if not role.is_served}
-    _check_needs(needs, advantage, COLUMNS | role_columns)
+    _check_distillation(config, objective, needs)
+    _check_needs(needs, advantage, COLUMNS | role_columns | TEACHER_OUTPUTS)
     group_filter = config.rollout.filter
     rollout_filter = instantiate_callable(group_filter, "rollout.filter", ["rewards"]) if group_filter else None
     terms: dict[str, Term | None] = dict(kl_reward=reward_penalty, kl_loss=objective.kl, entropy=objective.entropy)
@@ -146,6 +148,21 @@ def _check_needs(needs: frozenset[str], advantage: Advantage, columns: frozenset
         )
 
 
+def _check_distillation(config: Config, objective: Objective, needs: frozenset[str]) -> None:
+    """Raise ValueError if the algorithm reads outputs of a teacher that nothing computes."""
+    if not (outputs := needs & TEACHER_OUTPUTS):
+        return
+    if not teachers_of(config):
+        raise ValueError(
+            "roles.teacher.path must name a Hugging Face folder: algorithm.loss compares the policy with this model."
+        )
+    if objective.distillation is None or len(outputs) > 1:
+        raise ValueError(
+            f"algorithm: a part names {', '.join(sorted(outputs))} in its attribute `needs`, but only one loss of the class "
+            "mrl.algorithms.distillation.Distillation, in algorithm.loss, can read these outputs."
+        )
+
+
 def build_objective(config: Config) -> Objective:
     """Build the objective that the actor's optimizer minimises. Raises ValueError if the parts of the objective conflict."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
@@ -156,10 +173,11 @@ def build_objective(config: Config) -> Objective:
             "algorithm.old_logprobs=rollout makes the engine's policy the old policy, so algorithm.correction has nothing to "
             "correct; set algorithm.old_logprobs=recompute, remove algorithm.correction, or give it numerator=current."
         )
-    if config.rollout.staleness and not (correction or from_rollout):
+    policy = instantiate_callable(algorithm.loss, "algorithm.loss", ["inputs"])
+    if config.rollout.staleness and not (correction or from_rollout) and getattr(policy, "uses_logprobs", True):
         correction = ImportanceSampling()  # otherwise gradients from samples of older weights are biased
     return Objective(
-        policy=instantiate_callable(algorithm.loss, "algorithm.loss", ["inputs"]),
+        policy=policy,
         correction=correction,
         kl=_penalty(algorithm.kl_in_loss, "algorithm.kl_in_loss"),
         entropy=_entropy_bonus(algorithm),
@@ -200,6 +218,15 @@ def build_weighting(config: Config) -> TokenWeighting:
 def build_value_loss(config: Config) -> ValueLossFunction:
     """Build the loss of the critic."""
     return instantiate_callable(config.critic.loss, "critic.loss", ["values", "returns", "old_values"])
+
+
+def refuse_distillation(objective: Objective, command: str) -> None:
+    """Raise ValueError if the loss compares the policy with a teacher, because `command` runs no teacher."""
+    if objective.distillation is not None:
+        raise ValueError(
+            f"algorithm.loss._target_=mrl.algorithms.distillation.Distillation: {command} has no outputs of a teacher; use "
+            "another algorithm, such as algorithm=distill, which has the same model and layout."
+        )
 
 
 def _penalty(node: Node | None, key: str) -> KLPenalty | None:

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mrl.algorithms.parts import build_objective, build_value_loss
+from mrl.algorithms.objective import Objective
+from mrl.algorithms.parts import build_objective, build_value_loss, refuse_distillation
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import build, plan_tools
@@ -56,6 +57,8 @@ def job(config: Config) -> None:
     """Run one parity check: print a table and write parity.json. Exit with status 1 if a difference exceeds its tolerance."""
     try:
         loss = build_value_loss(config) if config.certify.critic else build_objective(config)
+        if isinstance(loss, Objective):
+            refuse_distillation(loss, "mrl certify")
         plan = plan_tools.plan_parity(config)
     except ValueError as error:
         hydra_entry.exit_with_error(error)

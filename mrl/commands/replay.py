@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mrl.algorithms.parts import build_objective
+from mrl.algorithms.parts import build_objective, refuse_distillation
 from mrl.config.command_schema import Dtype
 from mrl.config.hydra_entry import exit_on_user_error, exit_with_error
 from mrl.config.schema import Config, ParallelConfig
@@ -107,6 +107,7 @@ def main(argv: list[str]) -> int:
         folder = dump.weights_folder(weights)
         plan = plan_tools.plan_replay(config, weights.hf_folder if weights.checkpoint else str(folder), dims, against)
         objective = build_objective(config).with_coefs(dump.description.coefs)
+        refuse_distillation(objective, "a step dump")
     sys.stdout.write(_introduction(dump, weights, dims, against))
     signal.signal(
         signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum)

@@ -266,7 +266,7 @@ class RoleConfig:
     """A frozen model beside the actor: an entry of the key `roles`.
 
     With `num_engines` 0, Megatron computes log-probabilities of the sampled tokens under the model. Otherwise SGLang serves the
-    model to rewards.
+    model to rewards. The role `teacher`, and each role with `teaches`, is a teacher, from which distillation learns.
     """
 
     path: str | None = key(
@@ -274,7 +274,15 @@ class RoleConfig:
         "Hugging Face folder. Default: the initial weights of the actor. A model that computes a column must have the tokenizer "
         "of the actor.",
     )
-    column: str = key("", "Column of log-probabilities that the model computes. Default: NAME_logprobs.")
+    column: str = key(
+        "",
+        "Column of log-probabilities that the model computes. Default: teacher_logprobs for a teacher, otherwise NAME_logprobs.",
+    )
+    teaches: list[str] = key(
+        list,
+        "Data sources to whose prompts a teacher gives the distribution that distillation learns. The role `teacher` without "
+        "this key teaches all prompts that no other teacher teaches.",
+    )
     parallel: Node = key(dict, "Sizes of the model's layout that differ from the section parallel, such as {tp: 2}.")
     max_tokens_per_micro_batch: int | None = key(
         None,
@@ -282,7 +290,9 @@ class RoleConfig:
         "tokens",
         least=1,
     )
-    num_engines: int = key(0, "Number of SGLang servers that serve the model to rewards.", "servers", least=0)
+    num_engines: int = key(
+        0, "Number of SGLang servers that serve the model to rewards, or to distillation with top_k.", "servers", least=0
+    )
     engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
     sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")
 

@@ -463,7 +463,7 @@ class Config:
         dict,
         "Frozen models beside the actor. {NAME: {path, column, parallel, max_tokens_per_micro_batch}}: Megatron computes "
         "log-probabilities, as for roles.teacher.path=FOLDER. {NAME: {path, num_engines, engine_tp, sglang}}: SGLang serves the "
-        "model to rewards (docs/concepts/placement.md).",
+        "model to rewards or to distillation (docs/concepts/placement.md). teaches: see docs/how_to/distillation.md.",
     )
     sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

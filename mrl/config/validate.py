@@ -292,11 +292,27 @@ _SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.
 MODEL_ROLES = ("actor", "critic", "engines")
 """Roles that other sections of the config describe."""
 REFERENCE = "reference"  # name of the role that computes ref_logprobs
+TEACHER = "teacher"  # name of the role that teaches all prompts that no other role teaches
 
 
 def roles_of(config: Config) -> dict[str, RoleConfig]:
     """Return the key `roles` as objects, by name. Raises ValueError for a wrong name, an unknown field or a wrong type."""
     return {name: _role(name, node) for name, node in config.roles.items()}
+
+
+def teachers_of(config: Config) -> dict[str, RoleConfig]:
+    """Return the roles from which distillation may learn, by name. Raises ValueError if two teach the same data source."""
+    teachers = {name: role for name, role in roles_of(config).items() if name == TEACHER or role.teaches}
+    by_source: dict[str, str] = {}
+    for name, role in teachers.items():
+        for source in role.teaches:
+            if other := by_source.get(source):
+                raise ValueError(
+                    f"roles.{name}.teaches={role.teaches}: roles.{other} teaches the data source {source!r} too; each has one "
+                    "teacher."
+                )
+            by_source[source] = name
+    return teachers
 
 
 @dataclass(frozen=True)
@@ -350,7 +366,8 @@ def _role(name: str, node: Any) -> RoleConfig:
         return role
     if extra := [field_name for field_name in ("engine_tp", "sglang") if node.get(field_name)]:
         raise ValueError(f"{key}.{extra[0]}: applies only to a model that SGLang serves; set {key}.num_engines too.")
-    return replace(role, column=role.column or ("ref_logprobs" if name == REFERENCE else f"{name}_logprobs"))
+    prefix = "ref" if name == REFERENCE else TEACHER if role.teaches else name
+    return replace(role, column=role.column or f"{prefix}_logprobs")
 
 
 def _check_partial_layout(key: str, layout: Node) -> None:

@@ -1,6 +1,6 @@
 """Builds the objects that run `mrl train`, `mrl certify` and `mrl replay` from plans, and starts their processes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,12 +18,14 @@ from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_s
 from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
-from mrl.config.validate import roles_of
+from mrl.config.validate import roles_of, teachers_of
 from mrl.controller.loop_parts import Phases
+from mrl.controller.plan_distillation import taught_responses
 from mrl.controller.plan_drawing import num_prompts
 from mrl.controller.plan_models import ModelPlan
 from mrl.controller.plan_train import TrainPlan, learning_settings
 from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
+from mrl.controller.served_roles import ServedTeacher
 from mrl.controller.trainer import Trainer, TrainingResult, TrainingSchedule, used_prompts
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
@@ -369,11 +371,44 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
     if plan.critic:
         critic = _build_critic(plan.critic, groups["critic"], plan.algorithm.value_loss, updates)
         scorers.append(critic.begin_values)
+    return _Models(actor, critic, _served_teachers(plan, processes) + scorers + _role_scorers(plan, groups))
+
+
+def _role_scorers(plan: TrainPlan, groups: Mapping[str, WorkerGroup]) -> list[ColumnPass]:
+    """Return the forward passes of the models of the key `roles` that Megatron computes."""
+    config, distillation = plan.config, plan.algorithm.objective.distillation
+    teachers = teachers_of(config) if distillation else {}
+    scorers: list[ColumnPass] = []
     for name, role in roles_of(config).items():
-        if name in plan.others:
-            scorer = RoleScorer(groups[name], plan.others[name].packing, config.rollout.temperature, role.column)
+        if name not in plan.others:
+            continue
+        rows = taught_responses(config, name, plan.data_source)
+        packing, temperature = plan.others[name].packing, config.rollout.temperature
+        scorer = RoleScorer(groups[name], packing, temperature, role.column, rows)
+        if role.column in plan.algorithm.needs:
             scorers.append(scorer.begin_logprobs)
-    return _Models(actor, critic, scorers)
+        if distillation and name in teachers:
+            options = dict(teacher=name, temperature=distillation.temperature, top_k=distillation.top_k)
+            scorers.append(partial(scorer.begin_teacher_outputs, **options))
+    return scorers
+
+
+def _served_teachers(plan: TrainPlan, processes: RunProcesses) -> list[ColumnPass]:
+    """Return the forward passes of the teachers that SGLang serves. They come first, while the servers are on their devices."""
+    config, distillation = plan.config, plan.algorithm.objective.distillation
+    if distillation is None or distillation.top_k is None:
+        return []
+    return [
+        ServedTeacher(
+            processes.rollout.worker,
+            name,
+            distillation.top_k,
+            taught_responses(config, name, plan.data_source),
+            processes.scheduler.load,
+        ).begin_teacher_outputs
+        for name, role in teachers_of(config).items()
+        if role.is_served
+    ]
 
 
 def _build_critic(

@@ -13,7 +13,7 @@ from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.losses import Loss
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import ProcessesLostError
-from mrl.core.types import AdvantageResult, Handle, Rollouts
+from mrl.core.types import AdvantageResult, Handle, Rollouts, TeacherPart
 from mrl.data.prompts import PromptStream
 from mrl.workers.group import PendingCall
 from mrl.workers.model_trainers import ActorUpdate
@@ -162,6 +162,7 @@ class StepRecord:
     step: int = 0  # index of the step, from 0
     metrics: Metrics = field(default_factory=dict)
     rollouts: Rollouts | None = None  # result of `generate`; None before
+    teachers: dict[str, Sequence[TeacherPart]] = field(default_factory=dict)  # outputs of the teachers, from `score`
     updates: list[ActorUpdate] = field(default_factory=list)
     has_trained: bool = (
         False  # whether an update has begun; the trainers may then have newer weights than before the step

@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from models.families import family_of
+from mrl.algorithms.distillation import TEACHER_HIDDEN
 from mrl.config.schema import Config
+from mrl.config.validate import teachers_of
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -39,6 +41,7 @@ class MemoryEstimator:
     models: dict[str, ModelPlan]  # by role
     has_reference: bool
     topology: Topology | None  # parallel sizes of one engine; None if the run starts no engines
+    teachers: tuple[str, ...] = ()  # roles whose output layers the actor needs for distillation over the whole vocabulary
 
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:
@@ -56,7 +59,8 @@ class MemoryEstimator:
     def _of(cls, config: Config, needs: frozenset[str], models: dict[str, ModelPlan]) -> MemoryEstimator:
         starts_engines = not (config.rollout.replay or config.rollout.engine_urls)
         topology = engine_topology(config, models["actor"]) if starts_engines else None
-        return cls(config, models, actor_holds_reference(needs, models), topology)
+        teachers = tuple(teachers_of(config)) if TEACHER_HIDDEN in needs else ()
+        return cls(config, models, actor_holds_reference(needs, models), topology, teachers)
 
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
@@ -84,6 +88,7 @@ class MemoryEstimator:
             role,
             head="value" if role == "critic" else "vocabulary",
             trained=plan.optimizer is not None,
+            teacher_hidden=sum(self.shapes[name].hidden for name in self.teachers) if role == "actor" else 0,
             kernels=GPU_KERNELS if config.cluster.hardware.name else CPU_KERNELS,
         )
         return RoleModel(self.shapes[role], dims, settings, plan.context)

@@ -21,10 +21,11 @@ from models.megatron_overrides import (
     check_load_balancing,
     check_megatron_overrides,
 )
+from mrl.algorithms.distillation import TEACHER_OUTPUTS
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.process_schema import RoleConfig, Transport
 from mrl.config.schema import Config
-from mrl.config.validate import roles_of, token_budgets
+from mrl.config.validate import roles_of, teachers_of, token_budgets
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
@@ -75,8 +76,9 @@ def plan_models(
     models = dict(actor=plan_model(config, actor_path or config.model.path, weights=weights))
     if "values" in needs:
         models["critic"] = _plan_critic(config, models["actor"], weights)
+    teachers = teachers_of(config) if needs & TEACHER_OUTPUTS else {}
     for name, role in roles_of(config).items():
-        if not role.is_served and role.column in needs:
+        if not role.is_served and (role.column in needs or name in teachers):
             models[name] = _plan_role(config, name, role, models["actor"], weights)
     return models
 

@@ -4,17 +4,19 @@ Every mistake that a user can make is found here. Each function raises ValueErro
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.algorithms.distillation import TEACHER_OUTPUTS
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config, SftConfig
-from mrl.config.validate import REFERENCE, roles_of
+from mrl.config.validate import REFERENCE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
+from mrl.controller.plan_distillation import check_distillation, check_taught_sources
 from mrl.controller.plan_drawing import (
     check_epochs,
     check_sampling,
@@ -142,10 +144,13 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     finished_warm_start = find_finished_warm_start(config)
     models = plan_models(config, algorithm.needs, actor_path=finished_warm_start)
     actor = models["actor"]
+    check_distillation(config, algorithm, models)
     sampling, evaluations = plan_sampling(config), plan_evaluations(config)
     check_sampling(config, sampling, evaluations, actor.arch.vocab_size)
     warn_of_sampling(config, algorithm.objective)
     train, test = load_prompt_datasets(config, actor, reward, evaluations)
+    sources = [train.data_source(row) for row in range(len(train))] + ([OFFLINE] if config.data.offline.path else [])
+    check_taught_sources(config, algorithm, sources)
     rules = plan_drawing(config, train)
     check_epochs(config, len(train))
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
@@ -181,7 +186,8 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_time_sharing(config, plan.colocated_roles)
     rewards = {"reward": reward}
     rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(evaluations).items()}
-    check_served_roles(config, rewards, plan.colocated_roles)
+    teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()
+    check_served_roles(config, rewards, plan.colocated_roles, teachers)
     check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
@@ -198,8 +204,9 @@ def algorithm_of(config: Config) -> AlgorithmParts:
 
 
 def _warn_of_unused_roles(config: Config, algorithm: AlgorithmParts) -> None:
+    teachers = teachers_of(config) if algorithm.needs & TEACHER_OUTPUTS else {}
     for name, role in roles_of(config).items():
-        if not role.is_served and role.column not in algorithm.needs:
+        if not role.is_served and role.column not in algorithm.needs and name not in teachers:
             show_warning(
                 f"roles.{name}: is not started, because no part of the algorithm reads the column {role.column}."
             )
@@ -238,7 +245,8 @@ def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSett
         lr=config.optim.lr,
         advantage=plug_in_name(advantage),
         group_relative=getattr(advantage, "group_relative", False),
-        reads_rewards="teacher_logprobs" not in algorithm.needs or getattr(advantage, "uses_token_rewards", True),
+        reads_rewards=not algorithm.needs & (TEACHER_OUTPUTS | {"teacher_logprobs"})
+        or getattr(advantage, "uses_token_rewards", True),
         mask_truncated=config.algorithm.mask_truncated,
     )
 
@@ -279,12 +287,16 @@ def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]
 
 
 def check_served_roles(
-    config: Config, rewards: Mapping[str, Reward], colocated_roles: frozenset[frozenset[str]]
+    config: Config,
+    rewards: Mapping[str, Reward],
+    colocated_roles: frozenset[frozenset[str]],
+    teachers: Collection[str] = (),
 ) -> None:
     """Raise ValueError if rewards call roles that are not served, or if a served role cannot share its devices.
 
-    A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this time.
-    `rewards`: config key -> reward, for the reward of the run and those of held-out sets.
+    `rewards`: config key -> reward, for the reward of the run and those of held-out sets. `teachers`: roles from which the loss
+    learns. A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this
+    time.
     """
     served = {name: role for name, role in roles_of(config).items() if role.is_served}
     called = {name: key for key, reward in rewards.items() for name in called_roles(reward)}
@@ -295,7 +307,7 @@ def check_served_roles(
         )
     for name, role in served.items():
         check_server_args(role.sglang, f"roles.{name}.sglang")
-        if name not in called:
+        if name not in called and name not in teachers:
             show_warning(f"roles.{name}: no reward calls this model; name it in the argument `role` of a reward.")
         shared = {other for roles in colocated_roles if name in roles for other in roles} - {name, ENGINES, *served}
         if shared and (config.rollout.staleness or config.rollout.over_sample_rate):

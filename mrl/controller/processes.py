@@ -19,6 +19,7 @@ from mrl.config.validate import roles_of
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.loop_parts import State
+from mrl.controller.plan_distillation import output_layer_folders
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
 from mrl.controller.plan_train import TrainPlan
 from mrl.controller.served_roles import ServedModel, on_slots, served_groups, served_roles
@@ -112,6 +113,8 @@ class RunProcesses:
         if self.models.roles_beside_actor:
             self.models.start_others(self._paths_of_others())
             self.startup.ready(" and ".join(self.models.roles_beside_actor) + " ready")
+        if folders := self._output_layers_of_teachers():
+            actor.call(TrainWorker.load_teacher_weights, folders)
         if checkpoint:
             for role, group in self.models.trained_groups.items():
                 group.call(TrainWorker.load, str(checkpoint.path / role))
@@ -137,6 +140,12 @@ class RunProcesses:
         if not (warm_start and warm_start.output):
             return {}
         return {role: warm_start.output for role in self.plan.others if not paths[role]}
+
+    def _output_layers_of_teachers(self) -> dict[str, str]:
+        """Return teacher -> folder from which the actor's ranks read the output layer of this teacher."""
+        folders = output_layer_folders(self.plan.config, self.plan.algorithm, self.plan.others)
+        paths = self._paths_of_others()
+        return {name: str(Path(paths.get(name, folder)).resolve()) for name, folder in folders.items()}
 
     def restart_trainers(self) -> None:
         """Kill the trainer ranks of all models, and start building the actor in new trainer ranks."""

@@ -1,17 +1,22 @@
-"""Models of the key `roles` that SGLang serves to rewards: their servers, and their memory for the MemoryScheduler."""
+"""Models of the key `roles` that SGLang serves: their servers, their memory for the MemoryScheduler, and teachers among them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mrl.config.process_schema import RoleConfig
 from mrl.config.schema import Config
 from mrl.config.validate import roles_of
+from mrl.core.types import Rollouts
 from mrl.placement.placement_groups import RolePlacement
 from mrl.rollout.engines.server_args import default_server_args, memory_saver_args
 from mrl.rollout.manager import RolloutWorkerHandle
 from mrl.rollout.spec import ServerGroup
 from mrl.rollout.worker import RolloutWorker
+from mrl.workers.group import ComputedColumns, PendingCall
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,27 @@ class ServedModel:
     def load_to_device(self) -> None:
         """Allocate the memory of the servers again."""
         self.worker().call(RolloutWorker.load_served, self.name)
+
+
+@dataclass(frozen=True)
+class ServedTeacher:
+    """A teacher that SGLang serves. It computes its most probable tokens at the sampled tokens."""
+
+    worker: RolloutWorkerHandle
+    name: str  # key in the section `roles`
+    top_k: int
+    rows: Callable[[Rollouts], NDArray[np.bool_]]  # returns [B]: the responses that it computes
+    load: Callable[[str], None]  # loads a role to its devices
+
+    def begin_teacher_outputs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
+        """Begin to compute what distillation reads of this model."""
+        rows = np.flatnonzero(self.rows(rollouts))
+        if not len(rows):
+            return PendingCall(lambda: ComputedColumns({}, 0.0))
+        self.load(self.name)
+        method = RolloutWorker.compute_teacher_outputs
+        result = self.worker.begin(method, rollouts.block, rows, self.name, self.top_k)
+        return PendingCall(result).then(lambda found: ComputedColumns({}, found[1], {self.name: [found[0]]}))
 
 
 def on_slots(group: ServerGroup, placement: RolePlacement) -> ServerGroup:

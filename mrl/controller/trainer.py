@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -155,14 +155,23 @@ class Trainer:
         return rollouts
 
     def score(self, rollouts: Rollouts) -> dict[str, list[Handle]]:
-        """Let the trainer ranks compute the columns [R] that the algorithm needs: name -> handles of the parts of the column."""
+        """Let the trainer ranks compute the columns [R] that the algorithm needs: name -> handles of the parts of the column.
+
+        Several models may compute parts of one column. The outputs of teachers that distillation reads stay in Ray's object store
+        until `update`.
+        """
         with self.phase("score"):
             calls = [
                 begin(rollouts) for begin in self.scorers
             ]  # models with devices of their own compute at the same time
             computed = [call.result() for call in calls]
         self.record.add_seconds("spent/score_s", sum(each.seconds for each in computed))
-        return {name: parts for each in computed for name, parts in each.columns.items()}
+        columns: dict[str, list[Handle]] = {}
+        for each in computed:
+            for name, parts in each.columns.items():
+                columns[name] = [*columns.get(name, []), *parts]
+            self.record.teachers |= each.teachers
+        return columns
 
     def estimate(
         self,
@@ -209,6 +218,8 @@ class Trainer:
         """
         record = self.record
         record.check_update()
+        if record.teachers:
+            rollouts = replace(rollouts, teachers=record.teachers)
         with self.phase("update"):
             critic, actor = None, None  # both train at the same time, unless they share devices
             if self.critic and estimates:

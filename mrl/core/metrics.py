@@ -29,6 +29,7 @@ SECTIONS = {
     "loss": "Loss",
     "optim": "Optimizer",
     "advantage": "Advantages",
+    "distill": "Distillation",
     "preference": "Preferences",
     "critic": "Critic",
     "mismatch": "Mismatch between trainer and engine",
@@ -362,6 +363,22 @@ METRICS: dict[str, Metric] = {
     "critic/grad_norm": Metric("", "the critic's gradient norm before clipping", good="constant, without jumps"),
     "critic/lr": Metric(
         "", "the critic's learning rate", ".1e", good="follows the schedule of critic.optim", reduction="last"
+    ),
+    "distill/divergence": Metric(
+        "nats",
+        "divergence between teacher and policy per sampled token (algorithm.loss.divergence), averaged in the way of the loss",
+        label="divergence",
+        good="falls over the run",
+    ),
+    "distill/teacher_mass": Metric(
+        "",
+        "probability that the teacher gives to its algorithm.loss.top_k most probable tokens",
+        good="close to 1; if it is lower, a larger top_k shows the policy more of the teacher's distribution",
+    ),
+    "distill/policy_mass": Metric(
+        "",
+        "probability that the policy gives to the algorithm.loss.top_k most probable tokens of the teacher",
+        good="approaches distill/teacher_mass",
     ),
     "policy/kl_ref": Metric(
         "nats", "mean estimate of KL(policy || reference) per trained token, as in the loss", ".2e", good="rises slowly"

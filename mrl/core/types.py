@@ -47,6 +47,8 @@ class TokenBlock:
     sampled: NDArray[np.bool_] | None = None
     # name -> column [R]; names are, for example, advantages and old_logprobs
     columns: Mapping[str, Column] = field(default_factory=dict)
+    # teacher -> index of a row -> what distillation reads of the teacher for this row; see TeacherOutputs
+    teachers: Mapping[str, Mapping[int, "TeacherOutputs"]] = field(default_factory=dict)
 
     @classmethod
     def from_lists(
@@ -143,6 +145,10 @@ class TokenBlock:
             None if self.routed_experts is None else pick(self.routed_experts, spans),
             None if self.sampled is None else pick(self.sampled, spans),
             {name: pick(column, sampled_spans) for name, column in self.columns.items()},
+            {
+                teacher: {new: by_row[old] for new, old in enumerate(rows.tolist()) if old in by_row}
+                for teacher, by_row in self.teachers.items()
+            },
         )
 
     def save(self, path: Path, **extra: NDArray) -> None:
@@ -218,6 +224,8 @@ class Rollouts:
     prompt_rewards: Sequence[tuple[int, float]] = ()
     num_offline: int = 0  # number of responses from data.offline.path
     sampling_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
+    # teacher -> where the outputs are that distillation reads
+    teachers: Mapping[str, Sequence["TeacherPart"]] = field(default_factory=dict)
 
     @property
     def num_sampled(self) -> int:
@@ -282,12 +290,39 @@ class ColumnPart:
         return dict(zip(self.rows.tolist(), pieces[:-1], strict=True))
 
 
+TeacherOutputs = Mapping[str, NDArray]
+"""What distillation reads of a teacher: several numbers for each of n sampled tokens, by name.
+
+    hidden        [n, H] final hidden states of the teacher. NumPy has no bfloat16, so bfloat16 is stored as int16 with equal bits
+    top_logprobs  [n, k] log-probabilities of the teacher's k most probable tokens, in descending order
+    top_ids       [n, k] int32 ids of these tokens
+"""
+
+
+@dataclass(frozen=True)
+class TeacherPart:
+    """The outputs of a teacher for some rows of a block. The driver knows the rows, and the trainer ranks read the outputs."""
+
+    rows: NDArray[np.int64]  # indices of rows of the block
+    outputs: Handle  # refers to TeacherOutputs of the sampled tokens of these rows, concatenated
+
+
+def teacher_outputs_by_row(
+    rows: NDArray[np.int64], outputs: TeacherOutputs, lengths: NDArray[np.int64]
+) -> dict[int, TeacherOutputs]:
+    """Return the outputs of each of the `rows` by its index. `lengths` [B]: numbers of sampled tokens. Copies nothing."""
+    ends = np.cumsum(lengths[rows])
+    spans = zip(rows.tolist(), ends - lengths[rows], ends, strict=True)
+    return {row: {name: values[start:end] for name, values in outputs.items()} for row, start, end in spans}
+
+
 @dataclass(frozen=True)
 class RankColumns:
     """What one trainer rank computed in a forward pass."""
 
     parts: Mapping[str, Handle]  # name of a column -> refers to a ColumnPart; empty for all ranks of a replica but one
     seconds: float  # duration of the pass on this rank
+    teacher_parts: Sequence[TeacherPart] = ()  # outputs of a teacher; empty for all ranks of a replica but one
 
 
 def assemble_column(parts: Iterable[ColumnPart], lengths: NDArray[np.int64], fill: float | None = None) -> Column:
@@ -333,6 +368,8 @@ class TrainBatch:
     # is here n times counts n times in the loss
     denominator_rows: NDArray[np.int64]
     columns: Handle = None  # refers to a dict, name -> column [R] of the block
+    # teacher -> where the outputs are that distillation reads
+    teachers: Mapping[str, Sequence[TeacherPart]] = field(default_factory=dict)
     # whether all rows of a group are in one micro-batch, for a loss that compares the responses of a group
     whole_groups: bool = False
 

@@ -39,6 +39,7 @@ class TrainerSettings:
     head: HeadKind = "vocabulary"
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
+    teacher_hidden: int = 0  # sum of the hidden sizes of the teachers whose output layers are in memory during an update
     entropy: bool = False  # the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
     micro_batches: int | None = None  # micro-batches of a replica per optimizer step; None: enough to fill the pipeline
@@ -234,4 +235,5 @@ def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSetti
     # The weight gradients of several chunks are summed in float32.
     several_chunks = batch.tokens > settings.logprob_chunk
     element = FLOAT32_BYTES + batch.itemsize if several_chunks else batch.itemsize
-    return 2 * hidden + 3 * chunk + rows * shape.hidden * element
+    teacher = (rows + batch.tokens) * settings.teacher_hidden * batch.itemsize  # output layers and hidden states
+    return 2 * hidden + 3 * chunk + rows * shape.hidden * element + teacher

@@ -245,6 +245,44 @@ class EngineClient(EngineControl):
             record("request", "request", started_at, time.time() - started_at, engine=self.url, **sizes)
         return completions
 
+    def top_logprobs(
+        self, tokens: Sequence[int], first: int, k: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """Compute the k most probable tokens that could follow each prefix of a sequence, at temperature 1. Samples nothing.
+
+        Args:
+            tokens: token ids of the sequence.
+            first: index of the first token, 1 or more, for whose position the most probable tokens are returned.
+            k: number of tokens.
+
+        Returns:
+            Log-probabilities [n, k], the largest first, and token ids [n, k], for the n tokens from `first` on.
+
+        Raises:
+            EngineError: the server refuses the request, or returns fewer tokens.
+        """
+        body = dict(
+            input_ids=[list(tokens)],
+            sampling_params=[dict(max_new_tokens=0, temperature=1.0)],
+            return_logprob=True,
+            logprob_start_len=first - 1,  # the answer has nothing about this token, and everything about later tokens
+            top_logprobs_num=k,
+            return_flat_raw_top_logprobs=True,
+            return_flat_raw_top_logprobs_b64=True,
+        )
+        (answer,) = self._parse("/generate", self._post("/generate", body))
+        info, shape = answer["meta_info"], [len(tokens) - first, k]
+        if (found := info.get("input_top_logprobs_shape")) != shape:
+            raise EngineError(
+                f"{self.url} returned the most probable tokens as an array of shape {found}; expected {shape}, as from SGLang "
+                "0.5.23."
+            )
+        logprobs, ids = (
+            np.frombuffer(base64.b64decode(info[f"input_top_logprobs_{name}_flat_b64"]), dtype).reshape(shape)
+            for name, dtype in (("val", "<f4"), ("idx", "<i4"))
+        )
+        return logprobs, ids
+
     async def post_async(self, http: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int, bytes, str]:
         """Send a JSON body by POST, without a deadline. Returns the status, the content and the content type of the answer.
 

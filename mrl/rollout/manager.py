@@ -69,9 +69,15 @@ class RolloutWorkerHandle:
         self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any, timeout_s: float | None = None
     ) -> T:
         """Call a method of the worker and wait for its result. `method`: for example `RolloutWorker.collect`."""
+        return self.begin(method, *args, timeout_s=timeout_s)()
+
+    def begin[T](
+        self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any, timeout_s: float | None = None
+    ) -> Callable[[], T]:
+        """Call a method of the worker, and return a function that waits for its result."""
         future = getattr(self.actor, method.__name__).remote(*args)
         deadline_s = self.timeout_s if timeout_s is None else timeout_s
-        return self._waiter.get([future], deadline_s, f"{method.__name__}() on the rollout worker")[0]
+        return lambda: self._waiter.get([future], deadline_s, f"{method.__name__}() on the rollout worker")[0]
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait until all engines take requests; return the URLs of all engines."""

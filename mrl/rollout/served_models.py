@@ -61,6 +61,11 @@ class ServedModels:
             self._watcher = threading.Thread(target=self._watch, name="served models", daemon=True)
             self._watcher.start()
 
+    def urls(self, name: str) -> list[str]:
+        """Return the URLs of the servers of a model. Raises ServedModelError if a model is lost."""
+        self.check()
+        return self._servers[name].urls
+
     def check(self) -> None:
         """Raise ServedModelError if a model is lost."""
         if self._lost:

@@ -6,6 +6,7 @@ The driver calls this actor through the rollout manager. The driver sees lengths
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from mrl.algorithms.losses import Loss
 from mrl.core.metrics import Metrics
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, spread
-from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, TokenBlock, assemble_column
+from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, TeacherPart, TokenBlock, assemble_column
 from mrl.core.user_code import describe_plug_in
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
@@ -39,6 +40,7 @@ from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording,
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
 from mrl.rollout.sample_texts import text_samples
 from mrl.rollout.served_models import ServedModels
+from mrl.rollout.served_teacher import top_k_of_rows
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
 from mrl.rollout.step_metrics import LengthBias, SampledStep, prompt_rewards, score_failures, source_names
@@ -301,6 +303,20 @@ class RolloutWorker:
         rejected = result.rejected | (self._all_filtered & is_sampled)
         handle = ray.put({**computed, **result.columns})
         return AdvantageResult(handle, result.zero_advantage, rejected, result.metrics, result.counts)
+
+    def compute_teacher_outputs(
+        self, block: TokenBlock, rows: NDArray[np.int64], teacher: str, top_k: int
+    ) -> tuple[TeacherPart, float]:
+        """Let a served teacher compute its most probable tokens at the sampled tokens of these rows.
+
+        Returns where its outputs are, and the seconds that it took. Raises the errors of `top_k_of_rows`.
+        """
+        start = time.perf_counter()
+        with track_activity("waiting for the teacher"), spans.span("teacher outputs"):
+            outputs = top_k_of_rows(
+                lambda: self.served.urls(teacher), block, rows, top_k, self.spec.request_timeout_s
+            )
+        return TeacherPart(rows, ray.put(outputs)), time.perf_counter() - start
 
     def write_samples(self, step: int) -> None:
         """Write samples of the last collected step to samples.jsonl, with the columns of all estimates since `collect`.

@@ -68,7 +68,7 @@ class StepView:
 def _no_signal(step: StepView) -> str:
     if step.value("batch/zero_advantage_fraction") != 1 or step.value("rollout/kept_groups_fraction") == 0:
         return ""
-    if _reward_collapsed(step):
+    if _reward_collapsed(step) or not step.settings.reads_rewards:
         return ""  # _diverged reports the cause
     settings, mean = step.settings, step.value("reward/mean")
     if settings.group_relative and settings.responses_per_prompt == 1:

@@ -8,21 +8,26 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from models.architecture import ModelSpec
+from models.conversion.weight_bridge import read_output_weight
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind
 from mrl.algorithms import corrections
+from mrl.algorithms.distillation import DIVERGENCE_OUTPUTS
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.objective import check_token_values
 from mrl.algorithms.preference import ScoreLoss
 from mrl.core.metrics import logged_name
 from mrl.core.types import OFFLINE, RankBatch, TokenBlock
+from mrl.workers.distillation import DivergenceHead, as_teacher_outputs, teacher_head
 from mrl.workers.megatron_model import NONFINITE, MegatronModel, MicroBatchStatistics
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
+from parallel.device import device
 from parallel.logprobs import linear_logprobs
 from parallel.megatron_layers import gather_sequence
 from parallel.schedule import LossFunction, OutputHead
@@ -33,6 +38,19 @@ class MegatronActor(MegatronModel):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
+        self._teacher_weights: dict[str, Tensor] = {}  # teacher -> [V/tp, H_t] its output layer on the host
+
+    def load_teacher_weights(self, folders: Mapping[str, str]) -> None:
+        """Load the output layers of teachers for distillation over the whole vocabulary: this rank's rows, to the host.
+
+        `folders`: teacher -> Hugging Face folder. Only the last pipeline stage has an output layer.
+        """
+        dtype = getattr(torch, self.spec.dtype)
+        self._teacher_weights = {
+            teacher: read_output_weight(folder, self.spec.family, groups.tp_group()).to(dtype)
+            for teacher, folder in folders.items()
+            if groups.is_last_stage()
+        }
 
     def head_and_loss(
         self, loss: Loss, temperature: float = 1.0
@@ -43,7 +61,33 @@ class MegatronActor(MegatronModel):
         has only one optimizer step.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
+        if distillation := getattr(loss, "distillation", None):
+            divergence = DivergenceHead(
+                distillation,
+                distillation.temperature or temperature,
+                {teacher: weight.to(device()) for teacher, weight in self._teacher_weights.items()},
+                self.vocab_size,
+                self.spec.logprob_chunk,
+            )
+            head = partial(head, divergence=divergence, logprob_gradient=getattr(loss, "uses_logprobs", True))
         return head, partial(policy_loss, loss=loss)
+
+    def compute_teacher_outputs(
+        self, block: TokenBlock, batch: RankBatch, temperature: float, top_k: int | None
+    ) -> list[dict[str, NDArray]]:
+        """Return for each micro-batch what distillation reads of this model, which is a teacher, for its sampled tokens.
+
+        With `top_k`, these are the most probable tokens under softmax(logits / temperature); without it, hidden states. Only the
+        last pipeline stage returns them.
+        """
+
+        def head(
+            hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
+        ) -> Tensor:
+            inputs = self._inputs_of_output_layer(hidden, output_layer, output_weight, micro)
+            return teacher_head(*inputs, top_k, self.vocab_size, temperature, self.spec.logprob_chunk)
+
+        return [as_teacher_outputs(output, top_k) for output in self.compute_outputs(block, batch, head)]
 
     def compute_columns(
         self, block: TokenBlock, batch: RankBatch, temperature: float, names: Sequence[str]
@@ -73,8 +117,14 @@ class MegatronActor(MegatronModel):
         temperature: float,
         entropy_gradient: bool = False,
         names: Sequence[str] = ("logprobs", "entropies"),
+        *,
+        divergence: DivergenceHead | None = None,
+        logprob_gradient: bool = True,
     ) -> Tensor:
         """Return [number of names, local R]: for each sampled token, the outputs that `names` selects.
+
+        With `divergence`, its outputs are further rows. Without `logprob_gradient` and `entropy_gradient`, only these rows have a
+        gradient.
 
             logprobs        log-probability of the token
             entropies       entropy, in nats, of the distribution that predicts the token
@@ -82,11 +132,11 @@ class MegatronActor(MegatronModel):
 
         The distribution is softmax(logits / temperature).
         """
-        selected = gather_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predictor_index)
-        weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
+        selected, weight = self._inputs_of_output_layer(hidden, output_layer, output_weight, micro)
+        no_gradient = not (logprob_gradient or entropy_gradient)
         logprobs, entropies, sum_pi_squared = linear_logprobs(
-            selected,
-            weight,
+            selected.detach() if no_gradient else selected,
+            weight.detach() if no_gradient else weight,
             micro.targets,
             groups.tp_group(),
             self.vocab_size,
@@ -97,12 +147,24 @@ class MegatronActor(MegatronModel):
         )
         entropies = entropies if entropy_gradient else entropies.detach()
         outputs = dict(logprobs=logprobs, entropies=entropies, sum_pi_squared=sum_pi_squared)
-        return torch.stack([outputs[name] for name in names])
+        divergences = divergence(selected, weight, micro) if divergence else []
+        return torch.stack([*(outputs[name] for name in names), *divergences])
+
+    def _inputs_of_output_layer(
+        self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states [local R, H] that predict the sampled tokens, and the weight [V/tp, H] of the output layer."""
+        gathered = gather_sequence(hidden, self.spec.dims.sequence_parallel)
+        weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
+        return gathered.index_select(0, micro.predictor_index), weight
 
 
 def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, MicroBatchStatistics]:
-    """Return the micro-batch's part of the loss, and its statistics. `output` [2, local R] comes from MegatronActor.head."""
-    logprobs, entropy = output
+    """Return the micro-batch's part of the loss, and its statistics.
+
+    `output` comes from MegatronActor.head: log-probabilities, entropies, and the outputs of a DivergenceHead, if there is one.
+    """
+    logprobs, entropy, *divergences = output
     old_logprobs = micro.columns.get("old_logprobs", logprobs.detach())
     rollout_logprobs, is_offline = micro.rollout_logprobs, None
     if OFFLINE in micro.columns:
@@ -116,7 +178,11 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         entropy=entropy,
         rollout_logprobs=rollout_logprobs,
         responses=micro.responses,
-        columns={**micro.columns, "rollout_logprobs": rollout_logprobs},
+        columns={
+            **micro.columns,
+            "rollout_logprobs": rollout_logprobs,
+            **dict(zip(DIVERGENCE_OUTPUTS, divergences, strict=False)),
+        },
     )
     per_token, loss_statistics = loss(inputs)
     loss_weights, nonfinite = _loss_weights(per_token, logprobs, micro)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate
 
@@ -11,7 +11,7 @@ import ray
 from models.architecture import ModelSpec
 from mrl.algorithms.objective import TokenWeighting
 from mrl.core.run_errors import StartError
-from mrl.core.types import Handle, RankBatch, RankColumns, TokenBlock, TrainBatch, UpdateReport
+from mrl.core.types import Handle, RankBatch, RankColumns, TeacherPart, TokenBlock, TrainBatch, UpdateReport
 from mrl.hang_report.process_registry import registry_folder, unregister_processes
 from mrl.hang_report.ray_wait import RayWaiter
 from mrl.workers.dp_partition import MEAN_OVER_TOKENS, Packing, StepPartition, partition_step
@@ -60,6 +60,8 @@ class ComputedColumns:
 
     columns: Mapping[str, list[Handle]]  # name of a column -> a handle for each replica, with the values of its rows
     seconds: float  # duration of the pass on the slowest rank
+    # teacher -> where the outputs are that distillation reads; in the result of `of`, the name of the teacher is ""
+    teachers: Mapping[str, Sequence[TeacherPart]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, by_rank: Sequence[RankColumns]) -> "ComputedColumns":
@@ -68,7 +70,8 @@ class ComputedColumns:
         for rank in by_rank:
             for name, part in rank.parts.items():
                 columns.setdefault(name, []).append(part)
-        return cls(columns, max(rank.seconds for rank in by_rank))
+        parts = [part for rank in by_rank for part in rank.teacher_parts]
+        return cls(columns, max(rank.seconds for rank in by_rank), {"": parts} if parts else {})
 
     def renamed(self, names: Mapping[str, str]) -> "ComputedColumns":
         """Return the same columns with other names. `names`: present name -> new name."""
@@ -255,7 +258,7 @@ class WorkerGroup:
         """
         partitions = [partition_step(step, self.dims, packing, weighting) for step in steps]
         by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
-        options = dict(columns=steps[0].columns, lrs=lrs, **options)
+        options = dict(columns=steps[0].columns, teachers=steps[0].teachers, lrs=lrs, **options)
         call = self._send(TrainWorker.update, (steps[0].block, ray.put(by_replica)), options)
         return call.then(lambda by_rank: self._combine_all(by_rank, partitions))
 

@@ -148,12 +148,22 @@ class MegatronModel:
             whole_outputs.append(whole)
         return whole_outputs
 
+    @property
+    def has_output_layer(self) -> bool:
+        """Whether this rank is on the last pipeline stage."""
+        return groups.is_last_stage()
+
+    @property
+    def returns_columns(self) -> bool:
+        """Whether this rank returns what its replica computes: the other ranks return nothing."""
+        return groups.is_last_stage() and groups.tp_group().rank() == 0 and groups.cp_group().rank() == 0
+
     def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
         """Join the columns [R] of all micro-batches. Only one rank of the replica returns the result, the other ranks None.
 
         The rank that returns it is on the last pipeline stage, and has tensor-parallel rank 0 and context-parallel rank 0.
         """
-        if not (groups.tp_group().rank() == 0 and groups.cp_group().rank() == 0 and groups.is_last_stage()):
+        if not self.returns_columns:
             return None
         rows = np.concatenate([np.empty(0, np.int64), *batch.micro_batches])
         values = [column.float().cpu().numpy() for column in columns]

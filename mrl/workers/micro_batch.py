@@ -1,18 +1,26 @@
 """Micro-batch of a trainer rank: rows of a token block, as packed tensors on the device of the rank."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mrl.algorithms.inputs import Responses
-from mrl.core.types import RankBatch, TokenBlock
+from mrl.core.types import RankBatch, TeacherOutputs, TokenBlock
 from parallel.device import copy_to_device
 from parallel.packing import PackedSequences, Segment
 
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TeacherTensors:
+    """The outputs of one teacher for n of the sampled tokens that a rank predicts."""
+
+    index: Tensor  # [n] which of the local R sampled tokens
+    outputs: Mapping[str, Tensor]  # name -> [n, width], see mrl.core.types.TeacherOutputs
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class MicroBatch:
     columns: Mapping[str, Tensor]  # name (advantages, old_logprobs, returns, ...) -> [local R]
     block_index: Ints  # [L] index of each token in the whole block; -1: padding
     routing: Tensor | None = None  # [L, layers, topk] experts that the engine chose; None: the trainer's router chooses
+    teachers: Mapping[str, TeacherTensors] = field(default_factory=dict)  # only teachers with outputs for these rows
 
     @classmethod
     def build(
@@ -85,6 +94,11 @@ class MicroBatch:
             columns={name: to_device(values[local_sampled]) for name, values in part.columns.items()},
             block_index=np.where(packed.source >= 0, index_in_block[packed_tokens][packed.source], -1),
             routing=None if routing is None else to_device(routing),
+            teachers={
+                teacher: _teacher_tensors(by_row, part.sampled_lengths, local_sampled, to_device)
+                for teacher, by_row in part.teachers.items()
+                if by_row
+            },
         )
 
 
@@ -93,6 +107,25 @@ def _one_token(block: TokenBlock) -> TokenBlock:
     routing = None if block.routed_experts is None else np.full((1, *block.routed_experts.shape[1:]), -1, np.int16)
     empty = TokenBlock.from_lists([[0]], [[]])
     return replace(empty, routed_experts=routing, columns=dict.fromkeys(block.columns, np.empty(0, np.float32)))
+
+
+def _teacher_tensors(
+    by_row: Mapping[int, TeacherOutputs], lengths: Ints, local_sampled: Ints, to_device: Callable[[NDArray], Tensor]
+) -> TeacherTensors:
+    """Return the teacher's outputs for the sampled tokens that this rank predicts.
+
+    `by_row`: index of a row of the micro-batch -> outputs of its sampled tokens. `lengths` [B]: numbers of sampled tokens.
+    `local_sampled` [local R]: which of the R sampled tokens this rank predicts, ascending.
+    """
+    ends = np.cumsum(lengths)
+    taught = np.concatenate([np.arange(ends[row] - lengths[row], ends[row]) for row in by_row])
+    is_local = np.isin(taught, local_sampled)
+    outputs = {
+        name: np.concatenate([outputs[name] for outputs in by_row.values()])[is_local]
+        for name in next(iter(by_row.values()))
+    }
+    index = np.searchsorted(local_sampled, taught[is_local])
+    return TeacherTensors(to_device(index), {name: to_device(values) for name, values in outputs.items()})
 
 
 def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints, Ints]:

@@ -191,21 +191,42 @@ class CriticTrainer:
         return call.then(lambda result: _critic_metrics(result[0]) | {"critic/lr": result[1]})
 
 
+def _every_row(rollouts: Rollouts) -> NDArray[np.bool_]:
+    return np.ones(len(rollouts.groups), bool)
+
+
 @dataclass(frozen=True)
 class RoleScorer:
-    """Computes log-probabilities under a model that is not trained, such as a teacher."""
+    """Computes log-probabilities, or what distillation reads, under a model that is not trained, such as a teacher."""
 
     group: WorkerGroup
     packing: Packing
     temperature: float
 
     column: str  # name of the column that it computes
+    rows: Callable[[Rollouts], NDArray[np.bool_]] = _every_row  # returns [B]: the responses that it computes
 
     def begin_logprobs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
         """Begin to compute the log-probabilities of the sampled tokens under this model."""
-        batch, options = train_batch(rollouts), dict(temperature=self.temperature, names=["logprobs"])
-        call = self.group.begin_columns(TrainWorker.compute_columns, batch, self.packing, **options)
-        return call.then(lambda found: found.renamed({"logprobs": self.column}))
+        call = self._begin(rollouts, TrainWorker.compute_columns, temperature=self.temperature, names=["logprobs"])
+        return call.then(lambda found: found.renamed({"logprobs": self.column} if found.columns else {}))
+
+    def begin_teacher_outputs(
+        self, rollouts: Rollouts, teacher: str, temperature: float | None, top_k: int | None
+    ) -> PendingCall[ComputedColumns]:
+        """Begin to compute what distillation reads of this model, whose role is `teacher`.
+
+        `temperature` replaces the sampling temperature. `top_k`: number of most probable tokens; None: hidden states.
+        """
+        options = dict(temperature=temperature or self.temperature, top_k=top_k)
+        call = self._begin(rollouts, TrainWorker.compute_teacher_outputs, **options)
+        return call.then(lambda found: replace(found, teachers={teacher: found.teachers.get("", ())}))
+
+    def _begin(self, rollouts: Rollouts, method: Callable, **options: Any) -> PendingCall[ComputedColumns]:
+        rows = self.rows(rollouts)
+        if not rows.any():
+            return PendingCall(lambda: ComputedColumns({}, 0.0))
+        return self.group.begin_columns(method, train_batch(rollouts, trained=rows), self.packing, **options)
 
 
 def train_batch(
@@ -229,6 +250,7 @@ def train_batch(
         rows=np.flatnonzero(in_denominator if trained is None else trained),
         denominator_rows=counted,
         columns=None if advantages is None else advantages.columns,
+        teachers=rollouts.teachers,
     )
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, Protocol
@@ -25,9 +25,12 @@ from mrl.core.types import (
     RankColumns,
     SupervisedRows,
     SyncReport,
+    TeacherOutputs,
+    TeacherPart,
     TokenBlock,
     UpdateReport,
     assemble_column,
+    teacher_outputs_by_row,
 )
 from mrl.data.preference_dataset import RowForm
 from mrl.data.tokenizer import ChatTemplate
@@ -226,6 +229,25 @@ class TrainWorker:
             return self._put_columns(dict(ref_logprobs=columns), batch, start)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def compute_teacher_outputs(
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, top_k: int | None
+    ) -> RankColumns:
+        """Compute what distillation reads of this model, which is a teacher, for this replica's rows."""
+        with track_activity("computing teacher outputs"), span("teacher outputs"):
+            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            outputs = self.model.compute_teacher_outputs(block, batch, temperature, top_k)
+            parts = []
+            if self.model.returns_columns:
+                pairs = zip(batch.micro_batches, outputs, strict=True)
+                parts = [TeacherPart(rows, ray.put(each)) for rows, each in pairs if len(rows)]
+            return RankColumns({}, time.perf_counter() - start, parts)
+
+    def load_teacher_weights(self, folders: Mapping[str, str]) -> None:
+        """Load the output layers of teachers, by name of the teacher, to the host. `folders`: their Hugging Face folders."""
+        with track_activity("loading the output layers of teachers"):
+            self.model.load_teacher_weights(folders)
+
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> RankColumns:
         """Compute the column values [R] of this replica's rows."""
         with track_activity("computing values"), span("values"):
@@ -238,15 +260,37 @@ class TrainWorker:
         block: TokenBlock,
         rank_batches: Sequence[Sequence[RankBatch]],
         columns: Mapping[str, Column] | None = None,
+        teachers: Mapping[str, Sequence[TeacherPart]] | None = None,
         **options: Any,
     ) -> list[UpdateReport]:
         """Run one optimizer step for each mini-batch, on this replica's rows.
 
-        `rank_batches` has one list of batches for each replica, with one batch for each mini-batch. `options` are further
-        arguments of the model's own `update`.
+        `rank_batches` has one list of batches for each replica, with one batch for each mini-batch. `teachers`: teacher -> where
+        its outputs are. `options` are further arguments of the model's own `update`.
         """
+        batches = self._own_batch(rank_batches)
+        block = block.with_columns(**columns or {})
+        if teachers:
+            with track_activity("fetching teacher outputs"), span("fetch teacher outputs"):
+                block = self._with_teachers(block, teachers, batches)
         with track_activity("updating the weights"), span("update"):
-            return self.model.update(block.with_columns(**columns or {}), self._own_batch(rank_batches), **options)
+            return self.model.update(block, batches, **options)
+
+    def _with_teachers(
+        self, block: TokenBlock, teachers: Mapping[str, Sequence[TeacherPart]], batches: Sequence[RankBatch]
+    ) -> TokenBlock:
+        """Return the block with the outputs of the teachers for the rows of the batches, on a rank that has the output layer."""
+        if not self.model.has_output_layer:
+            return block
+        rows = np.concatenate([micro for batch in batches for micro in batch.micro_batches] or [np.empty(0, np.int64)])
+        lengths, by_teacher = block.sampled_lengths, {}
+        for teacher, parts in teachers.items():
+            needed = [part for part in parts if np.isin(part.rows, rows).any()]
+            by_row: dict[int, TeacherOutputs] = {}
+            for part, outputs in zip(needed, ray.get([part.outputs for part in needed]), strict=True):
+                by_row |= teacher_outputs_by_row(part.rows, outputs, lengths)
+            by_teacher[teacher] = by_row
+        return replace(block, teachers=by_teacher)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def evaluate(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> UpdateReport:

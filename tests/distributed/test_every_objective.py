@@ -23,7 +23,8 @@ from parallel.trainer_config import OptimConfig
 
 pytestmark = pytest.mark.extended
 
-ALGORITHMS = sorted(path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml"))
+WITH_TEACHER = {"distill_vocab", "distill_top_k"}  # test_distillation_layouts.py
+ALGORITHMS = sorted({path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml")} - WITH_TEACHER)
 REJECTION = "++algorithm.correction={_target_:mrl.algorithms.corrections.Rejection,level:max,kind:k2,high:0.3}"
 TERMS = ["++algorithm.kl_in_loss.kind=k3", "algorithm.entropy_coef=0.1"]
 ONE = ParallelDims()

@@ -49,7 +49,7 @@ def common_overrides(inputs: Path, warm: Path) -> list[str]:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_raises_the_reward(start_mrl, inputs, warm, request, curves, algorithm):
     own = LAYOUTS.get(algorithm, [])
-    if algorithm == "distill":
+    if algorithm.startswith("distill"):
         own = [f"roles.teacher.path={request.getfixturevalue('teacher')}"]
     goal = [f"trainer.stop_reward={GOAL}", f"trainer.max_steps={MAX_STEPS}", "trainer.save=false"]
     run = start_mrl("train", *common_overrides(inputs, warm), f"algorithm={algorithm}", *own, *goal).finish(1000)

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.corrections import compares_old_policy
+from mrl.algorithms.distillation import DIVERGENCE_OUTPUTS, TEACHER_OUTPUTS
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.algorithms.losses import PolicyGradient, PPOClip
 from mrl.algorithms.objective import AGGREGATIONS, Objective
@@ -56,6 +58,7 @@ def test_every_algorithm_has_a_file():
         ),
         *("cispo", "sapo", "gmpo", "dapo", "clip_cov", "kl_cov", "opmd", "policy_gradient", "gdpo", "distill"),
         *("lite_ppo", "gpg", "dppo_tv", "dppo_kl", "dro", "vespo", "top_entropy", "otb", "pf_ppo", "luspo"),
+        *("distill_vocab", "distill_top_k"),
     }
 
 
@@ -91,27 +94,33 @@ def test_the_parts_make_an_update(name):
     given = {n: rng.normal(size=11).astype(np.float32) for n in ("values", "teacher_logprobs", "ref_logprobs")}
     given["old_logprobs"] = case.old.astype(np.float32)
     given |= {"entropies": rng.random(11).astype(np.float32), "sum_pi_squared": rng.random(11).astype(np.float32)}
-    columns = {n: given[n] for n in advantage_pipeline.needs - {"greedy_rewards"}}  # what it says it needs is enough
+    columns = {n: given[n] for n in advantage_pipeline.needs - {"greedy_rewards"} - TEACHER_OUTPUTS}  # enough
     found = advantage_pipeline(scored, columns, kl.coef if kl else 0.0, [0])
     assert found.rejected.any() == (masked or drawn is not None)
     assert drawn is None or found.counts.sum() == 4
     case.advantages[:], logprobs = found.columns["advantages"], torch.tensor(case.logprobs, requires_grad=True)
     case.columns.clear()
-    case.columns.update(found.columns, **{n: given[n] for n in objective.needs})
-    loss, numbers = objective(loss_inputs(case, logprobs))
+    case.columns.update(found.columns, **{n: given[n] for n in objective.needs - TEACHER_OUTPUTS})
+    inputs = loss_inputs(case, logprobs)
+    if objective.distillation:  # the output head computes the divergence from the logits, here from log-probabilities
+        inputs = replace(inputs, columns={**inputs.columns, **dict.fromkeys(DIVERGENCE_OUTPUTS, logprobs.square())})
+    loss, numbers = objective(inputs)
     loss.sum().backward()
     assert logprobs.grad.isfinite().all() and logprobs.grad.any()
     assert all(value.shape == (11,) for value in numbers.values())
     check([*numbers, *found.metrics])
     if not objective.zero_without_advantage:
-        assert settings.get("skip_zero_advantage") is False or "kl_in_loss" in settings or name == "kl_cov"
+        named = name == "kl_cov" or objective.distillation
+        assert settings.get("skip_zero_advantage") is False or "kl_in_loss" in settings or named
 
 
 def test_files_with_a_filter_a_critic_or_a_teacher_configure_it():
     assert build("dapo", "rollout.filter")(np.array([0.0, 1.0])) and not build("dapo", "rollout.filter")(np.ones(2))
     assert "values" in build("ppo", "algorithm.advantage").needs and load("ppo")["critic"]["optim"]["lr"] > 0
     assert "teacher_logprobs" in build("distill", "algorithm.advantage").needs
-    assert load("distill")["teacher"]["path"] == "???"
+    assert all(load(name)["roles"]["teacher"]["path"] == "???" for name in ("distill", "distill_vocab", "distill_top_k"))
+    assert build("distill_vocab", "algorithm.loss").needs == {"teacher_hidden"}
+    assert build("distill_top_k", "algorithm.loss").needs == {"teacher_top_k"}
     users = {name for name in FILES if "greedy_rewards" in build(name, "algorithm.advantage").needs}
     assert users == {"remax"}
 
@@ -167,7 +176,7 @@ DOCS = Path("docs/concepts/algorithms.md").read_text()
 
 def test_the_page_lists_all_losses_advantages_and_configs():
     tables = [line for line in DOCS.splitlines() if line.startswith("| `")]
-    modules = ("losses", "sequence_losses", "advantages")
+    modules = ("losses", "sequence_losses", "advantages", "distillation")
     named = {cell.split(".")[-1] for line in tables for cell in re.findall(r"`([\w.]+)`", line.split("|")[1])}
     named |= {cell for line in tables for cell in re.findall(r"`(\w+)\(", line)}
     for module in modules:

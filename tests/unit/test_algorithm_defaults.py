@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mrl.algorithms import advantages, corrections, filters, kl, losses, objective, preference, sequence_losses
+from mrl.algorithms import (
+    advantages,
+    corrections,
+    distillation,
+    filters,
+    kl,
+    losses,
+    objective,
+    preference,
+    sequence_losses,
+)
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "algorithm"
 INF = math.inf
@@ -30,7 +40,16 @@ DEFAULTS = {
     advantages.ReinforcePlusPlus: {"gamma": 1.0},
     advantages.OptimalTokenBaseline: {"zero_tail": True, "correction": None},  # as in the authors' code
     advantages.OnPolicyDistillation: {"coef": 1.0, "gamma": 0.0, "reward": None, "reward_coef": 1.0},  # discount 0
+    advantages.NoAdvantage: {},
     # losses
+    distillation.Distillation: {  # reverse KL, as in OnPolicyDistillation; beta 0.5 is the JS divergence
+        "divergence": "reverse_kl",
+        "beta": 0.5,
+        "top_k": None,
+        "temperature": None,
+        "coef": 1.0,
+        "policy": None,
+    },
     losses.PPOClip: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},  # epsilon of PPO
     losses.PolicyGradient: {},
     losses.CISPO: {"clip_low": 1.0, "clip_high": 4.0},  # no lower bound; upper bound 5 of ScaleRL
@@ -112,7 +131,7 @@ def test_an_object_without_arguments_has_the_defaults(kind):
 
 
 def test_every_class_of_the_algorithm_modules_is_pinned():
-    for module in (advantages, losses, sequence_losses, preference, corrections, kl, filters):
+    for module in (advantages, losses, sequence_losses, distillation, preference, corrections, kl, filters):
         classes = {x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__}
         missing = {kind.__name__ for kind in classes - DEFAULTS.keys() - WITHOUT_DEFAULTS} - INTERFACES
         assert not missing, f"{module.__name__}: {missing}"
@@ -130,6 +149,7 @@ def test_every_class_of_the_algorithm_modules_is_pinned():
         (losses.CrossEntropy, False, False, set()),
         (losses.ClipCov, True, False, {"old_logprobs"}),
         (losses.KLCov, False, False, {"old_logprobs"}),
+        (distillation.Distillation, False, False, {"teacher_hidden"}),
         (sequence_losses.GSPO, True, False, set()),
         (sequence_losses.GSPOToken, True, False, set()),
         (sequence_losses.GMPO, True, False, set()),
@@ -178,6 +198,12 @@ def test_the_declarations_of_an_advantage_are_pinned(kind, needs):
 def part(path, **values):
     """A config node: `_target_` in mrl.algorithms, and arguments."""
     return {"_target_": f"mrl.algorithms.{path}", **values}
+
+
+def distilled(**values):
+    """The config of an algorithm whose loss is Distillation with these arguments."""
+    parts = {"advantage": part("advantages.NoAdvantage"), "loss": part("distillation.Distillation", **values)}
+    return {"algorithm": {**parts, "aggregation": "token_mean"}, "roles": {"teacher": {"path": "???"}}}
 
 
 GRPO = part("advantages.GRPO")
@@ -361,6 +387,8 @@ CONFIGS = {
         },
         "roles": {"teacher": {"path": "???"}},
     },
+    "distill_vocab": distilled(divergence="reverse_kl"),
+    "distill_top_k": distilled(divergence="reverse_kl", top_k=64),
 }
 
 

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from loss_cases import loss_inputs, make_case
 
 from mrl.algorithms.corrections import IcePop, ImportanceSampling, OffPolicyMask, Product, Rejection, mismatch_sums
+from mrl.algorithms.distillation import DIVERGENCE_OUTPUTS
 from mrl.algorithms.parts import build_objective
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
@@ -116,6 +117,8 @@ def test_no_objective_waits_for_the_device(name):
     case = make_case(0)
     inputs = loss_inputs(case, torch.tensor(case.logprobs, requires_grad=True))
     inputs = replace(inputs, columns=dict(inputs.columns) | dict.fromkeys(objective.needs, inputs.old_logprobs))
+    if objective.distillation:
+        inputs = replace(inputs, columns=inputs.columns | dict.fromkeys(DIVERGENCE_OUTPUTS, inputs.logprobs))
     with HostWaits() as waits:
         loss, _ = objective(inputs)
         loss.sum().backward()

@@ -1,0 +1,114 @@
+"""Distillation: the divergence between a teacher and the policy at each sampled token, as a policy loss.
+
+The responses are samples of the policy, so the policy learns from the teacher in the states that the policy itself visits
+(on-policy distillation: GKD, Agarwal et al. 2024; MiniLLM, Gu et al. 2024). The trainer ranks compute the divergence
+(parallel.distillation).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, needs_of
+from mrl.algorithms.losses import Loss, PolicyLoss
+from mrl.core.types import Column
+from parallel.trainer_config import Divergence, DivergenceKind
+
+if TYPE_CHECKING:  # the driver builds and checks losses without torch
+    from torch import Tensor
+
+TEACHER_HIDDEN, TEACHER_TOP_K = "teacher_hidden", "teacher_top_k"
+TEACHER_OUTPUTS = frozenset({TEACHER_HIDDEN, TEACHER_TOP_K})
+"""What a loss may name in `needs` besides columns: outputs that every teacher computes for the tokens of its prompts.
+
+    teacher_hidden  final hidden states, from which the trainer ranks compute the distribution over the whole vocabulary
+    teacher_top_k   ids and log-probabilities of the k most probable tokens
+"""
+
+
+DIVERGENCE_OUTPUTS = ("divergence", "teacher_mass", "policy_mass")
+"""What the output head computes of a teacher. The loss finds these columns [R] in `LossInputs.columns`.
+
+    divergence    divergence between teacher and policy in nats, with a gradient
+    teacher_mass  probability that the teacher gives to its top_k most probable tokens; only with top_k
+    policy_mass   probability that the policy gives to these tokens; only with top_k
+"""
+
+
+@dataclass(frozen=True)
+class Distillation(PolicyLoss):
+    """coef * D(teacher, policy) at each sampled token, plus the loss `policy` if it is given.
+
+    D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
+    KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).
+    The gradient flows through the distribution of the policy, not through the choice of the sampled tokens, as in GKD (Agarwal et
+    al. 2024, 3.1).
+
+    With `top_k`, D compares k + 1 probabilities: those of the teacher's k most probable tokens, and the probability of all other
+    tokens together. This D is at most the D over the whole vocabulary. Without the last probability, D could be negative, and the
+    policy would not learn how much probability the teacher gives to the k tokens.
+
+    Raises ValueError for an unknown divergence, for a beta that is not between 0 and 1, and for a `top_k`, `temperature` or
+    `coef` that is not positive.
+    """
+
+    zero_without_advantage: ClassVar[bool] = False
+
+    divergence: str = "reverse_kl"  # forward_kl, reverse_kl or js
+    beta: float = 0.5  # weight of the teacher in the mixture of js
+    top_k: int | None = None  # number of tokens of the teacher; None: the whole vocabulary
+    temperature: float | None = None  # temperature of both distributions; None: rollout.temperature
+    coef: float = 1.0
+    policy: Loss | None = None  # a loss that learns from rewards; None: rewards have no effect
+
+    def __post_init__(self) -> None:
+        self.formula()
+        for name in ("top_k", "temperature", "coef"):
+            value = vars(self)[name]
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value}: must be greater than 0.")
+
+    def formula(self) -> Divergence:
+        """Return the divergence."""
+        if self.divergence not in list(DivergenceKind):
+            raise ValueError(f"divergence={self.divergence!r}: expected {', '.join(DivergenceKind)}.")
+        return Divergence(DivergenceKind(self.divergence), self.beta)
+
+    @property
+    def distillation(self) -> Distillation:
+        """What the output head must compute in addition to log-probabilities."""
+        return self
+
+    @property
+    def uses_entropy(self) -> bool:  # type: ignore[bad-override]  # depends on the other loss
+        return self.policy is not None and getattr(self.policy, "uses_entropy", False)
+
+    @property
+    def uses_logprobs(self) -> bool:
+        """Whether the gradient flows through the log-probabilities of the sampled tokens."""
+        return self.policy is not None
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[bad-override]  # depends on top_k
+        """The outputs of the teacher, and the columns of the other loss."""
+        return needs_of(self.policy) | {TEACHER_TOP_K if self.top_k else TEACHER_HIDDEN}
+
+    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+        """Return the extra columns of the other loss."""
+        compute = getattr(self.policy, "extra_columns", None)
+        return compute(batch, advantages, rng) if compute else {}
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss [R]. The column `divergence` comes from the output head, with a gradient."""
+        divergence = inputs.columns["divergence"]
+        metrics = {"distill/divergence": divergence.detach()}
+        if self.top_k:
+            metrics |= {f"distill/{name}": inputs.columns[name] for name in DIVERGENCE_OUTPUTS[1:]}
+        loss = self.coef * divergence
+        if self.policy is None:
+            return loss, metrics
+        other, other_metrics = self.policy(inputs)
+        return loss + other, metrics | other_metrics
