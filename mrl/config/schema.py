@@ -386,7 +386,10 @@ class RoleConfig:
     )
     parallel: Node = key(dict, "Sizes of the model's layout that differ from the section parallel, such as {tp: 2}.")
     num_engines: int = key(
-        0, "Number of SGLang servers that serve the model to rewards, or to distillation with top_k.", "servers", least=0
+        0,
+        "Number of SGLang servers that serve the model to rewards, or to distillation with top_k.",
+        "servers",
+        least=0,
     )
     engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
     sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")
