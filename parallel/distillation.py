@@ -13,7 +13,7 @@ As in parallel.logprobs, at most a few chunks of logits exist at a time, and the
 and their gradients, at most five tensors [chunk_size / 2, V/tp] exist at a time, in float32 (float64 for float64 inputs), and for
 16-bit inputs also a 16-bit tensor of this shape. Nothing of size V is saved for the backward pass.
 
-Each divergence has the form D = sum_j F(t_j, s_j). With u_j = s_j dF/ds_j, its gradient with respect to the student's logit x_j is
+Each divergence has the form D = sum_j F(t_j, s_j). With u_j = s_j dF/ds_j, its gradient with respect to a student's logit x_j is
 
     dD / dx_j = u_j - s_j sum_k u_k
 
@@ -154,8 +154,8 @@ def linear_top_k(
 ) -> tuple[Tensor, Tensor]:  # log-probabilities [T, k + 1], token ids [T, k] int64
     """Compute the k most probable tokens at each position, the most probable first, and their log-probabilities.
 
-    The last column of the log-probabilities is that of all other tokens together, as in `linear_bucket_logprobs`. The results have
-    no gradient.
+    The last column of the log-probabilities is that of all other tokens together, as in `linear_bucket_logprobs`. There is no
+    gradient.
     """
     layer = OutputLayer(group, group.rank() * weight.size(0), vocab_size, temperature, chunk_size)
     result = hidden.new_empty(len(hidden), k + 1, dtype=accumulation_dtype(hidden.dtype))
@@ -195,8 +195,8 @@ def linear_bucket_logprobs(
 class _LinearBuckets(torch.autograd.Function):
     """Saves the inputs, normalizers [T] and the probabilities [T, k + 1] for the backward pass.
 
-    With the probability r of the other tokens, a gradient g_i of log s_i and a gradient g_r of log r, the gradient with respect to
-    the logit x_j is g_j - s_j (sum_i g_i + g_r) for one of the k tokens, and s_j (g_r / r - sum_i g_i - g_r) for another token.
+    With the probability r of the other tokens, a gradient g_i of log s_i and a gradient g_r of log r, the gradient with respect
+    to the logit x_j is g_j - s_j (sum_i g_i + g_r) for one of the k tokens, and s_j (g_r / r - sum_i g_i - g_r) for another token.
     """
 
     @staticmethod
@@ -243,9 +243,9 @@ class _LinearBuckets(torch.autograd.Function):
 
 
 def _bucket_parts(layer: OutputLayer, logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Return this rank's part of the log-probabilities of the tokens `ids` [n, k], and of the probability of all others: [n, k + 1].
+    """Return this rank's part of the log-probabilities of the tokens `ids` [n, k] and of the probability of all others.
 
-    The sum over the ranks is the result. `logprobs` [n, V/tp] are those of this rank's tokens. The function overwrites them.
+    The result has the shape [n, k + 1]. The sum over the ranks is the result. `logprobs` [n, V/tp] are those of this rank's tokens. The function overwrites them.
     """
     row, is_local = layer.locate(ids, logprobs.size(1))
     chosen = logprobs.gather(1, row) * is_local
@@ -278,5 +278,3 @@ def _gather_columns(values: Tensor, group: ProcessGroup) -> Tensor:
     parts = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(parts, values.contiguous(), group=group)
     return torch.cat(parts, 1)
-
-

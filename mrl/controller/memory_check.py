@@ -41,7 +41,9 @@ class MemoryEstimator:
     models: dict[str, ModelPlan]  # by role
     has_reference: bool
     topology: Topology | None  # parallel sizes of one engine; None if the run starts no engines
-    teachers: tuple[str, ...] = ()  # roles whose output layers the actor needs for distillation over the whole vocabulary
+    teachers: tuple[
+        str, ...
+    ] = ()  # roles whose output layers the actor needs for distillation over the whole vocabulary
 
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:

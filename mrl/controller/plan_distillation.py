@@ -54,9 +54,7 @@ def check_distillation(config: Config, algorithm: AlgorithmParts, models: Mappin
             )
 
 
-def _check_served(
-    config: Config, distillation: Distillation, name: str, role: RoleConfig, actor: ModelPlan
-) -> None:
+def _check_served(config: Config, distillation: Distillation, name: str, role: RoleConfig, actor: ModelPlan) -> None:
     key = f"roles.{name}.num_engines={role.num_engines}"
     if not distillation.top_k:
         raise ValueError(

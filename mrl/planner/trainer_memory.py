@@ -39,7 +39,9 @@ class TrainerSettings:
     head: HeadKind = "vocabulary"
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
-    teacher_hidden: int = 0  # sum of the hidden sizes of the teachers whose output layers are in memory during an update
+    teacher_hidden: int = (
+        0  # sum of the hidden sizes of the teachers whose output layers are in memory during an update
+    )
     entropy: bool = False  # the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
     micro_batches: int | None = None  # micro-batches of a replica per optimizer step; None: enough to fill the pipeline

@@ -245,9 +245,7 @@ class EngineClient(EngineControl):
             record("request", "request", started_at, time.time() - started_at, engine=self.url, **sizes)
         return completions
 
-    def top_logprobs(
-        self, tokens: Sequence[int], first: int, k: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    def top_logprobs(self, tokens: Sequence[int], first: int, k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """Compute the k most probable tokens that could follow each prefix of a sequence, at temperature 1. Samples nothing.
 
         Args:

@@ -31,7 +31,8 @@ def top_k_of_rows(
     deadline = time.monotonic() + timeout_s
     with ThreadPoolExecutor(CONCURRENCY * len(urls()), thread_name_prefix="teacher") as pool:
         calls = [
-            pool.submit(_top_k_of_row, urls, number, block, row, k, deadline) for number, row in enumerate(rows.tolist())
+            pool.submit(_top_k_of_row, urls, number, block, row, k, deadline)
+            for number, row in enumerate(rows.tolist())
         ]
         answers = [call.result() for call in calls]
     logprobs, ids = (np.concatenate(arrays) for arrays in zip(*answers, strict=True))
@@ -55,7 +56,9 @@ def _top_k_of_row(
         servers = urls()
         url, left_s = servers[number % len(servers)], deadline - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("the teacher did not answer in time; raise rollout.request_timeout_s, or use more servers.")
+            raise TimeoutError(
+                "the teacher did not answer in time; raise rollout.request_timeout_s, or use more servers."
+            )
         try:
             with EngineClient(url, left_s) as client:
                 logprobs, ids = client.top_logprobs(tokens, first, k)

@@ -313,9 +313,7 @@ class RolloutWorker:
         """
         start = time.perf_counter()
         with track_activity("waiting for the teacher"), spans.span("teacher outputs"):
-            outputs = top_k_of_rows(
-                lambda: self.served.urls(teacher), block, rows, top_k, self.spec.request_timeout_s
-            )
+            outputs = top_k_of_rows(lambda: self.served.urls(teacher), block, rows, top_k, self.spec.request_timeout_s)
         return TeacherPart(rows, ray.put(outputs)), time.perf_counter() - start
 
     def write_samples(self, step: int) -> None:

@@ -69,7 +69,10 @@ class MegatronActor(MegatronModel):
                 self.vocab_size,
                 self.spec.logprob_chunk,
             )
-            head = partial(head, divergence=divergence, logprob_gradient=getattr(loss, "uses_logprobs", True))
+            differentiable = loss.uses_entropy or getattr(loss, "uses_logprobs", True)
+            head = partial(
+                self.distillation_head, temperature=temperature, divergence=divergence, differentiable=differentiable
+            )
         return head, partial(policy_loss, loss=loss)
 
     def compute_teacher_outputs(
@@ -117,14 +120,8 @@ class MegatronActor(MegatronModel):
         temperature: float,
         entropy_gradient: bool = False,
         names: Sequence[str] = ("logprobs", "entropies"),
-        *,
-        divergence: DivergenceHead | None = None,
-        logprob_gradient: bool = True,
     ) -> Tensor:
         """Return [number of names, local R]: for each sampled token, the outputs that `names` selects.
-
-        With `divergence`, its outputs are further rows. Without `logprob_gradient` and `entropy_gradient`, only these rows have a
-        gradient.
 
             logprobs        log-probability of the token
             entropies       entropy, in nats, of the distribution that predicts the token
@@ -132,11 +129,38 @@ class MegatronActor(MegatronModel):
 
         The distribution is softmax(logits / temperature).
         """
+        inputs = self._inputs_of_output_layer(hidden, output_layer, output_weight, micro)
+        outputs = self._token_outputs(*inputs, micro, temperature, names)
+        if "entropies" in outputs and not entropy_gradient:
+            outputs["entropies"] = outputs["entropies"].detach()
+        return torch.stack(list(outputs.values()))
+
+    def distillation_head(
+        self,
+        hidden: Tensor,  # [L, H]
+        output_layer: torch.nn.Module,
+        output_weight: Tensor | None,
+        micro: MicroBatch,
+        temperature: float,
+        divergence: DivergenceHead,
+        differentiable: bool,
+    ) -> Tensor:
+        """Return log-probabilities and entropies as `head`, and then the outputs of `divergence`: [3 or 5, local R].
+
+        Without `differentiable`, only the outputs of `divergence` have a gradient.
+        """
         selected, weight = self._inputs_of_output_layer(hidden, output_layer, output_weight, micro)
-        no_gradient = not (logprob_gradient or entropy_gradient)
+        inputs = (selected, weight) if differentiable else (selected.detach(), weight.detach())
+        outputs = self._token_outputs(*inputs, micro, temperature, ("logprobs", "entropies"))
+        return torch.stack([*outputs.values(), *divergence(selected, weight, micro)])
+
+    def _token_outputs(
+        self, selected: Tensor, weight: Tensor, micro: MicroBatch, temperature: float, names: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return the outputs `names` [local R] of `head` for hidden states [local R, H] and the output layer [V/tp, H]."""
         logprobs, entropies, sum_pi_squared = linear_logprobs(
-            selected.detach() if no_gradient else selected,
-            weight.detach() if no_gradient else weight,
+            selected,
+            weight,
             micro.targets,
             groups.tp_group(),
             self.vocab_size,
@@ -145,10 +169,8 @@ class MegatronActor(MegatronModel):
             needs_entropy="entropies" in names,
             needs_sum_pi_squared="sum_pi_squared" in names,
         )
-        entropies = entropies if entropy_gradient else entropies.detach()
         outputs = dict(logprobs=logprobs, entropies=entropies, sum_pi_squared=sum_pi_squared)
-        divergences = divergence(selected, weight, micro) if divergence else []
-        return torch.stack([*(outputs[name] for name in names), *divergences])
+        return {name: outputs[name] for name in names}
 
     def _inputs_of_output_layer(
         self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
@@ -162,7 +184,7 @@ class MegatronActor(MegatronModel):
 def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, MicroBatchStatistics]:
     """Return the micro-batch's part of the loss, and its statistics.
 
-    `output` comes from MegatronActor.head: log-probabilities, entropies, and the outputs of a DivergenceHead, if there is one.
+    `output` comes from MegatronActor.head, or from MegatronActor.distillation_head with further rows.
     """
     logprobs, entropy, *divergences = output
     old_logprobs = micro.columns.get("old_logprobs", logprobs.detach())

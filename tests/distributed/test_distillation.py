@@ -71,9 +71,7 @@ def reference(case: Case) -> tuple[np.ndarray, ...]:
     s = ((hidden @ weight[: case.vocab_size].T) / case.temperature).softmax(-1)
     if case.top_k:
         top = t.topk(case.top_k, dim=-1).indices
-        t, s = (
-            torch.cat([each.gather(1, top), each.scatter(1, top, 0.0).sum(1, keepdim=True)], 1) for each in (t, s)
-        )
+        t, s = (torch.cat([each.gather(1, top), each.scatter(1, top, 0.0).sum(1, keepdim=True)], 1) for each in (t, s))
         t, s = (torch.cat([each[:, :-1], each[:, -1:].clamp(min=LEAST_REST)], 1) for each in (t, s))
     values = plain_divergence(case.divergence, t, s)
     loss_of(values).backward()
@@ -151,7 +149,9 @@ def test_padding_has_no_probability_even_on_a_rank_with_only_padding(run_ranks, 
 def test_the_divergence_of_k_tokens_grows_with_k_up_to_that_of_the_whole_vocabulary(run_ranks):
     for divergence in DIVERGENCES:
         cases = [make_case(divergence=divergence, top_k=k) for k in (1, 2, 5, 10, 20, 21, None)]
-        ((*found, whole),) = [[result[0] for result in ranks] for ranks in run_ranks(ParallelDims(), each_chunked, cases)]
+        ((*found, whole),) = [
+            [result[0] for result in ranks] for ranks in run_ranks(ParallelDims(), each_chunked, cases)
+        ]
         for fewer, more in itertools.pairwise([*found, whole]):
             assert (fewer <= more + 1e-4).all(), "data-processing inequality"
         np.testing.assert_allclose(found[-1], whole, atol=1e-4)
@@ -266,7 +266,7 @@ def sampled(case: Case) -> None:
 
 @pytest.mark.parametrize("settings", [{"kind": "kl"}, {"kind": "js", "beta": 0.0}, {"kind": "js", "beta": 1.0}])
 def test_an_unknown_kind_or_beta_raises_an_error(settings):
-    with pytest.raises(ValueError, match="expected forward_kl, reverse_kl, js|beta=.*: must be between 0 and 1"):
+    with pytest.raises(ValueError, match=r"expected forward_kl, reverse_kl, js|beta=.*: must be between 0 and 1"):
         Divergence(**settings)
 
 

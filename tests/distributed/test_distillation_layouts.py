@@ -95,7 +95,9 @@ def test_the_outputs_of_a_teacher_are_the_same_under_layout(run_ranks, folder, b
             assert found[teacher].keys() == by_row.keys() == set(taught_rows(teacher, groups).tolist())
             for row, outputs in by_row.items():
                 for key, values in outputs.items():
-                    assert values.shape[0] == block.sampled_lengths[row] and values.dtype == found[teacher][row][key].dtype
+                    assert (
+                        values.shape[0] == block.sampled_lengths[row] and values.dtype == found[teacher][row][key].dtype
+                    )
                     np.testing.assert_allclose(found[teacher][row][key], values, atol=2e-5)
 
 

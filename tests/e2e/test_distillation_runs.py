@@ -1,4 +1,4 @@
-"""Whole runs that distil a toy teacher: the divergence falls, engines may serve the teacher, and a killed run is repeated exactly."""
+"""Whole runs that distil a toy teacher: the divergence falls, engines may serve it, and a killed run is repeated exactly."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,12 @@ def distil(start_mrl, quickstart, inputs, warm):
     """`distil(algorithm, override, ...)`: a finished run in which an untrained policy learns from the model of `warm`."""
 
     def run(algorithm: str, *overrides: str):
-        policy = [f"model.path={inputs / 'model'}", f"roles.teacher.path={warm}", "optim.lr=2e-3", "optim.warmup_steps=0"]
+        policy = [
+            f"model.path={inputs / 'model'}",
+            f"roles.teacher.path={warm}",
+            "optim.lr=2e-3",
+            "optim.warmup_steps=0",
+        ]
         options = [f"algorithm={algorithm}", f"trainer.max_steps={STEPS}", "checkpoint.every=0"]
         done = start_mrl("train", *quickstart, *policy, *options, *overrides).finish(300)
         assert done.process.returncode == 0, done.output()
@@ -62,7 +67,10 @@ def test_a_teacher_in_an_engine_gives_the_divergences_of_trainer_ranks(distil):
     assert divergences(ranks) and divergences(served)
     for name in ("distill/divergence", "distill/teacher_mass", "distill/policy_mass"):
         assert first[0][name] == pytest.approx(second[0][name], rel=1e-3), name
-    assert 0.5 < first[0]["distill/teacher_mass"] <= 1 and first[0]["distill/policy_mass"] < first[-1]["distill/policy_mass"]
+    assert (
+        0.5 < first[0]["distill/teacher_mass"] <= 1
+        and first[0]["distill/policy_mass"] < first[-1]["distill/policy_mass"]
+    )
 
 
 def test_a_killed_run_equals_an_uninterrupted_one(distil, whole, tmp_path, user_module):

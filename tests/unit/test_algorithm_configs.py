@@ -118,7 +118,9 @@ def test_files_with_a_filter_a_critic_or_a_teacher_configure_it():
     assert build("dapo", "rollout.filter")(np.array([0.0, 1.0])) and not build("dapo", "rollout.filter")(np.ones(2))
     assert "values" in build("ppo", "algorithm.advantage").needs and load("ppo")["critic"]["optim"]["lr"] > 0
     assert "teacher_logprobs" in build("distill", "algorithm.advantage").needs
-    assert all(load(name)["roles"]["teacher"]["path"] == "???" for name in ("distill", "distill_vocab", "distill_top_k"))
+    assert all(
+        load(name)["roles"]["teacher"]["path"] == "???" for name in ("distill", "distill_vocab", "distill_top_k")
+    )
     assert build("distill_vocab", "algorithm.loss").needs == {"teacher_hidden"}
     assert build("distill_top_k", "algorithm.loss").needs == {"teacher_top_k"}
     users = {name for name in FILES if "greedy_rewards" in build(name, "algorithm.advantage").needs}

@@ -146,10 +146,22 @@ SERVED = "roles.teacher.num_engines=1"
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "message"),
     [
-        ("distill_top_k", ["algorithm.loss.top_k=200000"], "algorithm.loss.top_k=200000: the vocabulary has only 151936"),
-        ("distill_vocab", [SERVED], "roles.teacher.num_engines=1: SGLang returns the most probable tokens, not the whole"),
+        (
+            "distill_top_k",
+            ["algorithm.loss.top_k=200000"],
+            "algorithm.loss.top_k=200000: the vocabulary has only 151936",
+        ),
+        (
+            "distill_vocab",
+            [SERVED],
+            "roles.teacher.num_engines=1: SGLang returns the most probable tokens, not the whole",
+        ),
         ("distill_top_k", [SERVED, "rollout.temperature=0.7"], "num_engines=1: SGLang returns .* has temperature 0.7"),
-        ("distill_top_k", [SERVED, "roles.teacher.sglang.context_length=99"], "its context is 99 tokens, but the actor"),
+        (
+            "distill_top_k",
+            [SERVED, "roles.teacher.sglang.context_length=99"],
+            "its context is 99 tokens, but the actor",
+        ),
     ],
 )
 def test_a_teacher_that_cannot_work_is_refused(tmp_path, algorithm, overrides, message):
@@ -172,7 +184,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     for model, token in (("Qwen3-4B", "a"), ("Qwen3-8B", "b")):
         text = json.dumps({"model": {"vocab": {token: 0}}})
         (tmp_path / model / "tokenizer.json").write_text(text)
-    with pytest.raises(ValueError, match="Qwen3-8B: its tokenizer.json has other tokens"):
+    with pytest.raises(ValueError, match=r"Qwen3-8B: its tokenizer.json has other tokens"):
         check_distillation(*found)
     (tmp_path / "Qwen3-8B" / "tokenizer.json").write_text((tmp_path / "Qwen3-4B" / "tokenizer.json").read_text())
     check_distillation(*found)
@@ -181,7 +193,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path):
 def test_a_loss_without_a_teacher_and_commands_without_one_are_refused(tmp_path):
     loss = "algorithm.loss._target_=mrl.algorithms.distillation.Distillation"
     config = config_of("Qwen3-4B", tmp_path, "algorithm=grpo", loss)
-    with pytest.raises(ValueError, match="roles.teacher.path must name a Hugging Face folder: algorithm.loss compares"):
+    with pytest.raises(ValueError, match=r"roles.teacher.path must name a Hugging Face folder: algorithm.loss compares"):
         build_algorithm(config)
     with pytest.raises(ValueError, match="mrl certify has no outputs of a teacher"):
         refuse_distillation(Objective(Distillation()), "mrl certify")
@@ -190,7 +202,12 @@ def test_a_loss_without_a_teacher_and_commands_without_one_are_refused(tmp_path)
 
 # Several teachers.
 
-SEVERAL = ["++roles.math.path=m", "++roles.math.teaches=[gsm8k,math]", "++roles.code.path=c", "++roles.code.teaches=[code]"]
+SEVERAL = [
+    "++roles.math.path=m",
+    "++roles.math.teaches=[gsm8k,math]",
+    "++roles.code.path=c",
+    "++roles.code.teaches=[code]",
+]
 
 
 def rollouts_of(*sources: str) -> SimpleNamespace:
@@ -198,13 +215,17 @@ def rollouts_of(*sources: str) -> SimpleNamespace:
 
 
 def test_each_teacher_teaches_its_data_sources_and_the_role_teacher_all_others(tmp_path):
-    config = config_of("Qwen3-4B", tmp_path, "algorithm=distill", "roles.teacher.path=t", *SEVERAL, "++roles.reference.path=r")
+    config = config_of(
+        "Qwen3-4B", tmp_path, "algorithm=distill", "roles.teacher.path=t", *SEVERAL, "++roles.reference.path=r"
+    )
     assert {name: role.column for name, role in roles_of(config).items()} == dict(
         teacher="teacher_logprobs", math="teacher_logprobs", code="teacher_logprobs", reference="ref_logprobs"
     )
     assert teachers_of(config).keys() == {"teacher", "math", "code"}
     sources = ["math", "code", "other", "gsm8k"]
-    rows = {name: taught_responses(config, name, sources.__getitem__)(rollouts_of(*sources)) for name in roles_of(config)}
+    rows = {
+        name: taught_responses(config, name, sources.__getitem__)(rollouts_of(*sources)) for name in roles_of(config)
+    }
     assert {name: np.flatnonzero(taught).tolist() for name, taught in rows.items()} == dict(
         math=[0, 3], code=[1], teacher=[2], reference=[0, 1, 2, 3]
     )
@@ -214,7 +235,11 @@ def test_each_teacher_teaches_its_data_sources_and_the_role_teacher_all_others(t
     ("overrides", "sources", "message"),
     [
         (SEVERAL, ["gsm8k", "math", "code", "chat"], "no teacher teaches the data source 'chat'"),
-        (SEVERAL, ["gsm8k", "code"], "roles.math.teaches=.*no training prompt has the data source 'math'; .* 'code', 'gsm8k'"),
+        (
+            SEVERAL,
+            ["gsm8k", "code"],
+            "roles.math.teaches=.*no training prompt has the data source 'math'; .* 'code', 'gsm8k'",
+        ),
         ([*SEVERAL, "++roles.x.path=x", "++roles.x.teaches=[code]"], [], "roles.x.teaches=.*: roles.code teaches"),
     ],
 )
@@ -236,7 +261,9 @@ class RecordingGroup:
     def begin_columns(self, method, batch, packing, **options):
         self.calls.append((method, batch.rows.tolist(), options))
         parts = [TeacherPart(batch.rows, None)]
-        return SimpleNamespace(then=lambda convert: SimpleNamespace(result=lambda: convert(ComputedColumns({}, 1.0, {"": parts}))))
+        return SimpleNamespace(
+            then=lambda convert: SimpleNamespace(result=lambda: convert(ComputedColumns({}, 1.0, {"": parts})))
+        )
 
 
 def test_a_teacher_computes_only_its_responses():
