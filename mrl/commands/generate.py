@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mrl.commands.convert import ConvertProgressBar
@@ -154,7 +153,7 @@ def run_command(argv: list[str], job: Callable[[Config, Sequence[str]], None], u
     with hydra_entry.exit_on_user_error():
         arguments = hydra_entry.prepare_arguments(argv)
     overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
-    return hydra_entry.run(arguments, partial(job, overrides=overrides), usage)
+    return hydra_entry.run(arguments, lambda config: job(config, overrides), usage)
 
 
 def main(argv: list[str]) -> int:

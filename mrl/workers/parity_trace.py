@@ -100,7 +100,7 @@ def forward_outputs(
 
 
 def _accumulate(
-    model: MegatronActor | MegatronCritic,
+    model: MegatronModel,
     block: TokenBlock,
     batch: RankBatch,
     loss: Loss | ValueLossFunction | ScoreLoss,
