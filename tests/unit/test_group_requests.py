@@ -2,22 +2,29 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from http_engines import engine_pool
+from http_engines import engine_pool, spec_of
 from sampled_groups import group
 from test_held_out import EchoEngine
 
+from mrl.algorithms.advantage_pipeline import AdvantagePipeline
+from mrl.algorithms.advantages import GRPO
+from mrl.algorithms.losses import PPOClip
 from mrl.checkpoint.run_dir import SampleLedger
-from mrl.core.types import Rollouts
+from mrl.core.metrics import check
+from mrl.core.types import OFFLINE, AdvantageResult, Rollouts
+from mrl.data.offline import OfflineRow, OfflineRows
 from mrl.rewards.reward_types import Score
 from mrl.rollout.client import SamplingParams, response_seed
 from mrl.rollout.rollout_pipeline import GroupSampler
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
-from mrl.rollout.step_metrics import prompt_rewards
+from mrl.rollout.step_metrics import LengthBias, SampledStep, prompt_rewards
 from mrl.rollout.trajectory import StepGroups
+from mrl.rollout.worker import RolloutWorker
 
 
 def sample(requests, **settings):
@@ -115,3 +122,60 @@ def test_the_ledger_lists_sampled_groups_of_any_size_and_the_rows_of_the_file(tm
     assert [row for row, _ in line["groups"]] == [7, 8] and line["requests"] == [5, 6]
     assert line["lengths"] == [[1, 2], [3]] and line["prompts"] == [1, 3]
     assert line["offline"] == [3] and line["updates"] == [{"4": [6, 1.0]}]
+
+
+def collected(monkeypatch, kept, filtered, offline) -> tuple[Rollouts, AdvantageResult]:
+    """What a rollout worker gives to the driver for a step with these groups, and the advantages that it computes."""
+    local = SimpleNamespace(put=lambda value: value, get=lambda value: value)
+    monkeypatch.setattr("mrl.rollout.worker.ray", local)
+    worker = object.__new__(RolloutWorker)
+    pipeline = AdvantagePipeline(GRPO(normalize_std=False), PPOClip())
+    worker.spec = spec_of("none", prompts_per_step=2, offline=offline, advantage_pipeline=pipeline)
+    worker._sampled = SampledStep(kept, filtered)
+    numbers = list(range(len(kept) + len(filtered)))
+    worker._taken = StepGroups(numbers[: len(kept)], kept, numbers[len(kept) :], filtered, [])
+    waiting = Mock(num_drawn=3)
+    worker._pipeline = Mock(untrained_requests=lambda: [PromptRequest(2, 9, 4, 5)], finished=dict, buffer=waiting)
+    worker.engines, worker.train = Mock(take_metrics=dict), Mock(data_source=lambda row: "s")
+    worker._source_names, worker._length_bias = {}, LengthBias()
+    return worker.collect(4), worker.estimate({}, 0.0, 4)
+
+
+def offline_rows(**options) -> OfflineRows:
+    rows = [OfflineRow(n, [7], [5, 6, 2], float(n), None if n else [-0.5, -0.5, -0.5]) for n in range(2)]
+    return OfflineRows([rows], rows_per_step=4, seed=0, **options)
+
+
+def test_a_step_trains_the_rows_of_a_file_after_the_sampled_groups(monkeypatch):
+    kept = [group(11, Score(1.0), Score(0.0), Score(1.0)), group(12, Score(0.0))]
+    rollouts, estimates = collected(monkeypatch, kept, [], offline_rows())
+    assert rollouts.num_offline == 2 and rollouts.rows.tolist() == [11, 11, 11, 12, -1, -2]
+    assert rollouts.groups.tolist() == [0, 0, 0, 1, 2, 2] and rollouts.request_numbers.tolist() == [0, 1]
+    assert rollouts.untrained_requests == [(2, 9, 4, 5)] and rollouts.prompt_rewards == [(11, 2 / 3), (12, 0.0)]
+    assert rollouts.weight_versions.tolist() == [3, 3, 3, 3, 4, 4] and rollouts.version_spans[:, 0].tolist() == [0, 1, 2, 3]
+    lengths, block = rollouts.sampled_lengths, rollouts.block
+    assert block.columns[OFFLINE].tolist() == np.repeat([0, 0, 0, 0, 1, 1], lengths).tolist()
+    assert np.isnan(block.rollout_logprobs[-3:]).all() and (block.rollout_logprobs[-6:-3] == -0.5).all()
+    advantages = np.split(estimates.columns["advantages"], np.cumsum(lengths)[:-1])
+    expected = [1 / 3, -2 / 3, 1 / 3, 0.0, -0.5, 0.5]
+    for part, value in zip(advantages, expected, strict=True):
+        assert part.tolist() == pytest.approx([value] * len(part))
+    assert not estimates.rejected.any()
+    metrics = rollouts.metrics(4)
+    assert metrics["reward/mean"] == pytest.approx(1 / 3) and metrics["batch/offline_reward_mean"] == 0.5
+    check(metrics)
+
+
+def test_rows_of_a_file_keep_their_given_advantage_and_are_trained_if_the_filter_rejects_all_groups(monkeypatch):
+    filtered = [group(11, Score(1.0), Score(1.0)), group(12, Score(0.0), Score(0.0))]
+    rollouts, estimates = collected(monkeypatch, [], filtered, offline_rows(advantage=0.25))
+    assert estimates.columns["advantages"][-6:].tolist() == [0.25] * 6
+    assert estimates.rejected.tolist() == [True] * 4 + [False] * 2
+    assert estimates.zero_advantage.tolist() == [True] * 4 + [False] * 2
+    assert rollouts.prompt_rewards == [(11, 1.0), (12, 0.0)], "prompts learn from rejected groups, too"
+
+
+def test_a_step_without_rows_of_a_file_has_no_column_for_them(monkeypatch):
+    rollouts, _ = collected(monkeypatch, [group(11, Score(1.0), Score(0.0))], [], None)
+    assert rollouts.num_offline == 0 and not rollouts.block.columns
+    assert "batch/offline_samples" not in rollouts.metrics(4)
