@@ -129,7 +129,7 @@ def collected(monkeypatch, kept, filtered, offline) -> tuple[Rollouts, Advantage
     local = SimpleNamespace(put=lambda value: value, get=lambda value: value)
     monkeypatch.setattr("mrl.rollout.worker.ray", local)
     worker = object.__new__(RolloutWorker)
-    pipeline = AdvantagePipeline(GRPO(normalize_std=False), PPOClip())
+    pipeline = AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip())
     worker.spec = spec_of("none", prompts_per_step=2, offline=offline, advantage_pipeline=pipeline)
     worker._sampled = SampledStep(kept, filtered)
     numbers = list(range(len(kept) + len(filtered)))
