@@ -7,6 +7,7 @@ for all keys that begin with the text before the `*`.
 
 from functools import partial
 
+from mrl.config.correction_rules import trl_correction, verl_correction
 from mrl.config.translation_rules import (
     AGENT,
     ALGORITHMS,
@@ -49,7 +50,6 @@ from mrl.config.translation_rules import (
     top_k,
     trackers,
     trl_adaptive_entropy,
-    trl_correction,
     trl_kl_kind,
     trl_level,
     trl_loss_argument,
@@ -57,7 +57,6 @@ from mrl.config.translation_rules import (
     trl_top_entropy,
     verl_aggregation,
     verl_clip,
-    verl_correction,
     verl_estimator,
     verl_filter_metric,
     verl_gdpo_weights,

@@ -236,11 +236,7 @@ METRICS: dict[str, Metric] = {
         "samples/s", "responses, divided by the wall time of the whole step", ".1f", good="high and constant"
     ),
     "weight_sync/bytes": Metric(
-        "bytes",
-        "number of bytes sent, summed over all engines",
-        ",.0f",
-        good="constant; smaller with weight_sync.delta",
-        reduction="sum",
+        "bytes", "bytes sent to all engines", ",.0f", good="constant; smaller with weight_sync.delta", reduction="sum"
     ),
     "weight_sync/version": Metric(
         "", "weight version that all engines serve", ".0f", good="rises by 1 in each step", reduction="last"
@@ -282,11 +278,7 @@ METRICS: dict[str, Metric] = {
         good="1e-5 or less in float32; below about 0.02 in bfloat16",
     ),
     "mismatch/nan_tokens": Metric(
-        "tokens",
-        "number of trained tokens for which the engine reported no log-probability (NaN)",
-        ",.0f",
-        good="0",
-        reduction="sum",
+        "tokens", "number of trained tokens whose engine log-probability is NaN", ",.0f", good="0", reduction="sum"
     ),
     "mismatch/kl": Metric(
         "nats",
@@ -438,18 +430,10 @@ METRICS: dict[str, Metric] = {
         reduction="max",
     ),
     "batch/micro_batches": Metric(
-        "",
-        "largest number of micro-batches on a replica",
-        ".0f",
-        good="constant for responses of constant length",
-        reduction="max",
+        "", "largest number of micro-batches on a replica", ".0f", good="constant for constant lengths", reduction="max"
     ),
     "batch/optimizer_steps": Metric(
-        "",
-        "number of optimizer steps on the responses of the step",
-        ".0f",
-        good="algorithm.mini_batches x algorithm.epochs",
-        reduction="sum",
+        "", "number of optimizer steps", ".0f", good="algorithm.mini_batches x algorithm.epochs", reduction="sum"
     ),
     "batch/trained_tokens": Metric(
         "tokens", "number of response tokens in the loss", ",.0f", good="near rollout/tokens", reduction="sum"
