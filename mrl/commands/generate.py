@@ -77,7 +77,9 @@ def submit(config: Config, overrides: Sequence[str], command: str) -> None:
         for warning in idle_gpus_of_job(pools, gpus):
             sys.stderr.write(f"mrl: {warning}\n")
     if not config.evaluate.harness:
-        plan_generation(config).prompts()  # so that a mistake in a file or in a key is an error before the job waits for nodes
+        plan_generation(
+            config
+        ).prompts()  # so that a mistake in a file or in a key is an error before the job waits for nodes
     job = slurm_job.make_job(cluster, config.run.name, Path(config.run.dir).resolve(), overrides, command)
     text = job.script if config.cluster.dry_run else slurm_job.submission_message(job, slurm_job.submit(job))
     sys.stdout.write(text)

@@ -64,7 +64,9 @@ def test_a_run_resumed_under_the_same_layout_is_bit_exact(replays, uninterrupted
     found, expected = (learning_metrics(run.folder / "metrics.jsonl") for run in (resumed, uninterrupted))
     assert found == expected[2:]
     coefs = [step["policy/entropy_coef"] for step in expected]
-    assert coefs == pytest.approx([0.0, 0.01, 0.02, 0.03]), "the checkpoint has the coefficient and the measured entropy"
+    assert coefs == pytest.approx([0.0, 0.01, 0.02, 0.03]), (
+        "the checkpoint has the coefficient and the measured entropy"
+    )
     check_equal_weights(resumed.folder, uninterrupted.folder)
     ledgers = [(run.folder / "ledger.jsonl").read_text().splitlines() for run in (resumed, uninterrupted)]
     assert ledgers[0] == ledgers[1][2:]

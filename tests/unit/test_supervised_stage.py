@@ -127,7 +127,9 @@ def test_pairs_are_trained_whole_with_log_probabilities_from_before_the_first_st
 
 def test_an_objective_without_reference_needs_no_forward_pass():
     group, _, _ = run(SimPO(), data_set(4, 2))
-    assert group.scored == [] and [weighting for _, weighting, _ in group.updates] == [TokenWeighting(sequence_mean)] * 3
+    assert (
+        group.scored == [] and [weighting for _, weighting, _ in group.updates] == [TokenWeighting(sequence_mean)] * 3
+    )
 
 
 def test_kto_gets_the_mean_log_ratio_of_the_mismatched_sequences_in_each_step():
