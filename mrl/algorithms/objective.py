@@ -202,9 +202,7 @@ class AggregationInputs:
 
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
-    max_response_tokens: (
-        int | None
-    )  # length limit of a response, in tokens; None: supervised training, which has no limit
+    max_response_tokens: int | None  # length limit of a response; None: supervised training, which has no limit
 
 
 Aggregation = Callable[[AggregationInputs], NDArray[np.floating]]
