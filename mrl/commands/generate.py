@@ -148,8 +148,8 @@ class ResponseBar:
             self.console.print(f"{self.done} of {self.total} responses, {rate}")
 
 
-def run_command(argv: list[str], job: Callable[[Config, Sequence[str]], None], usage: str) -> int:
-    """Compose the config of `mrl generate` or `mrl evaluate` and call `job` with it and with the overrides."""
+def run_command(argv: list[str], job: Callable[..., None], usage: str) -> int:
+    """Compose the config of `mrl generate` or `mrl evaluate` and call `job` with it and with the argument `overrides`."""
     argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
     with hydra_entry.exit_on_user_error():
         arguments = hydra_entry.prepare_arguments(argv)

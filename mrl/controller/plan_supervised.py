@@ -81,7 +81,7 @@ WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the s
 
 def warm_start_settings(config: Config) -> dict[str, Any]:
     """Return the settings that decide the weights of a warm start. The default objective and held-out rows are left out."""
-    sft = asdict(config.sft)
+    sft: dict[str, Any] = asdict(config.sft)
     del sft["test"]
     if sft["objective"] == SftConfig().objective:
         del sft["objective"]

@@ -5,7 +5,7 @@ A trace records the values that the step computes.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ def _accumulate(
 
     Only ranks of the last pipeline stage that have tensor-parallel rank 0 return a part. The other ranks return 0.
     """
-    head, loss_function = model.head_and_loss(loss, temperature)
+    head, loss_function = cast(MegatronModel, model).head_and_loss(loss, temperature)
     micros = model.micro_batches(block, batch)
     statistics = model.accumulate_gradients(micros, head, loss_function, batch, all_reduce=True)
     knows_loss = groups.tp_group().rank() == 0 and groups.is_last_stage()
