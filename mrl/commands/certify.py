@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mrl.algorithms.parts import build_objective
+from mrl.algorithms.parts import build_objective, build_value_loss
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import build, plan_tools
@@ -55,14 +55,14 @@ _ROW_WIDTH = 110  # characters of a table that is not shown on a terminal
 def job(config: Config) -> None:
     """Run one parity check: print a table and write parity.json. Exit with status 1 if a difference exceeds its tolerance."""
     try:
-        loss = None if config.certify.critic else build_objective(config)
+        loss = build_value_loss(config) if config.certify.critic else build_objective(config)
         plan = plan_tools.plan_parity(config)
     except ValueError as error:
         hydra_entry.exit_with_error(error)
     differences = build.certify(plan, loss)
     path = Path(config.run.dir) / "parity.json"
     path.write_text(json.dumps([asdict(d) | {"within": d.within} for d in differences], indent=1) + "\n")
-    print_table(differences, f"{'critic' if loss is None else 'actor'}, {plan.dims}, {config.certify.dtype}")
+    print_table(differences, f"{'critic' if config.certify.critic else 'actor'}, {plan.dims}, {config.certify.dtype}")
     wrong = [d for d in differences if not d.within]
     if wrong:
         first = wrong[0]

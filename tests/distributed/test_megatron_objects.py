@@ -29,7 +29,7 @@ def make_model(path, dims: ParallelDims = ONE, critic: bool = False, dtype: str 
 def batch_for(dims: ParallelDims, rank: int):
     block = ragged_block(40)
     block = block.with_columns(returns=block.columns["advantages"])
-    step = partition_step(TrainBatch.of(block, None), dims, Packing(60), "token_mean")
+    step = partition_step(TrainBatch.of(block, None), dims, Packing(60))
     return block, step.rank_batches[dims.coords(rank).dp]
 
 
@@ -119,10 +119,8 @@ def columns_and_losses(rank: int, path, dims: ParallelDims, budgets: list[int]):
     for budget in budgets:
         block, groups = groups_of_responses()
         batch, packing = TrainBatch.of(block, groups), Packing(60, True, CostModel(1.0, 0.01), budget)
-        forward = partition_step(batch, dims, packing.without_gradients, "token_mean").rank_batches[
-            dims.coords(rank).dp
-        ]
-        update = partition_step(batch, dims, packing, "token_mean").rank_batches[dims.coords(rank).dp]
+        forward = partition_step(batch, dims, packing.without_gradients).rank_batches[dims.coords(rank).dp]
+        update = partition_step(batch, dims, packing).rank_batches[dims.coords(rank).dp]
         actor, critic = make_model(path, dims), make_model(path, dims, critic=True)
         parts = [
             actor.column_part(actor.compute_logprobs(block, forward), forward),

@@ -101,8 +101,8 @@ def test_only_passes_without_gradients_have_the_larger_budget(monkeypatch):
     calls = [
         lambda: group.begin_columns(TrainWorker.compute_columns, batch(), packing, temperature=1.0, names=["logprobs"]),
         lambda: group.begin_columns(TrainWorker.compute_values, batch(), packing),
-        lambda: group.evaluate(batch(), packing, aggregation="token_mean"),
-        lambda: group.begin_update([batch()], packing, aggregation="token_mean", lrs=[1.0]),
+        lambda: group.evaluate(batch(), packing),
+        lambda: group.begin_update([batch()], packing, lrs=[1.0]),
     ]
     for call in calls:
         with pytest.raises(InterruptedError):
@@ -111,7 +111,7 @@ def test_only_passes_without_gradients_have_the_larger_budget(monkeypatch):
     assert name == "update" and largest_pack([batches[0] for batches in update], batch()) <= 60
     for name, rank_batches in forward:
         assert 60 < largest_pack(rank_batches, batch()) <= 400, name
-    same = partition_step(batch(), group.dims, Packing(60, share_prompts=False), "token_mean").rank_batches
+    same = partition_step(batch(), group.dims, Packing(60, share_prompts=False)).rank_batches
     for ours, theirs in zip(update, same, strict=True):
         pairs = zip(ours[0].micro_batches, theirs.micro_batches, strict=True)
         assert all(np.array_equal(one, other) for one, other in pairs), "the update does not depend on the other budget"
