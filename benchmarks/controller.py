@@ -43,9 +43,9 @@ from benchmarks.simulated_engine import LogNormalScript, SimulatedEngine, start
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import GRPO
 from mrl.algorithms.corrections import MISMATCH_SUMS
-from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import PPOClip
-from mrl.algorithms.objective import Objective
+from mrl.algorithms.objective import Objective, TokenWeighting
+from mrl.algorithms.parts import Coefficients
 from mrl.checkpoint.run_dir import SampleLedger
 from mrl.config.process_schema import WeightSyncConfig
 from mrl.controller.colocation import MemoryScheduler
@@ -367,10 +367,7 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
         worker = RolloutWorkerHandle(spec, dict(num_cpus=0), 3600.0)
         stack.callback(worker.close)
         worker.wait_ready(300.0)
-        max_response_tokens = LONGEST * size.tokens
-        updates = UpdateRunner(
-            OptimConfig(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", max_response_tokens
-        )
+        updates = UpdateRunner(OptimConfig(), Packing(32768, True, CostModel(1.0, 1e-5)), TokenWeighting())
         actor = ActorTrainer(group, objective, updates, 1.0, skip_zero_advantage=True)
         ledger = SampleLedger(Path(run_dir) / "ledger.jsonl", 0)
         stack.callback(ledger.close)
@@ -380,7 +377,7 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
             scorers=[partial(actor.begin_columns, names=["old_logprobs"])],
             actor=actor,
             critic=None,
-            kl=KLControl({}),
+            coefs=Coefficients({}),
             weight_sync=_lifecycle(worker, group, run_dir),
             phase=Phases(),
             tracker=stack.enter_context(Tracker([JsonlSink(Path(run_dir) / "metrics.jsonl"), *sinks])),

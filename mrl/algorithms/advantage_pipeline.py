@@ -17,10 +17,13 @@ from mrl.algorithms.inputs import (
     broadcast_to_tokens,
     join_extra_columns,
     needs_of,
+    to_numbers,
 )
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
+from mrl.algorithms.objective import Objective
 from mrl.core.types import Column
+from mrl.core.user_code import describe_plug_in
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,14 @@ class AdvantagePipeline:
         """
         rewards, metrics = self._token_rewards(scored, columns, kl_coef)
         batch = _advantage_inputs(scored, rewards, columns)
-        result = self.advantage(batch)
-        result = result if isinstance(result, Advantages) else Advantages(result)
-        advantages = broadcast_to_tokens(result.advantages, batch).astype(np.float64)
+        advantages, returns = self._estimate(batch)
         rejected = scored.truncated & self.mask_truncated
         in_loss = ~np.repeat(rejected, scored.lengths)  # [R] whether the token is in the loss
         if self.whiten:
             advantages = _whiten(advantages, in_loss)
         loss_columns = {"advantages": advantages.astype(np.float32)}
-        if result.returns is not None:
-            loss_columns["returns"] = result.returns.astype(np.float32)
+        if returns is not None:
+            loss_columns["returns"] = returns.astype(np.float32)
         loss_columns |= self._extra_columns(batch, loss_columns["advantages"], in_loss, np.random.default_rng(seed))
         rows = np.repeat(np.arange(len(scored.lengths)), scored.lengths)
         num_nonzero = np.bincount(rows, loss_columns["advantages"] != 0, minlength=len(scored.lengths))
@@ -79,7 +80,12 @@ class AdvantagePipeline:
         )
 
     def with_parts(self, advantage: Advantage | None, loss: Loss | None) -> AdvantagePipeline:
-        """Return the pipeline with another estimator or another policy loss. None keeps the present one."""
+        """Return the pipeline with another estimator or another policy loss. None keeps the present one.
+
+        The correction and the KL penalty of an objective stay, unless `loss` is an Objective.
+        """
+        if loss is not None and isinstance(self.loss, Objective):
+            loss = self.loss.with_loss(loss)
         return replace(self, advantage=advantage or self.advantage, loss=loss or self.loss)
 
     def of_rows(
@@ -104,6 +110,28 @@ class AdvantagePipeline:
         zero, rejected = np.ones(len(rows), bool), np.ones(len(rows), bool)
         zero[rows], rejected[rows] = part.zero_advantage, part.rejected
         return AdvantageColumns(expanded, zero, rejected, part.metrics)
+
+    def _estimate(self, batch: AdvantageInputs) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+        """Call the advantage estimator. Returns advantages [R], and returns [R] if it has computed any.
+
+        Raises ValueError if a result has a wrong shape or a number that is not finite.
+        """
+        result, source = self.advantage(batch), f"algorithm.advantage: {describe_plug_in(self.advantage)}"
+        result = result if isinstance(result, Advantages) else Advantages(result)
+        advantages = broadcast_to_tokens(to_numbers(result.advantages, source), batch, source).astype(np.float64)
+        if result.returns is None:
+            if "values" in needs_of(self.advantage):
+                raise ValueError(
+                    f"{source} needs values, but returned no returns: return Advantages(advantages, returns)."
+                )
+            return advantages, None
+        returns = to_numbers(result.returns, f"{source} (returns)")
+        if returns.shape != batch.rows.shape:
+            raise ValueError(
+                f"{source} returned returns of shape {returns.shape}; expected one number for each of the {len(batch.rows)} "
+                "sampled tokens."
+            )
+        return advantages, returns
 
     def _token_rewards(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float

@@ -345,7 +345,8 @@ class OnPolicyDistillation:
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         """Return advantages [R], and the returns [R] of `reward` if it has any."""
         old, teacher = (inputs.columns[name].astype(np.float64) for name in ("old_logprobs", "teacher_logprobs"))
-        advantages = self.coef * discounted_sums(teacher - old, inputs.lengths, self.gamma)
+        log_ratio = np.where(np.isnan(old), 0.0, teacher - old)  # NaN: a token for which the engine reported none
+        advantages = self.coef * discounted_sums(log_ratio, inputs.lengths, self.gamma)
         if self.reward is None:
             return Advantages(advantages)
         result = self.reward(inputs)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.core.types import Column
+from mrl.core.user_code import describe_plug_in
 
 if TYPE_CHECKING:  # the driver builds and checks losses without torch
     from torch import Tensor
@@ -86,8 +87,10 @@ class AdvantageColumns:
     metrics: Mapping[str, float]
 
 
-def broadcast_to_tokens(advantages: NDArray[np.floating], inputs: AdvantageInputs) -> NDArray[np.floating]:
-    """Return advantages [B] or [R] as one value per sampled token [R].
+def broadcast_to_tokens(
+    advantages: NDArray[np.floating], inputs: AdvantageInputs, source: str = "algorithm.advantage"
+) -> NDArray[np.floating]:
+    """Return advantages [B] or [R] as one value per sampled token [R]. `source` names the estimator in an error.
 
     Raises:
         ValueError: the shape of `advantages` is neither [B] nor [R].
@@ -97,7 +100,7 @@ def broadcast_to_tokens(advantages: NDArray[np.floating], inputs: AdvantageInput
     if advantages.shape == inputs.rows.shape:
         return advantages
     raise ValueError(
-        f"algorithm.advantage returned an array of shape {advantages.shape}; expected one number for each of the "
+        f"{source} returned an array of shape {advantages.shape}; expected one number for each of the "
         f"{len(inputs.lengths)} responses, or for each of their {len(inputs.rows)} sampled tokens."
     )
 
@@ -152,15 +155,42 @@ class LossInputs:
     advantages: Tensor  # [R]
     # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
     entropy: Tensor
-    rollout_logprobs: Tensor  # [R] log-probabilities from the engine that sampled the tokens
+    # [R] log-probabilities from the engine that sampled the tokens. If the engine reported none for a token, `old_logprobs`
+    rollout_logprobs: Tensor
     responses: Responses  # computes sums and means over each response
     # name -> column [R]: a column for each name in `needs` of the loss and the correction, and their extra columns
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def needs_of(part: object) -> frozenset[str]:
-    """Return the names of the columns that a part of an algorithm reads: its attribute `needs`, or no names without it."""
-    return frozenset(getattr(part, "needs", ()))
+    """Return the names of the columns that a part of an algorithm reads: its attribute `needs`, or no names without it.
+
+    Raises ValueError if `needs` is a text in place of a set of names.
+    """
+    needs = getattr(part, "needs", ())
+    if isinstance(needs, str):
+        raise ValueError(f"{describe_plug_in(part)}: needs={needs!r}: expected a set of names, such as {{{needs!r}}}.")
+    return frozenset(needs)
+
+
+def to_numbers(values: object, source: str, finite: bool = True) -> NDArray[np.float64]:
+    """Return what a part of an algorithm returned as an array of numbers. `source` names the part in an error.
+
+    Raises ValueError if the values are not numbers or, with `finite`, if one of them is not finite.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # for example lists of different lengths
+        raise ValueError(f"{source} returned a {type(values).__name__} that is no array: {error}.") from None
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{source} returned a {type(values).__name__} of {array.dtype}; expected an array of numbers.")
+    if finite and not (known := np.isfinite(array)).all():
+        first = int(np.flatnonzero(~known)[0])
+        raise ValueError(
+            f"{source} returned {array.flat[first]} at index {first}, and {array.size - np.count_nonzero(known)} of "
+            f"{array.size} values are not finite; expected finite numbers."
+        )
+    return array.astype(np.float64)
 
 
 def join_extra_columns(
@@ -168,15 +198,24 @@ def join_extra_columns(
 ) -> dict[str, Column]:
     """Return the extra columns [R] of several parts of an algorithm. A part without the method `extra_columns` has none.
 
-    Raises ValueError if two parts return columns of the same name.
+    Raises ValueError if two parts return columns of the same name, if the name is that of another column of the step, or if a
+    column does not have one number for each token.
     """
     joined: dict[str, Column] = {}
     for part in parts:
         compute = getattr(part, "extra_columns", None)
+        source = f"extra_columns of {describe_plug_in(part)}"
         columns = compute(batch, advantages, rng) if compute else {}
-        if both := joined.keys() & columns.keys():
+        if taken := columns.keys() & {"advantages", "returns", *batch.columns, *joined}:
             raise ValueError(
-                f"extra_columns: two parts of the algorithm return a column with the name {min(both)!r}; rename one of them."
+                f"{source} returned {min(taken)!r}, but another column has this name; choose another name."
             )
-        joined |= columns
+        for name, values in columns.items():
+            column = to_numbers(values, f"{source} ({name})", finite=False)
+            if column.shape != advantages.shape:
+                raise ValueError(
+                    f"{source} ({name}) returned an array of shape {column.shape}; expected one number for each of the "
+                    f"{len(advantages)} sampled tokens."
+                )
+            joined[name] = column.astype(np.float32)
     return joined

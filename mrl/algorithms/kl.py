@@ -1,10 +1,9 @@
-"""KL penalties between the policy and the reference: estimates per sampled token, and coefficients that adapt over a run."""
+"""KL penalties between the policy and the reference: estimates of the KL divergence per sampled token."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -92,48 +91,6 @@ class KLPenalty:
         error = min(max(measured / self.target - 1, -0.2), 0.2)
         return coef * (1 + error * samples / self.horizon)
 
-
-MEASURED_KL_METRIC = {"reward": "policy/kl_reward", "loss": "policy/kl_ref"}
-"""Name of a penalty ("reward" or "loss") -> name of the metric that has the measured KL of this penalty."""
-
-
-@dataclass
-class KLControl:
-    """The current coefficients of the KL penalties in the reward and in the loss.
-
-    A coefficient is constant, or it adapts to the measured KL if its penalty has a `target`.
-    """
-
-    penalties: Mapping[str, KLPenalty]  # possible keys: "reward" and "loss"
-    coefs: dict[str, float] = field(default_factory=dict)  # current coefficients, with the keys of `penalties`
-
-    def __post_init__(self) -> None:
-        self.coefs = {term: penalty.coef for term, penalty in self.penalties.items()} | self.coefs
-
-    def coef(self, term: str) -> float:
-        """Return the next step's coefficient of the penalty `term` ("reward" or "loss"); 0 if there is no such penalty."""
-        return self.coefs.get(term, 0.0)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the coefficients as metrics."""
-        return {f"policy/kl_coef_{term}": coef for term, coef in self.coefs.items()}
-
-    def adapt(self, metrics: Mapping[str, float], samples: int) -> None:
-        """Adapt the coefficients to the `metrics` of a step that trained the actor on `samples` responses.
-
-        A coefficient stays as it is if the step measured no KL, for example because every response of the step was rejected.
-        """
-        for term, penalty in self.penalties.items():
-            measured = metrics.get(MEASURED_KL_METRIC[term], math.nan)
-            if math.isfinite(measured):
-                self.coefs[term] = penalty.next_coef(self.coefs[term], measured, samples)
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the coefficients for a checkpoint."""
-        return dict(self.coefs)
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the adaptive coefficients of a checkpoint. Constant coefficients keep the value of the config."""
-        for term, penalty in self.penalties.items():
-            if penalty.target is not None:
-                self.coefs[term] = state.get(term, self.coefs[term])
+    def is_active(self, measured: float | None) -> bool:
+        """Return True: every step uses the penalty."""
+        return True

@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 class Loss(Protocol):
     """Interface of a policy loss. `algorithm.loss._target_` may name any callable of this form.
 
-    The class PolicyLoss has defaults for all attributes of this interface.
+    The class PolicyLoss has defaults for all attributes of this interface. A function without these attributes is not
+    `zero_without_advantage`, does not use the entropy, needs no columns, and has no extra columns.
     """
 
     @property
@@ -281,16 +282,34 @@ class KLCov(PolicyLoss):
         return loss, {"loss/selected_fraction": selected}
 
 
+class ValueLossFunction(Protocol):
+    """Interface of a value loss. `critic.loss._target_` may name any callable of this form."""
+
+    def __call__(self, values: Tensor, returns: Tensor, old_values: Tensor) -> Tensor:
+        """Return the loss [R]. All arguments have the shape [R].
+
+        Args:
+            values: predictions of the critic; differentiable.
+            returns: the targets, from the advantage estimator.
+            old_values: predictions before the first optimizer step on the responses.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class ValueLoss:
     """Half the squared error of a value V, (V - return)^2 / 2 (PPO, Schulman et al. 2017, half of L^VF in eq. 9).
 
     With `clip` > 0, the loss is max((V - return)^2, (V_clipped - return)^2) / 2, as in the authors' code (openai/baselines,
     ppo2). V_clipped is V clipped to [V_old - clip, V_old + clip], where V_old is the value before the first optimizer step
-    on the responses. With `clip` = 0, V is not clipped.
+    on the responses. With `clip` = 0, V is not clipped. Raises ValueError for a negative `clip`.
     """
 
-    clip: float = 0.0
+    clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.clip < 0:
+            raise ValueError(f"clip={self.clip}: must be 0 or more (0: values are not clipped).")
 
     def __call__(self, values: Tensor, returns: Tensor, old_values: Tensor) -> Tensor:
         """Return the loss [R]. All arguments have the shape [R]."""

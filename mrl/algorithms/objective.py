@@ -1,12 +1,14 @@
 """The objective of the actor (policy loss, correction, KL and entropy terms), and the weight of each token in the loss.
 
-The loss of a mini-batch is the sum of token weight * token loss over all its tokens. `token_weights` normalizes the token
-weights over the whole mini-batch, not over a micro-batch or a rank. So every split of the mini-batch into micro-batches and
-data-parallel ranks gives the same loss and the same gradient. Gradients are summed over ranks, and need no division.
+The loss of a mini-batch is the sum of token weight * token loss over all its tokens. The token weights are normalized over the
+whole mini-batch, not over a micro-batch or a rank. So every split of the mini-batch into micro-batches and data-parallel ranks
+gives the same loss and the same gradient. Gradients are summed over ranks, and need no division.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,13 +17,53 @@ from numpy.typing import NDArray
 
 from mrl.algorithms.corrections import Correction
 from mrl.algorithms.distillation import Distillation
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs, join_extra_columns, needs_of
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, join_extra_columns, needs_of, to_numbers
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
+from mrl.core.metrics import check, logged_name
 from mrl.core.types import Column
+from mrl.core.user_code import describe_plug_in
 
 if TYPE_CHECKING:  # the driver builds and checks objectives without torch
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class EntropyBonus:
+    """Entropy bonus of the loss: `coef` times the entropy, in nats, of the distribution that predicts a token is subtracted.
+
+    With `target`, the coefficient adapts as in Skywork-OR1 (He et al. 2025, adaptive entropy control): after a training step
+    whose mean entropy per token is at most `target`, it grows by `step`, otherwise it falls by `step`. It stays between 0
+    and `max_coef`. A step uses the bonus only if the mean entropy of the last step was at most `target`. In the paper, the
+    entropy before the update of the same step decides. Raises ValueError for values outside these bounds: target > 0, step > 0,
+    and 0 <= coef <= max_coef.
+    """
+
+    coef: float = 0.0
+    target: float | None = None  # nats per token; None: the coefficient is constant
+    step: float = 0.005
+    max_coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.target is None:
+            return
+        if self.target <= 0 or self.step <= 0:
+            raise ValueError(f"target={self.target}, step={self.step}: both must be greater than 0.")
+        if not 0 <= self.coef <= self.max_coef:
+            raise ValueError(
+                f"max_coef={self.max_coef}: the first coefficient, algorithm.entropy_coef={self.coef}, must be between 0 and "
+                "this value."
+            )
+
+    def next_coef(self, coef: float, measured: float, samples: int) -> float:
+        """Return the coefficient after a training step with the mean entropy per token `measured`."""
+        if self.target is None:
+            return coef
+        return min(max(coef + (self.step if measured <= self.target else -self.step), 0.0), self.max_coef)
+
+    def is_active(self, measured: float | None) -> bool:
+        """Return whether a step uses the bonus: always, or if the entropy `measured` in the last step is at most `target`."""
+        return self.target is None or (measured is not None and measured <= self.target)
 
 
 @dataclass(frozen=True)
@@ -30,23 +72,32 @@ class Objective:
 
     An Objective implements the interface mrl.algorithms.losses.Loss, for all these terms together.
 
-    A token for which the engine reported NaN has policy loss 0 if the objective uses the engine's log-probabilities. Its ratio
-    counts as 1 in products and means over its response. The metric `mismatch/nan_tokens` counts these tokens.
+    A token for which the engine reported NaN has policy loss 0 if the objective uses the engine's log-probabilities: as old
+    log-probabilities, in a correction, or because the policy loss names `rollout_logprobs` in `needs`. The policy loss and the
+    correction get the old log-probability of such a token in place of NaN, so its ratio counts as 1 in products and means over
+    its response. The metric `mismatch/nan_tokens` counts these tokens.
     """
 
     policy: Loss
     correction: Correction | None = None  # None: the policy loss is not corrected
     kl: KLPenalty | None = None  # penalty that is added to the loss
-    entropy_coef: float = 0.0  # coefficient of the entropy bonus
+    entropy: EntropyBonus | None = None  # bonus that is subtracted from the loss
     rollout_logprobs_as_old: bool = False  # use the engine's log-probabilities as old log-probabilities
 
     @property
     def zero_without_advantage(self) -> bool:
-        return self.policy.zero_without_advantage and self.kl is None and not self.entropy_coef
+        zero = getattr(self.policy, "zero_without_advantage", False)
+        return zero and self.kl is None and self.entropy is None
 
     @property
     def uses_entropy(self) -> bool:
-        return self.policy.uses_entropy or bool(self.entropy_coef)
+        return getattr(self.policy, "uses_entropy", False) or bool(self.coefs.get("entropy"))
+
+    @property
+    def source(self) -> str:
+        """The config keys and the names of the policy loss and the correction, for errors."""
+        parts = {"algorithm.loss": self.policy, "algorithm.correction": self.correction}
+        return ", ".join(f"{key}: {describe_plug_in(part)}" for key, part in parts.items() if part)
 
     @property
     def uses_logprobs(self) -> bool:
@@ -66,60 +117,161 @@ class Objective:
         """Return the extra columns of the policy loss and of the correction."""
         return join_extra_columns((self.policy, self.correction), batch, advantages, rng)
 
-    def with_kl_coef(self, coef: float) -> Objective:
-        """Return the same objective with another coefficient of the KL term."""
-        return replace(self, kl=replace(self.kl, coef=coef)) if self.kl else self
+    @property
+    def coefs(self) -> dict[str, float]:
+        """Name of each term (kl_loss, entropy) -> its coefficient."""
+        terms = dict(kl_loss=self.kl, entropy=self.entropy)
+        return {name: term.coef for name, term in terms.items() if term}
+
+    def with_loss(self, loss: Loss) -> Objective:
+        """Return the same objective with another policy loss, or `loss` itself if it is an Objective."""
+        return loss if isinstance(loss, Objective) else replace(self, policy=loss)
+
+    def with_coefs(self, coefs: Mapping[str, float]) -> Objective:
+        """Return the same objective with other coefficients. `coefs`: name of a term, as in `self.coefs` -> coefficient."""
+        kl = self.kl and replace(self.kl, coef=coefs.get("kl_loss", self.kl.coef))
+        entropy = self.entropy and replace(self.entropy, coef=coefs.get("entropy", self.entropy.coef))
+        return replace(self, kl=kl, entropy=entropy)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         unknown = inputs.rollout_logprobs.isnan()
-        if self.rollout_logprobs_as_old:
-            old = inputs.logprobs.detach().where(unknown, inputs.rollout_logprobs)
-            inputs = replace(inputs, old_logprobs=old, rollout_logprobs=old)
-        loss, metrics = self.policy(inputs)
+        old = inputs.logprobs.detach() if self.rollout_logprobs_as_old else inputs.old_logprobs
+        rollout_logprobs = old.where(unknown, inputs.rollout_logprobs)
+        old = rollout_logprobs if self.rollout_logprobs_as_old else old
+        inputs = replace(inputs, old_logprobs=old, rollout_logprobs=rollout_logprobs)
+        loss, metrics = check_token_values(self.policy(inputs), inputs.logprobs, "algorithm.loss", self.policy)
         if self.correction:
-            rollout_logprobs = inputs.old_logprobs.where(unknown, inputs.rollout_logprobs)
-            weights, correction_metrics = self.correction(replace(inputs, rollout_logprobs=rollout_logprobs))
+            result = check_token_values(
+                self.correction(inputs), inputs.logprobs, "algorithm.correction", self.correction
+            )
+            weights, correction_metrics = result
+            if weights.requires_grad:
+                raise ValueError(
+                    f"algorithm.correction: {describe_plug_in(self.correction)} returned weights with a gradient; compute them "
+                    "from inputs.logprobs.detach()."
+                )
             loss, metrics = loss * weights, metrics | correction_metrics
-        if self.rollout_logprobs_as_old or self.correction:
+        if self.rollout_logprobs_as_old or self.correction or "rollout_logprobs" in needs_of(self.policy):
             loss = loss.masked_fill(unknown, 0.0)
         if self.kl:
             kl = self.kl(inputs)
             loss, metrics = loss + self.kl.coef * kl, metrics | {"policy/kl_ref": kl.detach()}
-        if self.entropy_coef:
-            loss = loss - self.entropy_coef * inputs.entropy
+        if self.entropy and self.entropy.coef:
+            loss = loss - self.entropy.coef * inputs.entropy
         return loss, metrics
 
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
+def check_token_values(
+    result: tuple[Tensor, dict[str, Tensor]], tokens: Tensor, key: str, part: object
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the result of a loss or of a correction if it has the right form, otherwise raise ValueError.
 
-
-def token_weights(
-    response_lengths: NDArray[np.int64], aggregation: str, max_tokens: int | None = None
-) -> NDArray[np.float64]:
-    """Return [B]: for each response, the token weight that each of its tokens has in the loss.
-
-    `response_lengths` [B] are the numbers of sampled tokens of all responses of a mini-batch. Only this function normalizes
-    the loss. `aggregation` selects the token weight:
-
-        token_mean     1 / (number of tokens of all responses): every token has the same weight (DAPO, eq. 8)
-        sequence_mean  1 / (B * number of tokens of the response): every response has the same weight (GRPO as published,
-                       eq. 3)
-        fixed_length   1 / (B * max_tokens): the token weight does not depend on the lengths of the responses (Dr.GRPO,
-                       Liu et al. 2025, 3.2). `max_tokens` is the length limit of a response
-
-    A response of length 0 has no tokens, but it counts in B. Raises ValueError for an unknown aggregation, and for
-    fixed_length without `max_tokens`.
+    `tokens` is a tensor [R]. `key` is the config key of the loss or correction `part`, for the message. The numbers are not
+    read, because the host would wait for the device.
     """
-    lengths = response_lengths.astype(np.float64)
-    count = max(len(lengths), 1)
-    if aggregation == "token_mean":
-        return np.full(len(lengths), 1.0 / max(lengths.sum(), 1))
-    if aggregation == "sequence_mean":
-        return 1.0 / (np.maximum(lengths, 1) * count)
-    if aggregation == "fixed_length":
-        if not max_tokens or max_tokens < 1:
+    source = f"{key}: {describe_plug_in(part)}"
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise ValueError(
+            f"{source} returned a {type(result).__name__}; expected a tensor [R] and a dict of metrics, such as `loss, {{}}`."
+        )
+    values, metrics = result
+    for name, each in {"": values, **metrics}.items():
+        metric = f" as metric {name}" if name else ""
+        try:
+            check([logged_name(name)] if name else [])
+        except ValueError:
+            own = re.sub(r"\W", "_", name.removeprefix("own/"))
             raise ValueError(
-                f"max_tokens={max_tokens}: algorithm.aggregation=fixed_length needs the length limit of a response."
+                f"{source} returned the metric {name!r}; the name of a metric has letters, digits and _, such as {own!r}."
+            ) from None
+        if not isinstance(each, type(tokens)):
+            raise ValueError(f"{source} returned a {type(each).__name__}{metric}; expected a tensor.")
+        if each.shape != tokens.shape:
+            raise ValueError(
+                f"{source} returned a tensor of shape {list(each.shape)}{metric}; expected one number for each of the "
+                f"{len(tokens)} sampled tokens of the micro-batch. mrl computes the mean or sum (algorithm.aggregation)."
             )
-        return np.full(len(lengths), 1.0 / (count * max_tokens))
-    raise ValueError(f"algorithm.aggregation={aggregation!r}; expected one of {', '.join(AGGREGATIONS)}.")
+    if not values.is_floating_point():
+        raise ValueError(f"{source} returned a tensor of {values.dtype}; expected floating-point numbers.")
+    return values, metrics
+
+
+@dataclass(frozen=True)
+class AggregationInputs:
+    """The B responses of a mini-batch over which the loss is normalized: the input of an aggregation."""
+
+    lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0
+    groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
+    max_response_tokens: int | None  # length limit of a response; None: supervised training, which has no limit
+
+
+Aggregation = Callable[[AggregationInputs], NDArray[np.floating]]
+"""Interface of an aggregation: it returns [B], for each response the weight that each of its tokens has in the loss.
+
+`algorithm.aggregation._target_` may name any callable of this form. A response of length 0 has no tokens, but it counts in B.
+"""
+
+
+def token_mean(inputs: AggregationInputs) -> NDArray[np.float64]:
+    """Return 1 / (number of tokens of all responses): every token has the same weight (DAPO, Yu et al. 2025, eq. 8)."""
+    return np.full(len(inputs.lengths), 1.0 / max(inputs.lengths.sum(), 1))
+
+
+def sequence_mean(inputs: AggregationInputs) -> NDArray[np.float64]:
+    """Return 1 / (B * length): every response has the same weight (GRPO as published, DeepSeekMath 2024, eq. 3)."""
+    return 1.0 / (np.maximum(inputs.lengths, 1).astype(np.float64) * max(len(inputs.lengths), 1))
+
+
+def fixed_length(inputs: AggregationInputs) -> NDArray[np.float64]:
+    """Return 1 / (B * max_response_tokens): the weight does not depend on the lengths (Dr.GRPO, Liu et al. 2025, 3.2).
+
+    Raises ValueError if the length limit of a response is unknown.
+    """
+    limit = inputs.max_response_tokens
+    if not limit or limit < 1:
+        raise ValueError(
+            f"max_response_tokens={limit}: algorithm.aggregation=fixed_length needs the length limit of a response."
+        )
+    return np.full(len(inputs.lengths), 1.0 / (max(len(inputs.lengths), 1) * limit))
+
+
+def token_sum(inputs: AggregationInputs) -> NDArray[np.float64]:
+    """Return 1: the loss is the sum over all tokens, so it grows with the size of the mini-batch."""
+    return np.ones(len(inputs.lengths))
+
+
+def sequence_sum(inputs: AggregationInputs) -> NDArray[np.float64]:
+    """Return 1 / B: the loss is the mean over responses of the sum of the token losses of a response."""
+    return np.full(len(inputs.lengths), 1.0 / max(len(inputs.lengths), 1))
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    aggregation.__name__: aggregation
+    for aggregation in (token_mean, sequence_mean, fixed_length, token_sum, sequence_sum)
+}
+"""Value of algorithm.aggregation -> its function."""
+
+
+@dataclass(frozen=True)
+class TokenWeighting:
+    """Computes the token weights of a mini-batch: an aggregation, and the length limit of a response."""
+
+    aggregation: Aggregation = token_mean
+    max_response_tokens: int | None = None  # None: unknown; see AggregationInputs
+
+    def __call__(self, lengths: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return [B]: for each response, the weight that each of its tokens has in the loss.
+
+        `lengths` [B] are the numbers of sampled tokens, and `groups` [B] are the ids of the prompts. Raises ValueError if the
+        aggregation returns anything but B finite numbers of 0 or more.
+        """
+        source = f"algorithm.aggregation: {describe_plug_in(self.aggregation)}"
+        weights = to_numbers(self.aggregation(AggregationInputs(lengths, groups, self.max_response_tokens)), source)
+        if weights.shape != lengths.shape:
+            raise ValueError(
+                f"{source} returned an array of shape {weights.shape}; expected one number for each of the {len(lengths)} "
+                "responses."
+            )
+        if (weights < 0).any():
+            raise ValueError(f"{source} returned the weight {weights.min()}; expected numbers of 0 or more.")
+        return weights

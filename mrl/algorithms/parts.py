@@ -1,6 +1,13 @@
-"""AlgorithmParts: the objects that make up the configured algorithm. They are built and checked before any process starts."""
+"""AlgorithmParts: the objects that make up the configured algorithm. They are built and checked before any process starts.
 
-from dataclasses import dataclass
+Coefficients are the coefficients of the KL penalties and of the entropy bonus, which may adapt over a run.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import Advantage
@@ -9,10 +16,12 @@ from mrl.algorithms.distillation import TEACHER_OUTPUTS
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.inputs import needs_of
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.objective import Objective
-from mrl.config.instantiate import instantiate_callable
-from mrl.config.schema import Config, Node
+from mrl.algorithms.losses import ValueLossFunction
+from mrl.algorithms.objective import AGGREGATIONS, EntropyBonus, Objective, TokenWeighting
+from mrl.config.instantiate import instantiate, instantiate_callable
+from mrl.config.schema import AlgorithmConfig, Config, Node
 from mrl.config.validate import roles_of, teachers_of
+from mrl.core.user_code import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
 """Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head that it is.
@@ -33,6 +42,38 @@ An entry of the key `roles` computes a further column, such as teacher_logprobs.
 All distributions are softmax(logits / rollout.temperature)."""
 
 
+MEASURED = {"kl_reward": "policy/kl_reward", "kl_loss": "policy/kl_ref", "entropy": "policy/entropy_mean"}
+"""Name of a term of the reward or of the loss -> name of the metric to which its coefficient adapts."""
+COEF_METRICS = {
+    "kl_reward": "policy/kl_coef_reward",
+    "kl_loss": "policy/kl_coef_loss",
+    "entropy": "policy/entropy_coef",
+}
+"""Name of a term -> name of the metric that has the coefficient which the step used."""
+
+
+class Term(Protocol):
+    """Interface of a term with a coefficient: KLPenalty and EntropyBonus."""
+
+    @property
+    def coef(self) -> float:
+        """The coefficient at the start of the run."""
+        ...
+
+    @property
+    def target(self) -> float | None:
+        """The measured value that the coefficient is adapted to; None: the coefficient is constant."""
+        ...
+
+    def next_coef(self, coef: float, measured: float, samples: int) -> float:
+        """Return the coefficient after a training step with `samples` responses that measured `measured`."""
+        ...
+
+    def is_active(self, measured: float | None) -> bool:
+        """Return whether a step uses the term. `measured`: value of the last step; None: no step has measured it yet."""
+        ...
+
+
 @dataclass(frozen=True)
 class AlgorithmParts:
     """The objects that decide how the policy learns from rewards."""
@@ -41,7 +82,9 @@ class AlgorithmParts:
     advantage_pipeline: AdvantagePipeline
     rollout_filter: Filter | None  # decides which groups are trained; None: all groups are trained
     needs: frozenset[str]  # what the parts read: names of columns, and "greedy_rewards"
-    penalties: dict[str, KLPenalty]  # the configured KL penalties; possible keys: "reward", "loss"
+    terms: dict[str, Term]  # the configured terms that have a coefficient; possible keys: kl_reward, kl_loss, entropy
+    weighting: TokenWeighting  # computes the weight of each token in the loss
+    value_loss: ValueLossFunction  # loss of the critic, if the run has one
 
 
 def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) -> AlgorithmParts:
@@ -52,7 +95,7 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
     algorithm = config.algorithm
     objective = build_objective(config)
     reward_penalty = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
-    advantage: Advantage = instantiate_callable(algorithm.advantage, "algorithm.advantage")
+    advantage: Advantage = instantiate_callable(algorithm.advantage, "algorithm.advantage", ["inputs"])
     advantage_pipeline = AdvantagePipeline(
         advantage, objective, reward_penalty, algorithm.whiten, algorithm.mask_truncated
     )
@@ -63,15 +106,27 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
         needs -= {"old_logprobs"}
     if reward_penalty and not getattr(advantage, "uses_token_rewards", True):
         raise ValueError(
-            f"algorithm.kl_in_reward: {type(advantage).__name__} does not use token rewards; use algorithm.kl_in_loss."
+            f"algorithm.kl_in_reward: {plug_in_name(advantage)} does not use token rewards; use algorithm.kl_in_loss."
         )
-    if "values" in needs and "values" not in needs_of(advantage):
-        raise ValueError(
-            "algorithm.loss or algorithm.correction needs values of a critic, but algorithm.advantage computes no returns that "
-            "the critic could learn; choose an advantage estimator that computes returns, such as GAE."
-        )
+    role_columns = {role.column for role in roles_of(config).values() if not role.is_served}
     _check_distillation(config, objective, needs)
-    columns = COLUMNS | {role.column for role in roles_of(config).values() if not role.is_served} | TEACHER_OUTPUTS
+    _check_needs(needs, advantage, COLUMNS | role_columns | TEACHER_OUTPUTS)
+    group_filter = config.rollout.filter
+    rollout_filter = instantiate_callable(group_filter, "rollout.filter", ["rewards"]) if group_filter else None
+    terms: dict[str, Term | None] = dict(kl_reward=reward_penalty, kl_loss=objective.kl, entropy=objective.entropy)
+    return AlgorithmParts(
+        objective,
+        advantage_pipeline,
+        rollout_filter,
+        needs,
+        {name: term for name, term in terms.items() if term},
+        build_weighting(config),
+        build_value_loss(config),
+    )
+
+
+def _check_needs(needs: frozenset[str], advantage: Advantage, columns: frozenset[str]) -> None:
+    """Raise ValueError if the algorithm needs another column than `columns`, or if the critic would learn nothing."""
     if unknown := needs - columns - {"greedy_rewards"}:
         if names := sorted(name.removesuffix("_logprobs") for name in unknown if name.endswith("_logprobs")):
             raise ValueError(
@@ -82,11 +137,11 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
             f"algorithm: a part names {', '.join(sorted(unknown))} in its attribute `needs`; expected names out of "
             f"{', '.join(sorted(columns))} and greedy_rewards."
         )
-    rollout_filter = instantiate_callable(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
-    penalties = {"reward": reward_penalty, "loss": objective.kl}
-    return AlgorithmParts(
-        objective, advantage_pipeline, rollout_filter, needs, {term: kl for term, kl in penalties.items() if kl}
-    )
+    if "values" in needs and "values" not in needs_of(advantage):
+        raise ValueError(
+            "algorithm.loss or algorithm.correction needs values of a critic, but algorithm.advantage computes no returns that "
+            "the critic could learn; choose an advantage estimator that computes returns, such as GAE."
+        )
 
 
 def _check_distillation(config: Config, objective: Objective, needs: frozenset[str]) -> None:
@@ -107,22 +162,21 @@ def _check_distillation(config: Config, objective: Objective, needs: frozenset[s
 def build_objective(config: Config) -> Objective:
     """Build the objective that the actor's optimizer minimises. Raises ValueError if the parts of the objective conflict."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
-    correction = instantiate_callable(algorithm.correction, "algorithm.correction") if algorithm.correction else None
+    node = algorithm.correction
+    correction = instantiate_callable(node, "algorithm.correction", ["inputs"]) if node else None
     if from_rollout and correction and is_importance_sampling(correction):
         raise ValueError(
             "algorithm.old_logprobs=rollout makes the engine's policy the old policy, so algorithm.correction has nothing to "
             "correct; set algorithm.old_logprobs=recompute, or remove algorithm.correction."
         )
-    policy = instantiate_callable(
-        algorithm.loss, "algorithm.loss", required_attributes=("zero_without_advantage", "uses_entropy")
-    )
+    policy = instantiate_callable(algorithm.loss, "algorithm.loss", ["inputs"])
     if config.rollout.staleness and not (correction or from_rollout) and getattr(policy, "uses_logprobs", True):
         correction = ImportanceSampling()  # otherwise gradients from samples of older weights are biased
     return Objective(
         policy=policy,
         correction=correction,
         kl=_penalty(algorithm.kl_in_loss, "algorithm.kl_in_loss"),
-        entropy_coef=algorithm.entropy_coef,
+        entropy=_entropy_bonus(algorithm),
         rollout_logprobs_as_old=from_rollout,
     )
 
@@ -136,8 +190,88 @@ def refuse_distillation(objective: Objective, command: str) -> None:
         )
 
 
+def _entropy_bonus(algorithm: AlgorithmConfig) -> EntropyBonus | None:
+    """Build the entropy bonus. Returns None if its coefficient is constantly 0."""
+    node, key = algorithm.adaptive_entropy, "algorithm.adaptive_entropy"
+    if not node:
+        return EntropyBonus(algorithm.entropy_coef) if algorithm.entropy_coef else None
+    if "coef" in node:
+        raise ValueError(f"{key}.coef={node['coef']}: set the first coefficient in algorithm.entropy_coef.")
+    if node.get("target") is None:
+        raise ValueError(f"{key}.target: must be set, in nats per token, such as 0.2; got {dict(node)}.")
+    return instantiate(_class_node(EntropyBonus) | node | {"coef": algorithm.entropy_coef}, key)
+
+
+def _class_node(plug_in: type) -> Node:
+    return {"_target_": f"{plug_in.__module__}.{plug_in.__qualname__}"}
+
+
+def build_weighting(config: Config) -> TokenWeighting:
+    """Build the object that computes token weights. Raises ValueError if algorithm.aggregation names no aggregation."""
+    value, limit = config.algorithm.aggregation, config.rollout.max_response_tokens
+    if isinstance(value, dict):
+        return TokenWeighting(instantiate_callable(value, "algorithm.aggregation", ["inputs"]), limit)
+    if str(value) not in AGGREGATIONS:
+        near = difflib.get_close_matches(str(value), AGGREGATIONS, n=1)
+        raise ValueError(
+            f"algorithm.aggregation={value!r}: expected {', '.join(AGGREGATIONS)}, or a mapping whose _target_ names your own "
+            f"function{f'; did you mean {near[0]}?' if near else '.'}"
+        )
+    return TokenWeighting(AGGREGATIONS[value], limit)
+
+
+def build_value_loss(config: Config) -> ValueLossFunction:
+    """Build the loss of the critic."""
+    return instantiate_callable(config.critic.loss, "critic.loss", ["values", "returns", "old_values"])
+
+
 def _penalty(node: Node | None, key: str) -> KLPenalty | None:
     """Build a KL penalty from `node`, a dict with its arguments. Without a node, return None. `key` is the config key."""
     if not node:
         return None
-    return instantiate_callable({"_target_": f"{KLPenalty.__module__}.{KLPenalty.__qualname__}"} | node, key)
+    return instantiate_callable(_class_node(KLPenalty) | node, key)
+
+
+@dataclass
+class Coefficients:
+    """The current coefficients of all terms. A coefficient adapts if its term has a `target`."""
+
+    terms: Mapping[str, Term]  # keys: names in MEASURED
+    values: dict[str, float] = field(default_factory=dict)  # current coefficients, with the keys of `terms`
+    measured: dict[str, float] = field(default_factory=dict)  # what the last step measured for each adaptive term
+
+    def __post_init__(self) -> None:
+        self.values = {name: term.coef for name, term in self.terms.items()} | self.values
+
+    def current(self) -> dict[str, float]:
+        """Return the coefficients that the next step uses; 0 for a term that is not active."""
+        return {
+            name: self.values[name] if term.is_active(self.measured.get(name)) else 0.0
+            for name, term in self.terms.items()
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the coefficients that the next step uses as metrics."""
+        return {COEF_METRICS[name]: coef for name, coef in self.current().items()}
+
+    def adapt(self, metrics: Mapping[str, float], samples: int) -> None:
+        """Adapt the coefficients to the `metrics` of a step that trained the actor on `samples` responses.
+
+        A coefficient stays as it is if the step did not measure its value, for example because every response was rejected.
+        """
+        for name, term in self.terms.items():
+            measured = metrics.get(MEASURED[name], math.nan)
+            if term.target is not None and math.isfinite(measured):
+                self.values[name] = term.next_coef(self.values[name], measured, samples)
+                self.measured[name] = measured
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coefficients, and what they adapt to, for a checkpoint."""
+        return dict(values=dict(self.values), measured=dict(self.measured))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the adaptive coefficients of a checkpoint. Constant coefficients keep the value of the config."""
+        for name, term in self.terms.items():
+            if term.target is not None:
+                self.values[name] = state["values"].get(name, self.values[name])
+        self.measured = {name: value for name, value in state["measured"].items() if name in self.terms}

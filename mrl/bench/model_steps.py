@@ -175,7 +175,7 @@ def padded_rows(rng: np.random.Generator, vocab: int, block: TokenBlock) -> Toke
 
 def partition(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPartition:
     """Partition a batch into micro-batches as training does."""
-    return partition_step(batch, ALONE, Packing(max_tokens, share_prompts), "token_mean")
+    return partition_step(batch, ALONE, Packing(max_tokens, share_prompts))
 
 
 def multiply_adds(config: dict[str, Any], block: TokenBlock, plan: StepPartition, shared: bool) -> float:

@@ -36,7 +36,7 @@ from parallel.file_hashes import (
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # format of checkpoint folders; checkpoints of another format are refused
+FORMAT = 3  # format of checkpoint folders; checkpoints of another format are refused
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _PARTIAL = ".partial-"  # begins the name of an incomplete folder

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mrl.algorithms.parts import build_objective, refuse_distillation
+from mrl.algorithms.objective import Objective
+from mrl.algorithms.parts import build_objective, build_value_loss, refuse_distillation
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import build, plan_tools
@@ -55,8 +56,8 @@ _ROW_WIDTH = 110  # characters of a table that is not shown on a terminal
 def job(config: Config) -> None:
     """Run one parity check: print a table and write parity.json. Exit with status 1 if a difference exceeds its tolerance."""
     try:
-        loss = None if config.certify.critic else build_objective(config)
-        if loss:
+        loss = build_value_loss(config) if config.certify.critic else build_objective(config)
+        if isinstance(loss, Objective):
             refuse_distillation(loss, "mrl certify")
         plan = plan_tools.plan_parity(config)
     except ValueError as error:
@@ -64,7 +65,7 @@ def job(config: Config) -> None:
     differences = build.certify(plan, loss)
     path = Path(config.run.dir) / "parity.json"
     path.write_text(json.dumps([asdict(d) | {"within": d.within} for d in differences], indent=1) + "\n")
-    print_table(differences, f"{'critic' if loss is None else 'actor'}, {plan.dims}, {config.certify.dtype}")
+    print_table(differences, f"{'critic' if config.certify.critic else 'actor'}, {plan.dims}, {config.certify.dtype}")
     wrong = [d for d in differences if not d.within]
     if wrong:
         first = wrong[0]

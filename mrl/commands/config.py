@@ -124,6 +124,8 @@ def _leaf_keys(node: Any, prefix: str) -> Iterator[str]:
 
 
 def _type_text(annotation: Any) -> str:
+    if annotation is Any:
+        return "name or mapping"
     options = [option for option in get_args(annotation) if option is not type(None)]
     if annotation is dict or "dict" in str(annotation).lower():
         return "mapping" if "list" not in str(annotation).lower() else "list of mappings"

@@ -77,7 +77,9 @@ def submit(config: Config, overrides: Sequence[str], command: str) -> None:
         for warning in idle_gpus_of_job(pools, gpus):
             sys.stderr.write(f"mrl: {warning}\n")
     if not config.evaluate.harness:
-        plan_generation(config).prompts()  # so that a mistake in a file or in a key is an error before the job waits for nodes
+        plan_generation(
+            config
+        ).prompts()  # so that a mistake in a file or in a key is an error before the job waits for nodes
     job = slurm_job.make_job(cluster, config.run.name, Path(config.run.dir).resolve(), overrides, command)
     text = job.script if config.cluster.dry_run else slurm_job.submission_message(job, slurm_job.submit(job))
     sys.stdout.write(text)
@@ -146,8 +148,8 @@ class ResponseBar:
             self.console.print(f"{self.done} of {self.total} responses, {rate}")
 
 
-def run_command(argv: list[str], job: Callable[[Config, Sequence[str]], None], usage: str) -> int:
-    """Compose the config of `mrl generate` or `mrl evaluate` and call `job` with it and with the overrides."""
+def run_command(argv: list[str], job: Callable[..., None], usage: str) -> int:
+    """Compose the config of `mrl generate` or `mrl evaluate` and call `job` with it and with the argument `overrides`."""
     argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
     with hydra_entry.exit_on_user_error():
         arguments = hydra_entry.prepare_arguments(argv)

@@ -106,10 +106,8 @@ def main(argv: list[str]) -> int:
         config, weights = _replay_config(arguments, dump), _weights(arguments, dump)
         folder = dump.weights_folder(weights)
         plan = plan_tools.plan_replay(config, weights.hf_folder if weights.checkpoint else str(folder), dims, against)
-        objective = build_objective(config)
+        objective = build_objective(config).with_coefs(dump.description.coefs)
         refuse_distillation(objective, "a step dump")
-    if dump.description.kl_coef is not None:
-        objective = objective.with_kl_coef(dump.description.kl_coef)
     sys.stdout.write(_introduction(dump, weights, dims, against))
     signal.signal(
         signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum)

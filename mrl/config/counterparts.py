@@ -43,6 +43,7 @@ from mrl.config.translation_rules import (
     step_interval,
     switch,
     trackers,
+    trl_adaptive_entropy,
     trl_prompts,
     verl_optim_rules,
     warmup_steps,
@@ -130,7 +131,7 @@ VERL: dict[str, Rule] = {
     f"{_ACTOR}ulysses_sequence_parallel_size": "parallel.cp",
     "critic.model.path": "critic.path",
     **verl_optim_rules("critic.optim", "critic.optim"),
-    "critic.cliprange_value": "critic.value_clip",
+    "critic.cliprange_value": "critic.loss.clip",
     "critic.ppo_epochs": "critic.epochs",
     "critic.ppo_micro_batch_size_per_gpu": SIZES,
     **layout_rules("critic.megatron.", "critic.parallel"),
@@ -349,6 +350,12 @@ TRL: dict[str, Rule] = {
         choice, "level", {"token": Note("the default", needed=False), "sequence": {"algorithm": "gspo"}}
     ),
     "mask_truncated_completions": "algorithm.mask_truncated",
+    "entropy_coef": "algorithm.entropy_coef",
+    "use_adaptive_entropy": trl_adaptive_entropy,
+    "entropy_target": Note("part of algorithm.adaptive_entropy", needed=False),
+    "entropy_coef_delta": Note("part of algorithm.adaptive_entropy", needed=False),
+    "entropy_coef_max": Note("part of algorithm.adaptive_entropy", needed=False),
+    "entropy_coef_min": partial(same_as_default, (0, 0.0), "the lower bound of mrl's coefficient is 0"),
     "vllm_importance_sampling_correction": partial(
         switch, {"algorithm.correction._target_": "mrl.algorithms.corrections.ImportanceSampling"}, None
     ),
@@ -396,6 +403,7 @@ _TARGETS = {  # key of another trainer whose rule is a function -> the mrl key t
     "colocate": "placement",
     "rollout-num-gpus": "rollout.num_engines",
     "beta": "algorithm.kl_in_loss.coef",
+    "use_adaptive_entropy": "algorithm.adaptive_entropy",
     "epsilon": "algorithm.loss.clip_low",
     "per_device_train_batch_size": "rollout.prompts_per_step",
 }

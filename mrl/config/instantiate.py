@@ -2,13 +2,14 @@
 
 import difflib
 import inspect
+from collections.abc import Sequence
 from functools import partial, update_wrapper
 from typing import Any, Protocol
 
 from hydra.utils import get_object
 
 from mrl.config.schema import Node
-from mrl.core.user_code import location_suffix
+from mrl.core.user_code import describe_plug_in, location_suffix
 
 
 def instantiate(node: Node, key: str) -> Any:
@@ -90,17 +91,30 @@ def _check_arguments(factory: Any, arguments: Node, key: str) -> None:
         raise ValueError(f"{key}.{name}: {factory.__module__}.{factory.__qualname__} has no argument {name!r}; {hint}")
 
 
-def instantiate_callable(node: Node, key: str, required_attributes: tuple[str, ...] = ()) -> Any:
+def instantiate_callable(node: Node, key: str, arguments: Sequence[str] = ()) -> Any:
     """Instantiate a `_target_` node, and return the object.
 
-    Raises ValueError if the object is not callable or lacks one of the class attributes `required_attributes`.
+    Raises ValueError if the object is not callable. `arguments` are the names of the arguments with which mrl calls the object.
+    If they are given, ValueError is also raised if the object does not take that many arguments.
     """
     built = instantiate(node, key)
     if not callable(built):
         raise ValueError(f"{key}: {node['_target_']} gives {type(built).__name__}, which is not callable.")
-    for name in required_attributes:
-        if not hasattr(built, name):
-            raise ValueError(
-                f"{key}: {node['_target_']} must have the class attribute {name!r} (see mrl/algorithms/losses.py)."
-            )
+    if arguments:
+        _check_call(built, arguments, key)
     return built
+
+
+def _check_call(built: Any, arguments: Sequence[str], key: str) -> None:
+    # `inspect.signature` would ignore the arguments that are bound in `built` itself, because it wraps the function.
+    called = partial(built.func, **built.keywords) if isinstance(built, partial) else built
+    try:
+        signature = inspect.signature(called)
+    except ValueError:  # for example a function of NumPy, which has no signature
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{key}: {describe_plug_in(built)} takes {signature}, but mrl calls it with ({', '.join(arguments)}): {error}."
+        ) from None

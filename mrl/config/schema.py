@@ -2,7 +2,8 @@
 
 The dataclasses are Hydra structured configs, so OmegaConf checks the types. `mrl config` and docs/reference/config.md show the
 metadata of the fields. A value of type `Node` is a dict with keys of any name. The value of its key `_target_`, if it has one,
-names a class or function: a plug-in. mrl/config/instantiate.py instantiates all plug-ins before any process starts.
+names a class or function: a plug-in. mrl/config/instantiate.py instantiates all plug-ins before any process starts. A value of
+type `Any` is a name or a `Node`.
 """
 
 from dataclasses import dataclass, field
@@ -52,14 +53,6 @@ class RowPolicy(StrEnum):
 
     error = "error"
     skip = "skip"
-
-
-class Aggregation(StrEnum):
-    """How the loss is averaged over tokens."""
-
-    token_mean = "token_mean"
-    sequence_mean = "sequence_mean"
-    fixed_length = "fixed_length"
 
 
 class OnUnhealthy(StrEnum):
@@ -291,7 +284,11 @@ class AlgorithmConfig:
         MISSING, "Advantage estimator. It computes advantages of responses or tokens from the rewards."
     )
     loss: Node = key(MISSING, "Policy loss. It computes the loss of each sampled token.")
-    aggregation: Aggregation = key(Aggregation.token_mean, "How the losses of tokens are averaged.")
+    aggregation: Any = key(
+        "token_mean",
+        "Weight of each token in the loss: token_mean, sequence_mean, fixed_length, token_sum, sequence_sum, or a mapping whose "
+        "_target_ names your own function.",
+    )
     correction: Node | None = key(
         dict,
         "Off-policy correction. It gives each token a loss weight or a mask. Default: none if rollout.mode=sync, "
@@ -300,6 +297,11 @@ class AlgorithmConfig:
     kl_in_loss: Node | None = key(dict, "KL penalty against the reference (initial) policy. It is added to the loss.")
     kl_in_reward: Node | None = key(dict, "KL penalty against the reference policy. It is subtracted from the rewards.")
     entropy_coef: float = key(0.0, "Coefficient of the entropy bonus in the loss.")
+    adaptive_entropy: Node | None = key(
+        dict,
+        "Adapts the coefficient of the entropy bonus: each training step adds or subtracts `step`, so that the entropy does not "
+        "stay below `target`, for example {target: 0.2, step: 0.005, max_coef: 1.0}. Default: the coefficient is constant.",
+    )
     whiten: bool = key(
         False, "Whether to normalize advantages to mean 0 and standard deviation 1 over all sampled tokens in the loss."
     )
@@ -343,6 +345,10 @@ def _critic_optim() -> OptimConfig:
     return OptimConfig(lr=1e-5)
 
 
+def _value_loss() -> Node:
+    return {"_target_": "mrl.algorithms.losses.ValueLoss"}
+
+
 @dataclass(frozen=True)
 class CriticConfig:
     """The value model of actor-critic algorithms (algorithm=ppo)."""
@@ -351,9 +357,7 @@ class CriticConfig:
         None, "Hugging Face folder of the critic's initial weights. Default: the initial weights of the actor."
     )
     optim: OptimConfig = key(_critic_optim, "Optimizer of the critic.")
-    value_clip: float = key(
-        0.2, "Largest change of a predicted value during the optimizer steps on one rollout. 0 sets no limit.", least=0
-    )
+    loss: Node = key(_value_loss, "Value loss. It computes the loss of each predicted value from the return.")
     warmup_steps: int = key(0, "Number of training steps at the start that train only the critic.", "steps", least=0)
     mini_batches: int | None = key(
         None, "Number of optimizer steps in one pass over a rollout. Default: algorithm.mini_batches.", least=1

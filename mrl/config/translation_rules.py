@@ -121,7 +121,9 @@ LOSSES = {
 AGGREGATIONS = {
     "token_mean": {"algorithm.aggregation": "token_mean"},
     "seq_mean_token_mean": {"algorithm.aggregation": "sequence_mean"},
+    "seq_mean_token_sum": {"algorithm.aggregation": "sequence_sum"},
     "seq_mean_token_sum_norm": {"algorithm.aggregation": "fixed_length"},
+    "token_sum": {"algorithm.aggregation": "token_sum"},
 }
 VERL_KL = {"kl": "k1", "k1": "k1", "k1+": "k1+", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "k3+": "k3+"}
 SLIME_KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
@@ -185,3 +187,15 @@ def slime_reward(value: Any, values: Values) -> Overrides | Note:
 def trl_prompts(completions: int, values: Values) -> Overrides:
     """Prompts of a step from trl's number of completions. trl samples 8 completions for a prompt by default."""
     return {"rollout.prompts_per_step": max(1, completions // int(str(values.get("num_generations", 8))))}
+
+
+def trl_adaptive_entropy(value: Any, values: Values) -> Overrides | Note:
+    """Translate trl's adaptive entropy control, with trl's defaults."""
+    if not is_on(value):
+        return Note("off is the default", needed=False)
+    defaults = {
+        "target": ("entropy_target", 0.2),
+        "step": ("entropy_coef_delta", 0.005),
+        "max_coef": ("entropy_coef_max", 1.0),
+    }
+    return {"algorithm.adaptive_entropy": {name: values.get(key, default) for name, (key, default) in defaults.items()}}

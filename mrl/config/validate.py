@@ -20,6 +20,7 @@ RENAMED_KEYS = {
     "teacher.path": "roles.teacher.path",
     "teacher.parallel": "roles.teacher.parallel",
     "tracking.wandb": "tracking.backends",
+    "critic.value_clip": "critic.loss.clip",
     "algorithm.lr": "optim.lr",
     "algorithm.lr_schedule": "optim.lr_schedule",
     "algorithm.lr_decay_steps": "optim.lr_decay_steps",
@@ -97,7 +98,7 @@ def is_known(key: str) -> bool:
 
 
 def _is_free_form(field: Field) -> bool:
-    return "dict" in str(field.type).lower()
+    return field.type is Any or "dict" in str(field.type).lower()
 
 
 def unknown_key_message(key: str, groups: Sequence[str] = ()) -> str:

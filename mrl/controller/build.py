@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from models.megatron_overrides import LAYOUT_FIELDS
-from mrl.algorithms.kl import KLControl
-from mrl.algorithms.losses import Loss, ValueLoss
-from mrl.algorithms.parts import POLICY_COLUMNS
+from mrl.algorithms.losses import Loss, ValueLossFunction
+from mrl.algorithms.parts import POLICY_COLUMNS, Coefficients, build_weighting
 from mrl.checkpoint.resume import ResumePoint, model_sizes
 from mrl.checkpoint.run_dir import SampleLedger, lock_run_dir, read_run_record
 from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_step
@@ -56,10 +55,10 @@ SHARED_GPU_FRACTION = 0.4
 """Fraction of a GPU's memory for an engine that `mrl certify engine` compares with a trainer rank on the same GPU."""
 
 
-def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
+def certify(plan: ModelPlan, loss: Loss | ValueLossFunction) -> list[ParityDifference]:
     """Compare one training step under the plan's layout with the same step in one process.
 
-    `loss` is the actor's loss. None means that the model is a critic.
+    With certify.critic, the model is a critic and `loss` is its value loss. Otherwise `loss` is the actor's loss.
     """
     config = plan.config
     run_dir = Path(config.run.dir).resolve()
@@ -69,12 +68,14 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
             arch=plan.arch,
             packing=plan.packing,
             loss=loss,
-            aggregation=config.algorithm.aggregation,
+            weighting=replace(build_weighting(config), max_response_tokens=config.certify.response_tokens),
             temperature=config.rollout.temperature,
             folder=str(run_dir),
             has_balancing_loss=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
             routing_replay=config.rollout.routing_replay,
-            start_ranks=partial(_trainer_ranks, plan, config.certify.dtype, options=options, critic=loss is None),
+            start_ranks=partial(
+                _trainer_ranks, plan, config.certify.dtype, options=options, critic=config.certify.critic
+            ),
         )
         return job.run(plan.dims)
 
@@ -136,6 +137,7 @@ def replay(
             checkpoint=str(dump.weights_folder(weights)) if weights.checkpoint else None,
             packing=plan.packing,
             loss=loss,
+            weighting=build_weighting(config),
             dtype=config.model.dtype,
             folder=str(Path(config.run.dir).resolve()),
             has_balancing_loss=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
@@ -200,7 +202,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
                 scorers=models.scorers,
                 actor=models.actor,
                 critic=models.critic,
-                kl=KLControl(plan.algorithm.penalties),
+                coefs=Coefficients(plan.algorithm.terms),
                 weight_sync=processes.engines,
                 phase=Phases(),
                 tracker=tracker,
@@ -342,8 +344,7 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
     updates = UpdateRunner(
         plan.optimizer,
         plan.packing,
-        algorithm.aggregation,
-        config.rollout.max_response_tokens,
+        plan.algorithm.weighting,
         algorithm.mini_batches,
         algorithm.epochs,
     )
@@ -361,7 +362,7 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
     if plan.actor_holds_reference:
         scorers.append(actor.begin_reference_logprobs)
     if plan.critic:
-        critic = _build_critic(plan.critic, groups["critic"], updates)
+        critic = _build_critic(plan.critic, groups["critic"], plan.algorithm.value_loss, updates)
         scorers.append(critic.begin_values)
     return _Models(actor, critic, _served_teachers(plan, processes) + scorers + _role_scorers(plan, groups))
 
@@ -403,7 +404,9 @@ def _served_teachers(plan: TrainPlan, processes: RunProcesses) -> list[ColumnPas
     ]
 
 
-def _build_critic(plan: ModelPlan, group: WorkerGroup, actor_updates: UpdateRunner) -> CriticTrainer:
+def _build_critic(
+    plan: ModelPlan, group: WorkerGroup, loss: ValueLossFunction, actor_updates: UpdateRunner
+) -> CriticTrainer:
     assert plan.optimizer is not None, "a critic is trained"
     critic = plan.config.critic
     updates = replace(
@@ -413,7 +416,7 @@ def _build_critic(plan: ModelPlan, group: WorkerGroup, actor_updates: UpdateRunn
         mini_batches=critic.mini_batches or actor_updates.mini_batches,
         epochs=critic.epochs or actor_updates.epochs,
     )
-    return CriticTrainer(group, ValueLoss(critic.value_clip), updates)
+    return CriticTrainer(group, loss, updates)
 
 
 def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:

@@ -71,12 +71,15 @@ class PolicyUpdater(Protocol):
         rollouts: Rollouts,
         advantages: AdvantageResult | None,
         step: int,
-        kl_coef: float,
+        coefs: Mapping[str, float],
         *,
         rows: NDArray[np.bool_] | None,
         loss: Loss | None,
     ) -> PendingCall[ActorUpdate]:
-        """Begin to train on the rows [B] of the rollouts. `step`: number of earlier steps of the run that trained the actor."""
+        """Begin to train on the rows [B] of the rollouts. `step`: number of earlier steps of the run that trained the actor.
+
+        `coefs`: name of a term of the loss (kl_loss, entropy) -> its coefficient.
+        """
         ...
 
     def metrics(self, updates: Sequence[ActorUpdate]) -> Metrics:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.advantages import Advantage, GroupStatistics
+from mrl.algorithms.inputs import needs_of
 from mrl.algorithms.losses import CrossEntropy, Loss
 from mrl.algorithms.objective import Objective
 from mrl.controller.trainer import Trainer
@@ -46,7 +47,7 @@ class SourceAlgorithm:
     @property
     def needs(self) -> frozenset[str]:
         """Names of the columns [R] that the advantage estimator and the loss read."""
-        return frozenset(getattr(self.advantage, "needs", ())) | frozenset(getattr(self.loss, "needs", ()))
+        return needs_of(self.advantage) | needs_of(self.loss)
 
 
 def by_source(trainer: Trainer, algorithms: Mapping[str, SourceAlgorithm]) -> None:

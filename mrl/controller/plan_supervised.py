@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.algorithms.inputs import needs_of
+from mrl.algorithms.objective import TokenWeighting, sequence_mean, token_mean
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, SftConfig
 from mrl.controller.plan_models import ModelPlan, chat_template
@@ -52,9 +53,9 @@ class SupervisedObjective:
         return "ref_logprobs" in needs_of(self.loss)
 
     @property
-    def aggregation(self) -> str:
-        """How the losses of tokens are averaged. All pairs, or all labelled responses, have the same weight."""
-        return "token_mean" if self.form.rows == "responses" else "sequence_mean"
+    def weighting(self) -> TokenWeighting:
+        """What computes the token weights in the loss. All pairs, or all labelled responses, have the same weight."""
+        return TokenWeighting(token_mean if self.form.rows == "responses" else sequence_mean)
 
 
 def check_supervised_data(config: Config, model: ModelPlan) -> None:
@@ -80,7 +81,7 @@ WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the s
 
 def warm_start_settings(config: Config) -> dict[str, Any]:
     """Return the settings that decide the weights of a warm start. The default objective and held-out rows are left out."""
-    sft = asdict(config.sft)
+    sft: dict[str, Any] = asdict(config.sft)
     del sft["test"]
     if sft["objective"] == SftConfig().objective:
         del sft["objective"]

@@ -29,6 +29,7 @@ from mrl.controller.plan_models import (
 )
 from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
 from mrl.controller.step_plan import StepPlan, plan_step
+from mrl.core.user_code import plug_in_name
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources, train_sources
 from mrl.data.tokenizer import load_tokenizer
@@ -189,7 +190,7 @@ def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSett
         responses_per_prompt=config.rollout.responses_per_prompt,
         max_response_tokens=config.rollout.max_response_tokens,
         lr=config.optim.lr,
-        advantage=type(advantage).__name__,
+        advantage=plug_in_name(advantage),
         group_relative=getattr(advantage, "group_relative", False),
         reads_rewards=not algorithm.needs & (TEACHER_OUTPUTS | {"teacher_logprobs"})
         or getattr(advantage, "uses_token_rewards", True),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
+from mrl.algorithms.inputs import needs_of
 from mrl.config.instantiate import import_target, instantiate_arguments
 from mrl.config.schema import Config
 from mrl.controller.trainer import Trainer
@@ -40,7 +41,7 @@ def plan_step(config: Config) -> StepPlan:
     node = {"_target_": target, **config.trainer.arguments}
     factory = import_target(node, KEY)
     arguments = instantiate_arguments(factory, node, f"{KEY}.arguments")
-    needs = frozenset({"old_logprobs", *getattr(factory, "needs", ())}).union(*map(_needs_of, _values(arguments)))
+    needs = frozenset({"old_logprobs"}).union(needs_of(factory), *map(needs_of, _values(arguments)))
     if isinstance(factory, type):
         _check_class(factory, arguments)
         return StepPlan(factory, None, arguments, needs)
@@ -83,7 +84,3 @@ def _values(arguments: object) -> Iterator[Any]:
             yield from _values(value)
     else:
         yield arguments
-
-
-def _needs_of(value: Any) -> frozenset[str]:
-    return frozenset(getattr(value, "needs", ()))

@@ -113,7 +113,7 @@ class SupervisedStage:
             objective, metrics = self._loss_of_step(rows, drawn_rows)
             batch = rows.batch(rows.sequences_of(drawn_rows))
             (report,) = self.group.update(
-                [batch], self.packing, aggregation=self.objective.aggregation, lrs=[lr], loss=objective
+                [batch], self.packing, weighting=self.objective.weighting, lrs=[lr], loss=objective
             )
             loss = report.sums["loss"]  # the weights of all tokens sum to 1
             grad_norm = report.maxima["optim/grad_norm"]
@@ -160,7 +160,7 @@ class SupervisedStage:
         for batch in self._in_batches(held_out, sequences):
             # The loss is normalized over all held-out rows, so the sums of the batches add up to the mean.
             part = replace(held_out.batch(batch), denominator_rows=sequences)
-            report = self.group.evaluate(part, self.packing, aggregation=self.objective.aggregation, loss=loss)
+            report = self.group.evaluate(part, self.packing, weighting=self.objective.weighting, loss=loss)
             for name, value in report.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
         return {ours: sums[theirs] for theirs, ours in HELD_OUT_METRICS.items() if theirs in sums}

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.advantages import Advantage
-from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import Loss
+from mrl.algorithms.parts import Coefficients
 from mrl.checkpoint.run_dir import SampleLedger
 from mrl.checkpoint.saver import CheckpointSaver
 from mrl.controller.loop_parts import (
@@ -108,7 +108,7 @@ class Trainer:
     scorers: Sequence[ColumnPass]  # forward passes, each of which computes one or several columns [R]
     actor: PolicyUpdater
     critic: ValueUpdater | None
-    kl: KLControl  # coefficients of the KL penalties in the reward and in the loss
+    coefs: Coefficients  # coefficients of the KL penalties and of the entropy bonus
     weight_sync: WeightPusher
     phase: Phases
     tracker: Tracker
@@ -180,8 +180,9 @@ class Trainer:
             loss: policy loss in place of algorithm.loss; only its extra columns are computed here.
         """
         with self.phase("advantage"):
+            kl_coef = self.coefs.current().get("kl_reward", 0.0)
             estimates = self.rollout.estimate(
-                columns, self.kl.coef("reward"), self.record.step, rows=rows, advantage=advantage, loss=loss
+                columns, kl_coef, self.record.step, rows=rows, advantage=advantage, loss=loss
             )
         self.record.metrics |= estimates.metrics
         return estimates
@@ -214,8 +215,8 @@ class Trainer:
             if self.critic and estimates:
                 critic = self.critic.begin_update(rollouts, estimates, record.step, rows=rows)
             if (actor_step := record.step - self.schedule.critic_steps) >= 0:
-                kl_coef = self.kl.coef("loss")
-                actor = self.actor.begin_update(rollouts, estimates, actor_step, kl_coef, rows=rows, loss=loss)
+                coefs = self.coefs.current()
+                actor = self.actor.begin_update(rollouts, estimates, actor_step, coefs, rows=rows, loss=loss)
             if critic:
                 record.metrics |= critic.result()
             if actor:
@@ -234,7 +235,7 @@ class Trainer:
 
     def step(self, step: int) -> StepMetrics:
         """Run the step with index `step`, from 0, and record it in the ledger. Pushes the weights if the step has not done it."""
-        self.record.begin(step, self.kl.metrics())
+        self.record.begin(step, self.coefs.metrics())
         if self.step_function:
             self.step_function(self)
         else:
@@ -247,7 +248,7 @@ class Trainer:
         record, rollouts = self.record, self.record.generated()
         self.rollout.write_samples(record.step)
         if record.updates:
-            self.kl.adapt(record.metrics, len(rollouts.groups))
+            self.coefs.adapt(record.metrics, len(rollouts.groups))
         self.ledger.record(record.step + 1, rollouts, self.prompts.drawn, record.token_weights)
         return StepMetrics.of(record.metrics, self.phase.seconds() | self.placement_metrics())
 
@@ -334,7 +335,7 @@ class Trainer:
         progress = {
             name: value for name, value in vars(self.progress).items() if name not in ("state_after_step", "step_s")
         }
-        parts = dict(prompts=self.prompts, rollouts=self.rollout, kl=self.kl)
+        parts = dict(prompts=self.prompts, rollouts=self.rollout, coefficients=self.coefs)
         return dict(progress=progress, **{name: part.state_dict() for name, part in parts.items()})
 
     def load_state_dict(self, state: State) -> None:
@@ -343,7 +344,7 @@ class Trainer:
             setattr(self.progress, name, value)
         self.prompts.load_state_dict(state["prompts"])
         self.rollout.load_state_dict(state["rollouts"])
-        self.kl.load_state_dict(state["kl"])
+        self.coefs.load_state_dict(state["coefficients"])
         self.progress.state_after_step = dict(state)
         self.tracker.rewind(self.progress.step, evaluated=bool(self.progress.after))
         self.ledger.rewind(self.progress.step)

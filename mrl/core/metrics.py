@@ -112,11 +112,7 @@ METRICS: dict[str, Metric] = {
         good="well below rollout.max_response_tokens",
     ),
     "rollout/weight_version": Metric(
-        "",
-        "oldest weight version that sampled a token of the step",
-        ".0f",
-        good="rises by 1 in each step",
-        reduction="last",
+        "", "oldest weight version that sampled a token", ".0f", good="rises by 1 in each step", reduction="last"
     ),
     "rollout/age_mean_versions": Metric(
         "",
@@ -169,11 +165,7 @@ METRICS: dict[str, Metric] = {
         good="0 for synchronous rollouts",
     ),
     "rollout/turns_mean": Metric(
-        "",
-        "mean number of assistant turns in a response",
-        ".2f",
-        label="turns",
-        good="between 1 and the limit of turns",
+        "", "mean number of assistant turns per response", ".2f", label="turns", good="between 1 and the limit of turns"
     ),
     "rollout/tool_calls_mean": Metric(
         "", "mean number of tool calls in a response", ".2f", label="calls", good="above 0 if the task needs tools"
@@ -194,10 +186,7 @@ METRICS: dict[str, Metric] = {
     ),
     "time/step_s": Metric("s", "wall time of the whole step", ".2f", good="constant after the first step"),
     "spent/engine_s": Metric(
-        "s",
-        "part of the step that waits for SGLang to sample",
-        ".2f",
-        good="near 0 for disaggregated asynchronous runs",
+        "s", "time that the step waits for SGLang to sample", ".2f", good="near 0 for disaggregated asynchronous runs"
     ),
     "spent/megatron_s": Metric(
         "s",
@@ -298,13 +287,10 @@ METRICS: dict[str, Metric] = {
         "nats",
         "KL(engine || trainer) per token, estimated by the mean log ratio",
         ".2e",
-        good="below 1e-3 for fresh samples, and constant",
+        good="constant; below 1e-3 for fresh samples",
     ),
     "mismatch/k3": Metric(
-        "nats",
-        "KL(engine || trainer) per token, estimated by k3",
-        ".2e",
-        good="below 1e-3 for fresh samples, and constant",
+        "nats", "KL(engine || trainer) per token, estimated by k3", ".2e", good="constant; below 1e-3 for fresh samples"
     ),
     "mismatch/chi2": Metric(
         "", "chi-square divergence of the trainer from the engine, per token", ".2e", good="near 0, and constant"
@@ -313,10 +299,7 @@ METRICS: dict[str, Metric] = {
         "", "effective sample size under the trainer's policy, divided by the number of tokens", ".4f", good="near 1"
     ),
     "mismatch/ppl_ratio": Metric(
-        "",
-        "perplexity of the samples under the trainer, divided by their perplexity under the engine",
-        ".4f",
-        good="near 1",
+        "", "perplexity of the samples under the trainer, divided by that under the engine", ".4f", good="near 1"
     ),
     "correction/weight_mean": Metric("", "mean weight that algorithm.correction gives a response token", good="near 1"),
     "correction/truncated_fraction": Metric(
@@ -335,9 +318,7 @@ METRICS: dict[str, Metric] = {
         "", "fraction of the response tokens whose probability ratio was clipped", good="below about 0.2"
     ),
     "loss/dual_clip_fraction": Metric(
-        "",
-        "fraction of the response tokens whose loss is limited by dual_clip; their advantage is negative",
-        good="near 0",
+        "", "fraction of the response tokens with a negative advantage whose loss dual_clip limits", good="near 0"
     ),
     "loss/selected_fraction": Metric(
         "",
@@ -366,9 +347,7 @@ METRICS: dict[str, Metric] = {
     "critic/loss": Metric("", "half the mean squared error of the values", ".2e", good="falls"),
     "critic/value_mean": Metric("", "mean of the critic's values for the sampled tokens", good="near the mean return"),
     "critic/explained_variance": Metric(
-        "",
-        "1 - Var[return - value] / Var[return]; 1 for perfect values, 0 for constant values",
-        good="above 0, towards 1",
+        "", "1 - Var[return - value] / Var[return]; 1 for perfect, 0 for constant values", good="above 0, towards 1"
     ),
     "critic/grad_norm": Metric("", "the critic's gradient norm before clipping", good="constant, without jumps"),
     "critic/lr": Metric(
@@ -391,14 +370,11 @@ METRICS: dict[str, Metric] = {
         good="approaches distill/teacher_mass",
     ),
     "policy/kl_ref": Metric(
-        "nats",
-        "mean estimate of KL(policy || reference) over the trained tokens, as in the loss",
-        ".2e",
-        good="rises slowly",
+        "nats", "mean estimate of KL(policy || reference) per trained token, as in the loss", ".2e", good="rises slowly"
     ),
     "policy/kl_reward": Metric(
         "nats",
-        "mean estimate of KL(policy || reference) over the sampled tokens, as subtracted from the reward",
+        "mean estimate of KL(policy || reference) per sampled token, as subtracted from the reward",
         ".2e",
         good="rises slowly",
     ),
@@ -406,8 +382,11 @@ METRICS: dict[str, Metric] = {
         "", "coefficient of the KL term in the loss", ".2e", good="constant, unless it is adapted", reduction="last"
     ),
     "policy/kl_coef_reward": Metric(
+        "", "coefficient of the KL term in the reward", ".2e", good="constant, unless it is adapted", reduction="last"
+    ),
+    "policy/entropy_coef": Metric(
         "",
-        "coefficient of the KL penalty in the reward",
+        "coefficient of the entropy bonus that the step used; 0 while an adaptive bonus is not active",
         ".2e",
         good="constant, unless it is adapted",
         reduction="last",
@@ -493,7 +472,7 @@ def find(name: str) -> Metric:
     )
 
 
-def plug_in_name(name: str) -> str:
+def logged_name(name: str) -> str:
     """Return the name under which a metric of a loss or correction is logged: `surprise` -> `own/surprise`.
 
     Names with a slash, as those of mrl's own losses, stay as they are. No declared name is without a slash.

@@ -45,14 +45,15 @@ class StartError(ValueError):
 class NonFiniteGradientError(FloatingPointError):
     """The gradient of a mini-batch is NaN or infinite. The optimizer has not changed any model weight."""
 
-    def __init__(self, mini_batch: int, norm: float) -> None:
-        super().__init__(mini_batch, norm)
-        self.mini_batch, self.norm = mini_batch, norm
+    def __init__(self, mini_batch: int, norm: float, reason: str = "") -> None:
+        super().__init__(mini_batch, norm, reason)
+        self.mini_batch, self.norm, self.reason = mini_batch, norm, reason
 
     def __str__(self) -> str:
+        reason = f" {self.reason}" if self.reason else ""
         return (
             f"the gradient of mini-batch {self.mini_batch} is not finite (norm {self.norm}); the run ends before it sends "
-            "weights to the engines."
+            f"weights to the engines.{reason}"
         )
 
 

@@ -1,10 +1,11 @@
-"""Location of an exception in the user's code: file, line and function of a reward, agent, tool or data set that raised it."""
+"""Locations in the user's code: file, line and function of an exception, and of a plug-in such as a reward or a loss."""
 
+import inspect
 import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from mrl.core.installation import PACKAGE_ROOT
@@ -48,6 +49,25 @@ def source_line(location: str) -> str | None:
         return Path(file).read_text().splitlines()[int(line) - 1].strip()
     except (OSError, UnicodeDecodeError, IndexError):
         return None
+
+
+def plug_in_name(plug_in: object) -> str:
+    """Return the name of a plug-in's function, or of its class."""
+    return getattr(_function_of(plug_in), "__name__", None) or type(plug_in).__name__
+
+
+def describe_plug_in(plug_in: object) -> str:
+    """Return the name of a plug-in, followed by ` (FILE:LINE)` if its function or its `__call__` is in the user's code."""
+    function = _function_of(plug_in) or inspect.getattr_static(type(plug_in), "__call__", None)
+    code = getattr(function, "__code__", None)
+    location = f" ({code.co_filename}:{code.co_firstlineno})" if code and is_user_file(code.co_filename) else ""
+    return f"{plug_in_name(plug_in)}{location}"
+
+
+def _function_of(plug_in: object) -> object | None:
+    """Return the function of a plug-in, without bound arguments; None if the plug-in is an object of a class."""
+    function = plug_in.func if isinstance(plug_in, partial) else plug_in
+    return function if inspect.isroutine(function) else None
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:

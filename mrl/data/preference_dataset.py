@@ -10,8 +10,8 @@ of a token from the token before it, so the value of the end mark is read at the
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def _split_prompt(chosen: Any, rejected: Any) -> tuple[Messages, Any, Any]:
     if type(chosen) is not type(rejected):
         raise RowError("rejected", f"expected the same form as in column 'chosen', got {rejected!r:.80}.")
     if isinstance(chosen, str):
-        start = len(commonprefix([chosen, rejected]))
+        start = _common_length([chosen, rejected])
         start -= start > 0 and chosen[start - 1] == " "
     elif isinstance(chosen, list):
         longest = min(len(chosen), len(rejected)) - 1
@@ -115,6 +115,12 @@ def _split_prompt(chosen: Any, rejected: Any) -> tuple[Messages, Any, Any]:
             "prompt", "is missing, and chosen and rejected have no common beginning that could be the prompt."
         )
     return read_messages(chosen[:start], "chosen"), chosen[start:], rejected[start:]
+
+
+def _common_length(sequences: Sequence[Sequence[Any]]) -> int:
+    """Return the number of elements at the beginning that all sequences have in common."""
+    shortest = min(map(len, sequences))
+    return next((n for n in range(shortest) if len({each[n] for each in sequences}) > 1), shortest)
 
 
 def _read_labelled(number: int, row: Row) -> PreferenceRow:
@@ -139,7 +145,7 @@ def _encode_conversations(
     encoded = iter(encode_texts(tokenizer, texts))
     for row in rows:
         conversations = [next(encoded) for _ in row.responses]
-        shared = len(commonprefix(conversations))
+        shared = _common_length(conversations)
         if not shared:
             raise ValueError(f"{path}, row {row.number}: the conversations have no tokens or no common beginning.")
         for tokens in conversations:

@@ -212,7 +212,7 @@ class EngineCheck:
             block = self._sample(client)
             engine = self._record(client, block)
             batch = partition_step(
-                TrainBatch.of(block, None), ParallelDims(), replace(self.packing, share_prompts=False), "token_mean"
+                TrainBatch.of(block, None), ParallelDims(), replace(self.packing, share_prompts=False)
             ).rank_batches
             file, outputs = group.call_rank_0(
                 TrainWorker.trace_forward, block, batch, self.temperature, f"{self.folder}/trainer_places.safetensors"

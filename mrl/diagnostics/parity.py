@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.architecture import Architecture
-from mrl.algorithms.inputs import AdvantageInputs
-from mrl.algorithms.losses import Loss
+from mrl.algorithms.inputs import AdvantageInputs, join_extra_columns, needs_of
+from mrl.algorithms.losses import Loss, ValueLossFunction
+from mrl.algorithms.objective import TokenWeighting
 from mrl.config.schema import CertifyConfig
 from mrl.core.types import Column, RankBatch, TokenBlock, TrainBatch
 from mrl.workers.dp_partition import Packing, StepPartition, merge_rank_batches, partition_step
@@ -31,8 +32,8 @@ class ParityCheck:
     settings: CertifyConfig
     arch: Architecture
     packing: Packing
-    loss: Loss | None  # loss of the actor; None: the model is a critic
-    aggregation: str  # how the losses of tokens are averaged (algorithm.aggregation)
+    loss: Loss | ValueLossFunction  # loss of the actor; of the critic if settings.critic
+    weighting: TokenWeighting  # computes the weight of each token in the loss (algorithm.aggregation)
     temperature: float  # sampling temperature
     folder: str  # where the tensors of the traces are written
     has_balancing_loss: bool  # whether the loss includes a load-balancing loss, which depends on the packs
@@ -48,7 +49,7 @@ class ParityCheck:
         advantages = rng.normal(size=len(groups)).astype(np.float32).repeat(block.sampled_lengths)
         block = block.with_columns(advantages=advantages, returns=advantages)
         step = TrainBatch.of(block, groups)
-        partition = partition_step(step, dims, self.packing, self.aggregation, self.settings.response_tokens)
+        partition = partition_step(step, dims, self.packing, self.weighting)
         reference_batch = self._reference_batch(step, partition)
         with self.start_ranks(dims.single_process()) as group:
             outputs = group.forward_outputs(block, [reference_batch], temperature=self.temperature)
@@ -67,19 +68,18 @@ class ParityCheck:
         Each column of log-probabilities is `logprobs` [R] plus noise. The other columns are estimates of the real values from
         a single sample: the mean of -log pi is the entropy, and the mean of pi is the sum of pi^2.
         """
-        loss, advantages = self.loss, block.columns["advantages"]
+        advantages = block.columns["advantages"]
 
         def perturb() -> Column:
             return (logprobs + rng.normal(scale=0.1, size=len(logprobs))).astype(np.float32)
 
         block = replace(block, rollout_logprobs=perturb())
-        needs = loss.needs if loss else frozenset()
+        needs = needs_of(self.loss) | ({"values"} if self.settings.critic else set())
         columns = {name: perturb() for name in ("old_logprobs", *sorted(needs - {"rollout_logprobs"}))}
         columns |= {name: make(columns[name]) for name, make in _FROM_LOGPROBS.items() if name in needs}
-        if loss:
-            known = columns | {"rollout_logprobs": block.rollout_logprobs}
-            inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, known)
-            columns |= loss.extra_columns(inputs, advantages, rng)
+        known = columns | {"rollout_logprobs": block.rollout_logprobs}
+        inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, known)
+        columns |= join_extra_columns([self.loss], inputs, advantages, rng)
         return block.with_columns(**columns)
 
     def _reference_batch(self, step: TrainBatch, partition: StepPartition) -> RankBatch:
@@ -90,9 +90,7 @@ class ParityCheck:
         if self.has_balancing_loss:
             return merge_rank_batches(partition)
         plain = replace(self.packing, share_prompts=False, max_tokens=10**9)
-        return partition_step(
-            step, ParallelDims(), plain, self.aggregation, self.settings.response_tokens
-        ).rank_batches[0]
+        return partition_step(step, ParallelDims(), plain, self.weighting).rank_batches[0]
 
     def _trace(self, group: WorkerGroup, block: TokenBlock, batches: Sequence[RankBatch], name: str) -> StepTrace:
         return group.trace_step(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mrl.algorithms.losses import Loss
+from mrl.algorithms.objective import TokenWeighting
 from mrl.core.types import RankBatch, TokenBlock, TrainBatch
 from mrl.diagnostics.step_dump import StepDump
 from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step
@@ -69,6 +70,7 @@ class StepReplay:
     checkpoint: str | None  # Megatron checkpoint with the weights; None: the ranks load the weights when they start
     packing: Packing
     loss: Loss
+    weighting: TokenWeighting  # computes the weight of each token in the loss (algorithm.aggregation)
     dtype: str
     folder: str  # where the tensors of the traces are written
     has_balancing_loss: bool  # whether the loss includes a load-balancing loss, which depends on the packs
@@ -79,9 +81,9 @@ class StepReplay:
 
         Gradients are computed, but no optimizer step follows.
         """
-        block, description = self.dump.block(), self.dump.description
+        block = self.dump.block()
         batch = self.dump.batch(block)
-        step = partition_step(batch, dims, self.packing, description.aggregation, description.max_response_tokens)
+        step = partition_step(batch, dims, self.packing, self.weighting)
         actual = self._trace(block, dims, step.rank_batches, "layout")
         reference_batches = (
             [merge_rank_batches(step)] if self.has_balancing_loss else self._reference_batches(batch, reference_dims)
@@ -94,10 +96,7 @@ class StepReplay:
 
         So the comparison also finds errors in the computation of shared prompts.
         """
-        packing, description = replace(self.packing, share_prompts=False), self.dump.description
-        return partition_step(
-            batch, dims, packing, description.aggregation, description.max_response_tokens
-        ).rank_batches
+        return partition_step(batch, dims, replace(self.packing, share_prompts=False), self.weighting).rank_batches
 
     def _trace(self, block: TokenBlock, dims: ParallelDims, batches: list[RankBatch], name: str) -> StepTrace:
         temperature, folder = self.dump.description.temperature, f"{self.folder}/{name}"

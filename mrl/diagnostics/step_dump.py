@@ -27,7 +27,7 @@ from parallel.dims import ParallelDims
 from parallel.file_hashes import check_folder
 
 MANIFEST, MINI_BATCHES = "step_dump.json", "mini_batches.npz"
-FORMAT = 3  # number of the file format, which increases when the format changes
+FORMAT = 4  # number of the file format, which increases when the format changes
 _PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy")
 
 
@@ -51,14 +51,12 @@ class StepDescription:
     weights: WeightsLocation | None
     mini_batch: int  # index of the mini-batch that a replay computes, from 0
     lrs: list[float]  # learning rate of each mini-batch
-    aggregation: str  # how the losses of tokens are averaged (algorithm.aggregation)
-    max_response_tokens: int  # longest allowed response; some values of `aggregation` divide by it
     temperature: float  # sampling temperature
-    kl_coef: float | None  # coefficient of the KL term in the loss; None: the loss has no KL term
+    coefs: dict[str, float]  # name of a term of the loss (kl_loss, entropy) -> its coefficient
     grad_norms: list[float]  # gradient norm of each mini-batch that the run finished
     losses: list[float]  # loss of each mini-batch that the run finished
     layout: dict[str, Any]  # parallel layout of the trainer ranks
-    config: dict[str, Any]  # composed config of the run; `mrl replay` builds the loss from it
+    config: dict[str, Any]  # composed config of the run; `mrl replay` builds the loss and its aggregation from it
 
     @property
     def dims(self) -> ParallelDims:

@@ -67,8 +67,8 @@ def compare(
     """Return the differences between two evaluations. `before` are the scores that `folder` contains.
 
     A prompt of one evaluation is paired with the prompt of the other that has the same digest. If several prompts are equal,
-    they are paired in order. Values of k that exceed the number of responses to a prompt are left out. The intervals are Student's t
-    intervals over the differences of the prompts.
+    they are paired in order. Values of k that exceed the number of responses to a prompt are left out. The intervals are
+    Student's t intervals over the differences of the prompts.
 
     Raises ValueError if the evaluations have no prompt in common.
     """

@@ -159,8 +159,8 @@ class EngineWatcher:
     """Sends requests through an engine pool, and puts a new engine in service for each engine that fails.
 
     The weights never change, so a new engine can take requests as soon as it is ready. An engine is left out if it is an
-    external server, if `max_restarts` engines have been replaced already, or if the new engine does not become ready. The other engines
-    then sample the rest. Requests that were sent to a failed engine are sent again.
+    external server, if `max_restarts` engines have been replaced already, or if the new engine does not become ready. The other
+    engines then sample the rest. Requests that were sent to a failed engine are sent again.
     """
 
     def __init__(self, pool: EnginePool, max_restarts: int, start_timeout_s: float) -> None:
@@ -168,7 +168,9 @@ class EngineWatcher:
         self.num_restarts = 0  # engines that were replaced
         self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
         self._left_out: dict[str, str] = {}  # URL -> why the engine was left out
-        self.lost: str | None = None  # why there is no engine any more; None: there are engines, or new ones are starting
+        self.lost: str | None = (
+            None  # why there is no engine any more; None: there are engines, or new ones are starting
+        )
         self._running = 0  # calls whose requests an engine computes; changed in the pool's event loop only
         self._changed = asyncio.Condition()  # notified when a call ends and when engines change
         self._ended = threading.Event()

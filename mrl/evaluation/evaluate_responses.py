@@ -71,7 +71,10 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
     answers = voted_answers(reward, responses)
     rows = [row | dict(prompt_digest=prompt_digest(row)) for row in rows]
     prompts = group_by_prompt(rows, answers)
-    limits = config.evaluate.threshold, config.evaluate.confidence  # a response passes if its score reaches the threshold
+    limits = (
+        config.evaluate.threshold,
+        config.evaluate.confidence,
+    )  # a response passes if its score reaches the threshold
     summaries = summarise(prompts, ks, *limits)
     evaluation = Evaluation(summaries, rows, answers, reward_section, settings)
     if not config.evaluate.compare:

@@ -136,10 +136,13 @@ def run_harness(
 ) -> tuple[Path, list[HarnessResult]]:
     """Run the harness. Returns the file of its results, and the results with intervals of evaluate.confidence.
 
-    `converting`: context that shows the progress of the conversion of a Megatron checkpoint. Raises EngineError if no engine is left, and HarnessError if the harness fails.
+    `converting`: context that shows the progress of the conversion of a Megatron checkpoint. Raises EngineError if no engine is
+    left, and HarnessError if the harness fails.
     """
     config, before = plan.config, set(plan.folder.rglob("results_*.json"))
-    scratch = plan.folder.with_name(f"harness_{CONVERTED_MODEL}")  # beside the folders that lm_eval names after the model
+    scratch = plan.folder.with_name(
+        f"harness_{CONVERTED_MODEL}"
+    )  # beside the folders that lm_eval names after the model
     folder = plan.model.prepare_engine_folder(scratch, converting)
     group = engine_group(config, plan.server_args, folder)
     with (

@@ -67,9 +67,7 @@ class Job:
         return "\n".join(lines) + "\n"
 
 
-def make_job(
-    cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequence[str], command: str = "train"
-) -> Job:
+def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequence[str], command: str = "train") -> Job:
     """Make the job that runs `mrl train`, or another command, with these overrides in this run directory.
 
     The job runs in the current working directory, so relative paths in the overrides stay valid. Raises ValueError if an option

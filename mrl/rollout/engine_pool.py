@@ -186,9 +186,7 @@ class EnginePool:
             work = float(len(inputs)) if expected_work is None else expected_work
             options = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
             request = partial(EngineClient.generate_async, input_ids=inputs, sampling=params, **options)
-            completions = await self._retrying(
-                self._send, session or self.open_session(), request, len(inputs), work
-            )
+            completions = await self._retrying(self._send, session or self.open_session(), request, len(inputs), work)
             sampled = [numbers[index] for index in missing]
             if cache is not None:
                 cache.put(sampled, inputs, completions)
@@ -222,9 +220,7 @@ class EnginePool:
             retry_error_callback=give_up,
         )
 
-    async def _send[T](
-        self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float
-    ) -> T:
+    async def _send[T](self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float) -> T:
         """Send one request to the session's engine. If the request fails, choose another engine and raise EngineFaultError.
 
         `count`: number of responses for which the request asks. `expected_work`: work that the request adds to the engine.

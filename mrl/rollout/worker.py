@@ -22,6 +22,7 @@ from mrl.algorithms.losses import Loss
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, spread
 from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, TeacherPart, TokenBlock, assemble_column
+from mrl.core.user_code import describe_plug_in
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from mrl.rewards.reward_types import Response, Score
@@ -309,7 +310,12 @@ class RolloutWorker:
         if rollout_filter is None:
             return True
         parts = [sample.score.parts for sample in group.samples]
-        return rollout_filter(filter_values(getattr(rollout_filter, "metric", None), group.rewards, parts))
+        kept = rollout_filter(filter_values(getattr(rollout_filter, "metric", None), group.rewards, parts))
+        if not isinstance(kept, bool | np.bool_):
+            raise ValueError(
+                f"rollout.filter: {describe_plug_in(rollout_filter)} returned {kept!r}; expected True or False."
+            )
+        return bool(kept)
 
     def _replay(self, step: int) -> list[Group]:
         """Return the groups of a recorded step. The responses are scored again."""

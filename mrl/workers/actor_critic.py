@@ -18,12 +18,13 @@ from models.model_builder import HeadKind
 from mrl.algorithms import corrections
 from mrl.algorithms.distillation import DIVERGENCE_OUTPUTS
 from mrl.algorithms.inputs import LossInputs
-from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.algorithms.losses import Loss, ValueLossFunction
+from mrl.algorithms.objective import check_token_values
 from mrl.algorithms.preference import ScoreLoss
-from mrl.core.metrics import plug_in_name
+from mrl.core.metrics import logged_name
 from mrl.core.types import RankBatch, TokenBlock
 from mrl.workers.distillation import DivergenceHead, as_teacher_outputs, teacher_head
-from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics
+from mrl.workers.megatron_model import NONFINITE, MegatronModel, MicroBatchStatistics
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
 from parallel.device import device
@@ -200,7 +201,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         },
     )
     per_token, loss_statistics = loss(inputs)
-    loss_weights = micro.weights.to(per_token.dtype)
+    loss_weights, nonfinite = _loss_weights(per_token, logprobs, micro)
     total = (per_token * loss_weights).sum()
     mismatch = (inputs.old_logprobs - micro.rollout_logprobs).abs()
     unknown = mismatch.isnan()  # no engine reported a log-probability of the token
@@ -213,9 +214,30 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         "tokens": torch.tensor(len(logprobs)),
         **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),
         "weight": loss_weights.sum(),
-        **{plug_in_name(name): (value * loss_weights).sum() for name, value in loss_statistics.items()},
+        NONFINITE: nonfinite,
+        **_weighted_sums(loss_statistics, loss_weights),
     }
     return total, MicroBatchStatistics(sums, {"mismatch_abs": largest_mismatch})
+
+
+def _loss_weights(per_token: Tensor, outputs: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the loss weight of each token [local R], and the number of tokens whose loss is not finite, as a scalar.
+
+    A token whose loss is not finite, although the model's output for it is, gets the weight NaN. Then the gradient is NaN too, so
+    that the optimizer step is refused. Raises ValueError if the loss does not depend on the outputs.
+    """
+    if outputs.requires_grad and not per_token.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it must be computed from inputs.logprobs (policy loss), values (value loss) or scores "
+            "(loss of a reward model), without detach()."
+        )
+    broken = outputs.detach().isfinite() & ~per_token.detach().isfinite()
+    return micro.weights.to(per_token.dtype).masked_fill(broken, float("nan")), broken.double().sum()
+
+
+def _weighted_sums(metrics: Mapping[str, Tensor], loss_weights: Tensor) -> dict[str, Tensor]:
+    """Return the weighted sums of the metrics [local R] of a loss, by the names under which they are logged."""
+    return {logged_name(name): (values * loss_weights).sum() for name, values in metrics.items()}
 
 
 class MegatronCritic(MegatronModel):
@@ -223,12 +245,13 @@ class MegatronCritic(MegatronModel):
 
     head_kind: ClassVar[HeadKind] = "value"
     grad_norm: ClassVar[str] = "critic/grad_norm"
+    loss_key: ClassVar[str] = "critic.loss"
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head=self.head_kind)
 
     def head_and_loss(
-        self, loss: ValueLoss, temperature: float = 1.0
+        self, loss: ValueLossFunction, temperature: float = 1.0
     ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
         """Return the head and the value loss, whose target is the column `returns`. Values have no temperature."""
         return self.head, partial(value_loss, loss=loss)
@@ -245,12 +268,14 @@ class MegatronCritic(MegatronModel):
         return output_layer(gathered.index_select(0, micro.predictor_index))[None]
 
 
-def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tensor, MicroBatchStatistics]:
+def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLossFunction) -> tuple[Tensor, MicroBatchStatistics]:
     """Return the micro-batch's part of the loss, and its statistics. `output` [1, local R] comes from MegatronCritic.head."""
     values, returns = output[0], micro.columns["returns"]
-    loss_weights = micro.weights.to(values.dtype)
-    total = (loss(values, returns, micro.columns.get("values", values.detach())) * loss_weights).sum()
-    sums = {"loss": total.detach(), "tokens": torch.tensor(len(values))}
+    result = loss(values, returns, micro.columns.get("values", values.detach()))
+    per_token, _ = check_token_values((result, {}), values, "critic.loss", loss)
+    loss_weights, nonfinite = _loss_weights(per_token, values, micro)
+    total = (per_token * loss_weights).sum()
+    sums = {"loss": total.detach(), "tokens": torch.tensor(len(values)), NONFINITE: nonfinite}
     columns = {"values": values.detach(), "returns": returns, "errors": (returns - values).detach()}
     for name, column in columns.items():
         sums |= {name: column.sum(), f"{name}_squared": (column**2).sum()}
@@ -266,6 +291,7 @@ class MegatronRewardModel(MegatronCritic):
 
     head_kind: ClassVar[HeadKind] = "score"
     grad_norm: ClassVar[str] = "optim/grad_norm"
+    loss_key: ClassVar[str] = "sft.objective"
 
     def head_and_loss(  # type: ignore[bad-override]  # it has another loss than a critic
         self, loss: ScoreLoss, temperature: float = 1.0
@@ -280,10 +306,16 @@ class MegatronRewardModel(MegatronCritic):
 
 def score_loss(output: Tensor, micro: MicroBatch, loss: ScoreLoss) -> tuple[Tensor, MicroBatchStatistics]:
     """Return the micro-batch's part of the loss, and its statistics. `output` [1, local R] comes from MegatronCritic.head."""
-    per_token, loss_statistics = loss(output[0], micro.responses, micro.columns)
-    loss_weights = micro.weights.to(per_token.dtype)
+    scores = output[0]
+    result = loss(scores, micro.responses, micro.columns)
+    per_token, loss_statistics = check_token_values(result, scores, "sft.objective", loss)
+    loss_weights, nonfinite = _loss_weights(per_token, scores, micro)
     total = (per_token * loss_weights).sum()
-    sums = {"loss": total.detach(), "tokens": torch.tensor(len(per_token)), "weight": loss_weights.sum()}
-    return total, MicroBatchStatistics(
-        sums | {name: (value * loss_weights).sum() for name, value in loss_statistics.items()}
-    )
+    sums = {
+        "loss": total.detach(),
+        "tokens": torch.tensor(len(per_token)),
+        "weight": loss_weights.sum(),
+        NONFINITE: nonfinite,
+        **_weighted_sums(loss_statistics, loss_weights),
+    }
+    return total, MicroBatchStatistics(sums)

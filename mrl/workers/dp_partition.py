@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.algorithms.objective import token_weights
+from mrl.algorithms.objective import TokenWeighting
 from mrl.core.types import RankBatch, TrainBatch
 from mrl.data.batching import CostModel, PackingUnit, make_units, make_whole_units, plan_micro_batches
 from parallel.dims import ParallelDims
+
+MEAN_OVER_TOKENS = TokenWeighting()
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def split_mini_batches(batch: TrainBatch, num_mini_batches: int) -> list[TrainBa
     """Split a batch into mini-batches of whole groups. Returns at most one mini-batch per group."""
     if num_mini_batches == 1:
         return [batch]
-    groups = np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
+    groups = _groups(batch)
     parts = np.array_split(np.unique(groups[batch.denominator_rows]), num_mini_batches)
     steps = [
         replace(
@@ -50,19 +52,14 @@ def split_mini_batches(batch: TrainBatch, num_mini_batches: int) -> list[TrainBa
 
 
 def partition_step(
-    batch: TrainBatch,
-    dims: ParallelDims,
-    packing: Packing,
-    aggregation: str,
-    max_response_tokens: int | None = None,
+    batch: TrainBatch, dims: ParallelDims, packing: Packing, weighting: TokenWeighting = MEAN_OVER_TOKENS
 ) -> StepPartition:
     """Assign every trained row of a mini-batch to one replica and one micro-batch.
 
-    The loss is normalised over the whole mini-batch. Only some values of `aggregation` need `max_response_tokens`.
+    `weighting` computes the loss weights, which are normalised over the whole mini-batch.
     """
-    weights = _loss_weights(batch, aggregation, max_response_tokens)
-    shared = packing.share_prompts and batch.groups is not None
-    groups = np.arange(len(weights)) if batch.groups is None else batch.groups
+    weights = _loss_weights(batch, weighting)
+    shared, groups = packing.share_prompts and batch.groups is not None, _groups(batch)
     columns = (batch.prompt_lengths, batch.response_lengths, groups, batch.rows, packing.cost)
     if batch.whole_groups:
         units = make_whole_units(*columns, shared)
@@ -80,20 +77,23 @@ def partition_step(
     return StepPartition(batches, _metrics(batch, units, replicas))
 
 
-def step_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None = None) -> NDArray[np.float64]:
+def step_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
     """Return [B]: for each row, the loss weight of each of its sampled tokens in an optimizer step; 0 for untrained rows."""
-    weights = _loss_weights(batch, aggregation, max_response_tokens)
+    weights = _loss_weights(batch, weighting)
     weights[np.setdiff1d(batch.denominator_rows, batch.rows)] = 0.0
     return weights
 
 
-def _loss_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None) -> NDArray[np.float64]:
+def _loss_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
     """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalised over `denominator_rows`."""
-    weights = np.zeros(len(batch.prompt_lengths))
-    weights[batch.denominator_rows] = token_weights(
-        batch.sampled_lengths[batch.denominator_rows], aggregation, max_response_tokens
-    )
+    weights, rows = np.zeros(len(batch.prompt_lengths)), batch.denominator_rows
+    weights[rows] = weighting(batch.sampled_lengths[rows], _groups(batch)[rows])
     return weights
+
+
+def _groups(batch: TrainBatch) -> NDArray[np.int64]:
+    """Return [B]: for each row, the index of its prompt. If the prompts are unknown, each row has its own."""
+    return np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
 
 
 def merge_rank_batches(partition: StepPartition) -> RankBatch:

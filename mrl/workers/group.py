@@ -9,11 +9,12 @@ from typing import Any, Concatenate
 import ray
 
 from models.architecture import ModelSpec
+from mrl.algorithms.objective import TokenWeighting
 from mrl.core.run_errors import StartError
 from mrl.core.types import Handle, RankBatch, RankColumns, TeacherPart, TokenBlock, TrainBatch, UpdateReport
 from mrl.hang_report.process_registry import registry_folder, unregister_processes
 from mrl.hang_report.ray_wait import RayWaiter
-from mrl.workers.dp_partition import Packing, StepPartition, partition_step
+from mrl.workers.dp_partition import MEAN_OVER_TOKENS, Packing, StepPartition, partition_step
 from mrl.workers.trace_comparison import StepTrace
 from mrl.workers.worker import TrainWorker, must_be_loaded_first
 from parallel.dims import ParallelDims
@@ -226,12 +227,14 @@ class WorkerGroup:
 
         `method`: a method of TrainWorker that returns RankColumns. `options`: its arguments after the rows.
         """
-        partition = partition_step(batch, self.dims, packing, "token_mean")
+        partition = partition_step(batch, self.dims, packing)
         return self._send(method, (batch.block, ray.put(partition.rank_batches)), options).then(ComputedColumns.of)
 
-    def evaluate(self, batch: TrainBatch, packing: Packing, *, aggregation: str, **options: Any) -> UpdateReport:
+    def evaluate(
+        self, batch: TrainBatch, packing: Packing, *, weighting: TokenWeighting = MEAN_OVER_TOKENS, **options: Any
+    ) -> UpdateReport:
         """Compute the loss of a batch without gradients. `options` are further arguments of the model's `evaluate`: loss."""
-        partition = partition_step(batch, self.dims, packing, aggregation)
+        partition = partition_step(batch, self.dims, packing, weighting)
         reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.rank_batches)), options)
         return self._combine(reports, partition)
 
@@ -244,17 +247,16 @@ class WorkerGroup:
         steps: list[TrainBatch],
         packing: Packing,
         *,
-        aggregation: str,
         lrs: list[float],
-        max_response_tokens: int | None = None,
+        weighting: TokenWeighting = MEAN_OVER_TOKENS,
         **options: Any,
     ) -> PendingCall[list[UpdateReport]]:
         """Run one optimizer step for each mini-batch in `steps`, partitioned over replicas and micro-batches.
 
-        All mini-batches have rows of the same block, and the same columns. `max_response_tokens`: see `partition_step`.
+        All mini-batches have rows of the same block, and the same columns. `weighting` computes the token weights in the loss.
         `options` are further arguments of the model's own `update`: loss and temperature.
         """
-        partitions = [partition_step(step, self.dims, packing, aggregation, max_response_tokens) for step in steps]
+        partitions = [partition_step(step, self.dims, packing, weighting) for step in steps]
         by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
         options = dict(columns=steps[0].columns, teachers=steps[0].teachers, lrs=lrs, **options)
         call = self._send(TrainWorker.update, (steps[0].block, ray.put(by_replica)), options)

@@ -23,9 +23,11 @@ from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind, build_model
+from mrl.algorithms.objective import Objective
 from mrl.config.process_schema import Transport, WeightSyncConfig
 from mrl.core.run_errors import NonFiniteGradientError
 from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
+from mrl.core.user_code import describe_plug_in
 from mrl.weight_sync.disk_sync import DiskSync, NamedTensors
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync
@@ -33,7 +35,7 @@ from mrl.workers.micro_batch import MicroBatch
 from parallel import checkpoint, groups
 from parallel.attention import supports_varlen
 from parallel.checkpoint_writer import CheckpointSave
-from parallel.collectives import all_reduce_sum
+from parallel.collectives import all_reduce_sum, object_group
 from parallel.device import capabilities, device
 from parallel.offload import ModelOffloader, WeightsOnHost
 from parallel.optimizer import build_optimizer, set_learning_rate, wrap_ddp
@@ -53,6 +55,20 @@ class MicroBatchStatistics:
     maxima: dict[str, Tensor] = field(default_factory=dict)  # reduced to the maximum over micro-batches and ranks
 
 
+NONFINITE = "nonfinite"
+"""Name of the sum that counts the tokens whose loss is not finite, although the model's output is."""
+
+
+def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss: str) -> str:
+    """Return a sentence if a gradient is not finite because of the loss, otherwise "". All ranks call this."""
+    own = sum(micro.sums[NONFINITE].item() for micro in statistics)
+    counts: list[float] = [0.0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(counts, own, group=object_group())
+    if not any(counts):
+        return ""
+    return f"The loss of at least {max(counts):.0f} sampled tokens is not finite, although the output of the model is ({loss})."
+
+
 def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[str, float]) -> UpdateReport:
     """Combine the statistics of all micro-batches of an optimizer step. `maxima` are further statistics of this step."""
     sums: dict[str, float] = {}
@@ -69,6 +85,7 @@ class MegatronModel:
     """Base class of actor, critic and reward model. Initialise torch.distributed and parallel.groups before creating one."""
 
     grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
+    loss_key: ClassVar[str] = "sft.objective"  # config key of a loss that is no Objective, for errors
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -195,12 +212,13 @@ class MegatronModel:
         Log-probabilities are computed from logits / temperature. Raises NonFiniteGradientError if a gradient is not finite.
         """
         head, loss_function = self.head_and_loss(loss, temperature)
+        source = loss.source if isinstance(loss, Objective) else f"{self.loss_key}: {describe_plug_in(loss)}"
         reports = []
         for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
             micros = self.micro_batches(block, batch)
             start = time.perf_counter()
             statistics = self.accumulate_gradients(micros, head, loss_function, batch)
-            grad_norm = self.optimizer_step(lr, index)
+            grad_norm = self.optimizer_step(lr, index, statistics, source)
             seconds = time.perf_counter() - start
             reports.append(reduce_statistics(statistics, {self.grad_norm: grad_norm, "seconds": seconds}))
         return reports
@@ -216,11 +234,13 @@ class MegatronModel:
             )
         return reduce_statistics(statistics, {})
 
-    def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
+    def optimizer_step(
+        self, lr: float, mini_batch: int = 0, statistics: Sequence[MicroBatchStatistics] = (), loss: str = ""
+    ) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 
-        If the norm is not finite, all ranks raise NonFiniteGradientError, which contains the index `mini_batch`. The weights
-        are then unchanged.
+        If the norm is not finite, all ranks raise NonFiniteGradientError, which contains the index `mini_batch`. If `statistics`
+        show that the loss is the reason, the error also contains `loss`, which names the loss. The weights are then unchanged.
         """
         with span("optimizer step"):
             set_learning_rate(self.optimizer, lr)
@@ -228,7 +248,7 @@ class MegatronModel:
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
-                raise NonFiniteGradientError(mini_batch, norm)
+                raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss))
             stepped, norm, _ = self.optimizer.step()
         assert stepped, "Megatron skips a step only because of a loss scale, and none is used"
         return float(norm)

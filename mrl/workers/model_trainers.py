@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms import corrections
-from mrl.algorithms.losses import Loss, ValueLoss
-from mrl.algorithms.objective import Objective
+from mrl.algorithms.losses import Loss, ValueLossFunction
+from mrl.algorithms.objective import Objective, TokenWeighting
 from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Rollouts, TrainBatch, UpdateReport
@@ -29,8 +29,6 @@ class UpdateRequest:
 
     steps: list[TrainBatch]  # one for each mini-batch, in order
     lrs: list[float]  # learning rate of each optimizer step
-    aggregation: str  # value of algorithm.aggregation
-    max_response_tokens: int  # largest number of tokens of a response; some values of `aggregation` need it
     options: Mapping[str, Any]  # further arguments of the model's `update`: loss and temperature
 
 
@@ -51,8 +49,7 @@ class UpdateRunner:
 
     optimizer: OptimConfig
     packing: Packing
-    aggregation: str  # see UpdateRequest
-    max_response_tokens: int  # see UpdateRequest
+    weighting: TokenWeighting  # computes the weight of each token in the loss
     mini_batches: int = 1  # optimizer steps in each epoch
     epochs: int = 1  # passes over a rollout
     observer: UpdateObserver | None = None
@@ -71,11 +68,10 @@ class UpdateRunner:
         steps = self.split(batch)
         first = step * self.mini_batches * self.epochs
         lrs = [self.optimizer.lr_at(first + index) for index in range(len(steps))]
-        normalisation = dict(aggregation=self.aggregation, max_response_tokens=self.max_response_tokens)
-        update = UpdateRequest(steps=steps, lrs=lrs, **normalisation, options=options)
+        update = UpdateRequest(steps=steps, lrs=lrs, options=options)
         with ExitStack() as stack:
             reports = stack.enter_context(self.observer.watch(group, update, step)) if self.observer else []
-            call = group.begin_update(steps, self.packing, **normalisation, lrs=lrs, **options)
+            call = group.begin_update(steps, self.packing, weighting=self.weighting, lrs=lrs, **options)
             running = stack.pop_all()
 
         def observed() -> tuple[list[UpdateReport], float]:
@@ -123,7 +119,7 @@ class ActorTrainer:
         rollouts: Rollouts,
         advantages: AdvantageResult | None,
         step: int,
-        kl_coef: float,
+        coefs: Mapping[str, float],
         *,
         rows: NDArray[np.bool_] | None = None,
         loss: Loss | None = None,
@@ -134,21 +130,17 @@ class ActorTrainer:
             rollouts: responses of the step.
             advantages: None for a loss that reads no advantages.
             step: number of earlier steps of the run that trained the actor.
-            kl_coef: coefficient of the KL penalty in the loss.
+            coefs: name of a term of the loss (kl_loss, entropy) -> its coefficient.
             rows: [B] the rows that count in the loss. Default: all rows.
             loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces its policy loss.
         """
-        objective = (
-            loss if isinstance(loss, Objective) else replace(self.objective, policy=loss or self.objective.policy)
-        )
+        objective = self.objective if loss is None else self.objective.with_loss(loss)
         advantages = _selected(advantages, rows, len(rollouts.groups))
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
-        objective = objective.with_kl_coef(kl_coef)
+        objective = objective.with_coefs(coefs)
         updates = self.updates
         call = updates.begin(self.group, batch, step, loss=objective, temperature=self.temperature)
-        weights = [
-            step_weights(each, updates.aggregation, updates.max_response_tokens) for each in updates.split(batch)
-        ]
+        weights = [step_weights(each, updates.weighting) for each in updates.split(batch)]
         zero = advantages.zero_advantage if rows is None else advantages.zero_advantage[rows]
         return call.then(lambda result: ActorUpdate(*result, weights, zero))
 
@@ -183,7 +175,7 @@ class CriticTrainer:
     """Trains the critic of a worker group to predict returns."""
 
     group: WorkerGroup
-    loss: ValueLoss
+    loss: ValueLossFunction
     updates: UpdateRunner
 
     def begin_values(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
@@ -258,7 +250,7 @@ def train_batch(
     )
 
 
-ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight")
+ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight", "nonfinite")
 """Names of the sums in the report of every optimizer step of the actor. All other sums come from the loss."""
 ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")
 """Names of the maxima that have their own metric. All other maxima are averaged over the optimizer steps."""

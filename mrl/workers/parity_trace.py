@@ -5,7 +5,7 @@ A trace records the values that the step computes.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.preference import ScoreLoss
 from mrl.core.types import RankBatch, TokenBlock
 from mrl.workers.actor_critic import MegatronActor, MegatronCritic
@@ -35,13 +35,13 @@ def trace_step(
     model: MegatronActor | MegatronCritic,
     block: TokenBlock,
     batch: RankBatch,
-    loss: Loss | ScoreLoss | None,
+    loss: Loss | ValueLossFunction | ScoreLoss,
     lr: float,
     temperature: float,
 ) -> StepTrace:
     """Run one optimizer step, and trace the step and the outputs before and after the step. All ranks call this.
 
-    The outputs are log-probabilities or values. `loss` is None for a critic. The block should have a column old_logprobs.
+    The outputs are log-probabilities or values. A critic has a value loss. The block should have a column old_logprobs.
     Without this column, the probability ratio is always 1, and the loss would be the same for all outputs.
     """
     outputs = forward_outputs(model, block, batch, temperature)
@@ -63,7 +63,11 @@ def trace_step(
 
 
 def trace_layers(
-    model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, loss: Loss | None, temperature: float
+    model: MegatronActor | MegatronCritic,
+    block: TokenBlock,
+    batch: RankBatch,
+    loss: Loss | ValueLossFunction | ScoreLoss,
+    temperature: float,
 ) -> StepTrace:
     """Trace everything before the optimizer step, and the hidden states between layers. All ranks call this.
 
@@ -99,14 +103,14 @@ def _accumulate(
     model: MegatronActor | MegatronCritic,
     block: TokenBlock,
     batch: RankBatch,
-    loss: Loss | ScoreLoss | None,
+    loss: Loss | ValueLossFunction | ScoreLoss,
     temperature: float,
 ) -> float:
     """Accumulate the complete gradients on every replica, and return this rank's part of the loss.
 
     Only ranks of the last pipeline stage that have tensor-parallel rank 0 return a part. The other ranks return 0.
     """
-    head, loss_function = model.head_and_loss(loss or ValueLoss(), temperature)
+    head, loss_function = cast(MegatronModel, model).head_and_loss(loss, temperature)
     micros = model.micro_batches(block, batch)
     statistics = model.accumulate_gradients(micros, head, loss_function, batch, all_reduce=True)
     knows_loss = groups.tp_group().rank() == 0 and groups.is_last_stage()

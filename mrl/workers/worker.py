@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from models.architecture import ModelSpec
-from mrl.algorithms.losses import Loss
+from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.config.process_schema import WeightSyncConfig
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.types import (
@@ -305,19 +305,24 @@ class TrainWorker:
         self,
         block: TokenBlock,
         rank_batches: Sequence[RankBatch],
-        loss: Loss | None,
+        loss: Loss | ValueLossFunction,
         lr: float,
         temperature: float,
         folder: str,
     ) -> Any:
-        """Trace one optimizer step for a parity check, and store its tensors in `folder`. `loss` is None for a critic."""
+        """Trace one optimizer step for a parity check, and store its tensors in `folder`. A critic has a value loss."""
         from mrl.workers.parity_trace import trace_step
 
         return trace_step(self.model, block, self._own_batch(rank_batches), loss, lr, temperature).store(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def trace_layers(
-        self, block: TokenBlock, rank_batches: Sequence[RankBatch], loss: Loss | None, temperature: float, folder: str
+        self,
+        block: TokenBlock,
+        rank_batches: Sequence[RankBatch],
+        loss: Loss | ValueLossFunction,
+        temperature: float,
+        folder: str,
     ) -> Any:
         """Trace a step up to its gradients, layer by layer, and store its tensors in `folder`."""
         from mrl.workers.parity_trace import trace_layers

@@ -33,7 +33,7 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
         order = np.array(order)
         block, groups = block.select(order), groups[order]
         batch = TrainBatch.of(block, groups)
-        step = partition_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
+        step = partition_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)))
         actor = MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}))
         trace = trace_step(actor, block, step.rank_batches[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
         outputs, after = (

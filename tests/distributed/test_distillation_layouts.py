@@ -11,7 +11,7 @@ from tiny_families import make_family
 from models.architecture import ModelSpec
 from mrl.algorithms.distillation import Distillation
 from mrl.algorithms.losses import PPOClip
-from mrl.algorithms.objective import Objective
+from mrl.algorithms.objective import EntropyBonus, Objective, TokenWeighting, sequence_mean
 from mrl.core.types import TokenBlock, TrainBatch, teacher_outputs_by_row
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.trace_comparison import StepTrace, compare_traces
@@ -31,7 +31,7 @@ TOP_K, TEMPERATURE = 5, 0.8
 LOSSES = {
     "whole": Objective(Distillation("js", beta=0.3)),
     "top_k": Objective(Distillation("reverse_kl", top_k=TOP_K, coef=2.0)),
-    "with_rewards": Objective(Distillation("forward_kl", policy=PPOClip()), entropy_coef=0.1),
+    "with_rewards": Objective(Distillation("forward_kl", policy=PPOClip()), entropy=EntropyBonus(0.1)),
 }
 TEACHERS = {"even": ("qwen3", dict(hidden_size=48)), "odd": ("llama", dict(tie_word_embeddings=True, hidden_size=24))}
 
@@ -58,7 +58,7 @@ def teacher_outputs(rank: int, path, dims: ParallelDims, block: TokenBlock, grou
     for teacher in TEACHERS:
         actor = MegatronActor(ModelSpec(str(path / teacher), dims, "float32", None, {}, logprob_chunk=7))
         step = replace(TrainBatch.of(block, groups), rows=taught_rows(teacher, groups))
-        batch = partition_step(step, dims, Packing(60), "token_mean").rank_batches[dims.coords(rank).dp]
+        batch = partition_step(step, dims, Packing(60)).rank_batches[dims.coords(rank).dp]
         outputs = actor.compute_teacher_outputs(block, batch, TEMPERATURE, top_k)
         by_row: dict = {}
         for rows, each in zip(batch.micro_batches, outputs if actor.returns_columns else [], strict=False):
@@ -115,7 +115,7 @@ def traces(rank: int, path, dims: ParallelDims, blocks: dict, groups, packing: P
         if name != "top_k":
             actor.load_teacher_weights({teacher: str(path / teacher) for teacher in TEACHERS})
         step = TrainBatch.of(blocks[name], groups)
-        batch = partition_step(step, dims, packing, "sequence_mean").rank_batches[dims.coords(rank).dp]
+        batch = partition_step(step, dims, packing, TokenWeighting(sequence_mean)).rank_batches[dims.coords(rank).dp]
         found[name] = trace_step(actor, blocks[name], batch, loss, 1e-4, TEMPERATURE)
     return found
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from models.architecture import ModelSpec
 from mrl.algorithms.inputs import AdvantageInputs
-from mrl.algorithms.objective import Objective
-from mrl.algorithms.parts import build_objective
+from mrl.algorithms.objective import Objective, TokenWeighting
+from mrl.algorithms.parts import build_objective, build_weighting
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.core.types import TokenBlock, TrainBatch
@@ -28,16 +28,16 @@ ALGORITHMS = sorted({path.stem for path in (hydra_entry.CONF / "algorithm").glob
 TERMS = ["++algorithm.kl_in_loss.kind=k3", "algorithm.entropy_coef=0.1"]
 ONE = ParallelDims()
 LAYOUTS = [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2)]
-Step = tuple[TokenBlock, NDArray, Objective, str]  # block, groups, objective, aggregation
+Step = tuple[TokenBlock, NDArray, Objective, TokenWeighting]  # block, groups, objective, token weights
 SPREAD = 0.3  # nats between the old policy and the others: large enough for ratios to reach every clip
 
 
-def configured(*overrides: str) -> tuple[Objective, str]:
-    """Return (objective, aggregation) of a config."""
+def configured(*overrides: str) -> tuple[Objective, TokenWeighting]:
+    """Return (objective, token weights) of a config."""
     hydra_entry.register_schema()
     with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         config = from_hydra(compose("config", ["experiment=quickstart", "run.dir=unused", *overrides]))
-    return build_objective(config), config.algorithm.aggregation
+    return build_objective(config), replace(build_weighting(config), max_response_tokens=20)
 
 
 def off_policy(block: TokenBlock, groups: NDArray, now: NDArray, objective: Objective) -> TokenBlock:
@@ -62,7 +62,7 @@ def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
     """Return outputs [R] of a single process."""
     from mrl.workers.actor_critic import MegatronActor
 
-    (batch,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False), "token_mean").rank_batches
+    (batch,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False)).rank_batches
     actor = MegatronActor(spec_of(path, ONE))
     part = actor.column_part(actor.compute_logprobs(block, batch), batch)
     assert part is not None
@@ -75,9 +75,9 @@ def traces(rank: int, path, dims: ParallelDims, steps: dict[str, Step], packing:
     from mrl.workers.parity_trace import trace_step
 
     results = {}
-    for name, (block, groups, objective, aggregation) in steps.items():
+    for name, (block, groups, objective, weighting) in steps.items():
         actor = MegatronActor(spec_of(path, dims, packing.share_prompts))
-        batch = partition_step(TrainBatch.of(block, groups), dims, packing, aggregation, 20).rank_batches[
+        batch = partition_step(TrainBatch.of(block, groups), dims, packing, weighting).rank_batches[
             dims.coords(rank).dp
         ]
         results[name] = trace_step(actor, block, batch, objective, 1e-4, 1.0)
@@ -96,8 +96,8 @@ def steps(run_ranks, tmp_path_factory) -> tuple[Path, dict[str, Step], dict[str,
     }
     steps = {}
     for name, overrides in overrides_of.items():
-        objective, aggregation = configured(*overrides)
-        steps[name] = (off_policy(block, groups, now, objective), groups, objective, aggregation)
+        objective, weighting = configured(*overrides)
+        steps[name] = (off_policy(block, groups, now, objective), groups, objective, weighting)
     (references,) = run_ranks(ONE, traces, folder, ONE, steps, Packing(10_000, share_prompts=False))
     return folder, steps, references
 

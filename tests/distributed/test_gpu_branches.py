@@ -94,7 +94,7 @@ def waits_of_an_update(rank: int, folder, critic: bool, overrides: dict, share_p
     loss = partial(value_loss, loss=ValueLoss()) if critic else partial(policy_loss, loss=PPOClip())
     block, groups = groups_of_responses()
     packing = Packing(60, share_prompts)
-    (batch,) = partition_step(TrainBatch.of(block, groups), ParallelDims(), packing, "token_mean").rank_batches
+    (batch,) = partition_step(TrainBatch.of(block, groups), ParallelDims(), packing).rank_batches
     assert len(batch.micro_batches) > 1
     with HostWaits(*TOKENS_PER_EXPERT, *MOVED_ONCE, *STAND_INS, recording=False) as waits:
         for waits.recording in (False, True):
@@ -221,7 +221,7 @@ def permutations_of_packs(rank: int, folder) -> tuple[list[bool], list[bool]]:
     from mrl.workers.dp_partition import Packing, partition_step
 
     block, groups = groups_of_responses()
-    step = partition_step(TrainBatch.of(block, groups), ParallelDims(), Packing(60), "token_mean")
+    step = partition_step(TrainBatch.of(block, groups), ParallelDims(), Packing(60))
     spec = ModelSpec(str(folder), ParallelDims(), "bfloat16", None, {})
 
     def permuted() -> list[bool]:

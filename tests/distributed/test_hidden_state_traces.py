@@ -28,9 +28,7 @@ def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32
 
     block, numbers = groups_of_responses()
     packing = Packing(60) if dims.world_size > 1 else Packing(10_000, share_prompts=False)
-    share = partition_step(TrainBatch.of(block, numbers), dims, packing, "token_mean").rank_batches[
-        dims.coords(rank).dp
-    ]
+    share = partition_step(TrainBatch.of(block, numbers), dims, packing).rank_batches[dims.coords(rank).dp]
     actor = MegatronActor(ModelSpec(str(path), dims, dtype, OptimConfig(eps=1e-6), {}))
     if harm:
         harm(rank, actor)
@@ -134,15 +132,14 @@ def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     from mrl.workers.actor_critic import MegatronActor
 
     block, numbers = groups_of_responses()
-    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[
-        dims.coords(rank).dp
-    ]
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60)).rank_batches[dims.coords(rank).dp]
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     advantages = block.columns["advantages"].copy()
     advantages[0] = np.inf if rank == dims.world_size - 1 else advantages[0]  # on one rank only; all ranks must stop
     before = {name: param.detach().clone() for name, param in actor.bridge.params.items()}
     with pytest.raises(NonFiniteGradientError, match="mini-batch 0 is not finite") as caught:
         actor.update(block.with_columns(advantages=advantages), [share, share], PPOClip(), [1e-2, 1e-2])
+    assert str(caught.value).endswith("although the output of the model is (PPOClip).")  # also on the first stage
     same = all(torch.equal(param, before[name]) for name, param in actor.bridge.params.items())
     return caught.value.mini_batch, same
 
@@ -158,9 +155,7 @@ def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: b
     from mrl.workers.actor_critic import MegatronActor
 
     block, numbers = groups_of_responses()
-    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[
-        dims.coords(rank).dp
-    ]
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60)).rank_batches[dims.coords(rank).dp]
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     if take:
         actor.load_weights(folder)

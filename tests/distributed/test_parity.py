@@ -7,7 +7,8 @@ import pytest
 from models_for_layouts import groups_of_responses, make
 
 from models.architecture import ModelSpec
-from mrl.algorithms.losses import PPOClip
+from mrl.algorithms.losses import PPOClip, ValueLoss
+from mrl.algorithms.objective import AGGREGATIONS, TokenWeighting
 from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step
@@ -53,7 +54,8 @@ def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
         block = replace(block, routed_experts=random_experts(block))
     batch = TrainBatch.of(block, groups)
     packing = Packing(options.get("max_tokens", 60), options.get("share_prompts", True), CostModel(1.0, 0.01))
-    step = partition_step(batch, options.get("packs_of", dims), packing, options.get("aggregation", "token_mean"))
+    weighting = TokenWeighting(AGGREGATIONS[options.get("aggregation", "token_mean")])
+    step = partition_step(batch, options.get("packs_of", dims), packing, weighting)
     share = merge_rank_batches(step) if "packs_of" in options else step.rank_batches[dims.coords(rank).dp]
     spec = ModelSpec(
         str(path),
@@ -65,7 +67,7 @@ def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
         logprob_chunk=options.get("chunk", 7),
     )
     model = MegatronCritic(spec) if critic else MegatronActor(spec)
-    return trace_step(model, block, share, None if critic else LOSS, LR, temperature=0.7)
+    return trace_step(model, block, share, ValueLoss() if critic else LOSS, LR, temperature=0.7)
 
 
 def random_experts(block) -> np.ndarray:

@@ -8,6 +8,7 @@ import pytest
 from models_for_layouts import VOCAB, make
 
 from models.architecture import ModelSpec
+from mrl.algorithms.objective import TokenWeighting, sequence_mean
 from mrl.algorithms.preference import DPO, IPO, KTO, ORPO, BradleyTerry, OutcomeLabels, SimPO
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.data.batching import CostModel
@@ -78,7 +79,9 @@ def traces(rank: int, path, dims: ParallelDims, packing: Packing, losses: dict, 
     found = {}
     for name, loss in losses.items():
         block = pairs(num, for_scores=loss in SCORE_LOSSES.values())
-        batch = partition_step(batch_of(block), dims, packing, "sequence_mean").rank_batches[dims.coords(rank).dp]
+        batch = partition_step(batch_of(block), dims, packing, TokenWeighting(sequence_mean)).rank_batches[
+            dims.coords(rank).dp
+        ]
         model = make_model(path, dims, loss, packing.share_prompts)
         found[name] = trace_step(model, block, batch, loss, 1e-4, 1.0)
     return found
@@ -125,7 +128,9 @@ def evaluated(rank: int, path, dims: ParallelDims) -> dict[str, float]:
     found = {}
     for name, loss in (LOSSES | SCORE_LOSSES).items():
         block = pairs(for_scores=loss in SCORE_LOSSES.values())
-        batch = partition_step(batch_of(block), dims, PACKED, "sequence_mean").rank_batches[dims.coords(rank).dp]
+        batch = partition_step(batch_of(block), dims, PACKED, TokenWeighting(sequence_mean)).rank_batches[
+            dims.coords(rank).dp
+        ]
         sums = make_model(path, dims, loss).evaluate(block, batch, loss).sums
         found[name] = sums.get("loss", 0.0) if groups.tp_group().rank() == 0 else 0.0
     return found
@@ -182,7 +187,9 @@ def trained_and_exported(rank: int, path, dims: ParallelDims, output) -> tuple[S
     from mrl.workers.parity_trace import forward_outputs, trace_step
 
     block, loss = pairs(for_scores=True), SCORE_LOSSES["bradley terry"]
-    batch = partition_step(batch_of(block), dims, PACKED, "sequence_mean").rank_batches[dims.coords(rank).dp]
+    batch = partition_step(batch_of(block), dims, PACKED, TokenWeighting(sequence_mean)).rank_batches[
+        dims.coords(rank).dp
+    ]
     model = make_model(path, dims, loss)
     trace = trace_step(model, block, batch, loss, 1e-2, 1.0)
     model.export_hf(output, {"note.txt": "hello"})

@@ -42,7 +42,8 @@ def user_module(tmp_path, monkeypatch):
 
     def add(name: str, source: str) -> None:
         (tmp_path / f"{name}.py").write_text(source)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(mrl_runs.__file__).parent)]))
+        folders = [str(tmp_path), str(Path(mrl_runs.__file__).parent), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
 
     return add
 

@@ -1,5 +1,7 @@
 """A run with critic, teacher and reference model, each in its own layout: their outputs reach the advantage estimator."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -41,7 +43,7 @@ def run(start_mrl, quickstart, warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recording")
     (folder / "recording_advantage.py").write_text(RECORDING_ADVANTAGE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         own = [
             f"roles.teacher.path={warm}",
             "roles.teacher.parallel.cp=2",
@@ -52,7 +54,7 @@ def run(start_mrl, quickstart, warm, tmp_path_factory):
             "algorithm.advantage._target_=recording_advantage.Recorder",
             f"algorithm.advantage.folder={folder}",
         ]
-        rest = ["critic.value_clip=0.5", "critic.optim.lr=0.01", "critic.mini_batches=2", "optim.lr=0.005"]
+        rest = ["critic.loss.clip=0.5", "critic.optim.lr=0.01", "critic.mini_batches=2", "optim.lr=0.005"]
         started = start_mrl("train", *quickstart, *advantage, *own, *rest, "trainer.max_steps=3")
     return started.finish(300), folder
 

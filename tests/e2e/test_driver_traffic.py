@@ -102,7 +102,7 @@ def traffic_of(group: SimulatedGroup, prompts: int, tokens: int) -> Traffic:
     batch = replace(batch, block=ray.put(batch.block))
     with Traffic() as traffic:
         group.begin_columns(TrainWorker.compute_columns, batch, packing, temperature=1.0, names=["logprobs"]).result()
-        group.update([batch], packing, aggregation="token_mean", lrs=[0.1])
+        group.update([batch], packing, lrs=[0.1])
     return traffic
 
 

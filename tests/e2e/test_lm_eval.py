@@ -67,9 +67,7 @@ def tasks(inputs, tmp_path):
 
     rows = pq.read_table(inputs / "test.parquet").to_pylist()[:LIMIT]
     data = tmp_path / "tiny.json"
-    lines = [
-        dict(prompt=row["prompt"][0]["content"], answer=row["reward_model"]["ground_truth"]) for row in rows
-    ]
+    lines = [dict(prompt=row["prompt"][0]["content"], answer=row["reward_model"]["ground_truth"]) for row in rows]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     folder = tmp_path / "tasks"
     folder.mkdir()
@@ -83,7 +81,9 @@ def test_lm_eval_runs_its_tasks_with_two_engines(start_mrl, lm_eval, tasks, warm
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     keys = ["experiment=quickstart", f"data.inputs.folder={inputs}", f"model.path={warm}"]
     line = f"{lm_eval} --tasks tiny,tiny_choices --include_path {tasks}"
-    run = start_mrl("evaluate", *keys, f"evaluate.harness='{line}'", "rollout.num_engines=2", "generate.requests_in_flight=4")
+    run = start_mrl(
+        "evaluate", *keys, f"evaluate.harness='{line}'", "rollout.num_engines=2", "generate.requests_in_flight=4"
+    )
     assert run.finish(480).process.returncode == 0, run.output()
     assert run.leftovers(within_s=30) == []
     report = json.loads((run.folder / "evaluation.json").read_text())["harness"]

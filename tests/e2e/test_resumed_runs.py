@@ -31,7 +31,7 @@ def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(
 
 @pytest.fixture(scope="module")
 def replays(start_mrl, quickstart, recorded):
-    """`replays(override, ...)`: a run of four steps on the recorded rollouts, with two mini-batches and a KL term in the loss."""
+    """`replays(override, ...)`: a run of four steps on the recorded rollouts, with two mini-batches and all terms in the loss."""
 
     def run(*overrides: str):
         done = start_mrl(
@@ -42,6 +42,7 @@ def replays(start_mrl, quickstart, recorded):
             "algorithm.mini_batches=2",
             "optim.lr=1e-4",
             "++algorithm.kl_in_loss.coef=0.01",
+            "algorithm.adaptive_entropy={target: 9, step: 0.01}",
             *overrides,
         ).finish()
         assert done.process.returncode == 0, done.output()
@@ -62,6 +63,10 @@ def test_a_run_resumed_under_the_same_layout_is_bit_exact(replays, uninterrupted
     resumed = replays(resume, "parallel.tp=2", "parallel.pp=2")
     found, expected = (learning_metrics(run.folder / "metrics.jsonl") for run in (resumed, uninterrupted))
     assert found == expected[2:]
+    coefs = [step["policy/entropy_coef"] for step in expected]
+    assert coefs == pytest.approx([0.0, 0.01, 0.02, 0.03]), (
+        "the checkpoint has the coefficient and the measured entropy"
+    )
     check_equal_weights(resumed.folder, uninterrupted.folder)
     ledgers = [(run.folder / "ledger.jsonl").read_text().splitlines() for run in (resumed, uninterrupted)]
     assert ledgers[0] == ledgers[1][2:]
@@ -75,7 +80,7 @@ def test_a_run_resumed_under_another_layout_has_the_same_losses(replays, uninter
     found, expected = (learning_metrics(run.folder / "metrics.jsonl") for run in (resumed, uninterrupted))
     for ours, theirs in zip(found, expected[2:], strict=True):
         assert ours["step"] == theirs["step"]
-        for name in ("loss/policy", "optim/grad_norm", "policy/kl_ref", "policy/entropy_mean"):
+        for name in ("loss/policy", "optim/grad_norm", "policy/kl_ref", "policy/entropy_mean", "policy/entropy_coef"):
             assert ours[name] == pytest.approx(theirs[name], abs=2e-5, rel=2e-5), (ours["step"], name)
 
 

@@ -76,6 +76,11 @@ MISTAKES = {
     "an unknown SGLang argument": (["sglang.mem_fraction=0.5"], "did you mean sglang.mem_fraction_static?"),
     "a misspelt argument of a part": (["algorithm.advantage.normalise_std=true"], "did you mean 'normalize_std'?"),
     "a part that does not exist": (["algorithm.loss._target_=my_parts.Loss"], "my_parts.Loss: cannot be imported"),
+    "a loss of the user with other arguments": (
+        ["algorithm.loss._target_=my_parts.rows"],
+        "algorithm.loss: rows ({run}/my_parts.py:9) takes (), but mrl calls it with (inputs)",
+    ),
+    "a misspelt aggregation": (["algorithm.aggregation=sequence_means"], "did you mean sequence_mean?"),
     "a learning-rate schedule without an end": (["optim.lr_schedule=cosine"], "lr_decay_steps=0"),
     "nodes without Slurm": (["cluster.nodes=2"], "add cluster=slurm"),
     "a secret in the config": ([*JUDGE, "++reward.api_key=abcdefgh"], "set reward.api_key='${{oc.env:API_KEY}}'"),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from models.architecture import ModelSpec
-from mrl.algorithms.losses import PPOClip
+from mrl.algorithms.losses import PPOClip, ValueLoss
 from mrl.core.types import TrainBatch
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.trace_comparison import TOLERANCES, compare_traces
@@ -84,8 +84,8 @@ def step_with_few_and_many_micro_batches(rank: int, folder: str, kind: str, dtyp
         for share, tokens in ((False, 10_000), (True, 60)):
             optimizer = OptimConfig(lr=1e-4, eps=1e-6)
             spec = ModelSpec(f"{folder}/{kind}", dims, dtype, optimizer, {}, share_prompts=share)
-            step = partition_step(batch, dims, Packing(tokens, share), "token_mean")
-            loss = None if model is MegatronCritic else PPOClip()
+            step = partition_step(batch, dims, Packing(tokens, share))
+            loss = ValueLoss() if model is MegatronCritic else PPOClip()
             traces.append(trace_step(model(spec), block, step.rank_batches[dims.coords(rank).dp], loss, 1e-4, 0.7))
     return traces
 

@@ -31,7 +31,7 @@ def offload_and_load_trainer(rank: int, path: str, dims: ParallelDims) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
     block = TokenBlock.from_lists(prompts, [rng.integers(0, 40, 2 + i).tolist() for i in range(6)])
-    step = partition_step(TrainBatch.of(block, None), dims, Packing(30), "token_mean")
+    step = partition_step(TrainBatch.of(block, None), dims, Packing(30))
     batch = step.rank_batches[dims.coords(rank).dp]
 
     def train() -> None:

@@ -23,7 +23,7 @@ import torch
 from loss_cases import Case, loss_and_gradient, make_case
 
 from mrl.algorithms.inputs import Responses
-from mrl.algorithms.objective import token_weights
+from mrl.algorithms.objective import TokenWeighting, sequence_mean
 from mrl.algorithms.preference import DPO, IPO, KTO, ORPO, BradleyTerry, Hinge, SimPO
 
 TRL = Path(__file__).resolve().parents[2] / "build/peers/trl/trl"
@@ -105,7 +105,7 @@ def pair_order(case: Case) -> list[int]:
 
 def check(loss: Any, case: Case, expected: torch.Tensor, padded: Padded) -> None:
     """Check that the loss and its gradient equal those of TRL."""
-    weights = token_weights(case.lengths, "sequence_mean").repeat(case.lengths)
+    weights = TokenWeighting(sequence_mean)(case.lengths, np.arange(len(case.lengths))).repeat(case.lengths)
     found, gradient = loss_and_gradient(loss, case, weights)
     assert found == pytest.approx(expected.item(), rel=1e-6)
     np.testing.assert_allclose(gradient, padded.gradient(expected), rtol=1e-6, atol=1e-9)

@@ -196,6 +196,12 @@ def test_the_pipeline_computes_the_extra_columns_of_the_correction():
     found = pipeline(scored, {"entropies": entropies}, 0.0, [0])
     assert found.columns["uncertain"].tolist() == [0.0] * 8 + [1.0] * 4
 
+    other = pipeline.with_parts(None, KLCov(fraction=0.5))
+    assert other.needs == {"entropies", "old_logprobs"}, "another policy loss keeps the correction"
+    columns = other(scored, {"entropies": entropies, "old_logprobs": -entropies}, 0.0, [0]).columns
+    assert columns["uncertain"].tolist() == [0.0] * 8 + [1.0] * 4 and columns["kl_cov"].sum() == 4
+    assert pipeline.with_parts(None, Objective(PPOClip())).needs == frozenset(), "an objective replaces all terms"
+
 
 @dataclass(frozen=True)
 class Bare:

@@ -154,15 +154,16 @@ def test_the_page_lists_all_losses_advantages_and_configs():
     for module in modules:
         found = importlib.import_module(f"mrl.algorithms.{module}")
         classes = {n for n, x in vars(found).items() if isinstance(x, type) and x.__module__ == found.__name__}
-        missing = classes - named - {"Advantage", "GroupStatistics", "Loss", "PolicyLoss"}
+        missing = classes - named - {"Advantage", "GroupStatistics", "Loss", "PolicyLoss", "ValueLossFunction"}
         assert not missing, missing
     rows = [line.split("|") for line in tables if line.count("|") == 7]
     configs = {name for row in rows for name in re.findall(r"`(\w+)`", row[5])}
     assert configs | {"dr_grpo"} <= set(FILES)
 
 
-def test_the_examples_of_the_documentation_run():
-    (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+def test_the_classes_of_the_documentation_run():
+    """tests/unit/test_own_parts.py runs the functions."""
+    _, example = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     names = {}
     exec(example, names)
     loss, case = names["LeastLikely"](), make_case(0)

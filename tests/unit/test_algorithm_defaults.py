@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mrl.algorithms import advantages, corrections, distillation, filters, kl, losses, preference, sequence_losses
+from mrl.algorithms import (
+    advantages,
+    corrections,
+    distillation,
+    filters,
+    kl,
+    losses,
+    objective,
+    preference,
+    sequence_losses,
+)
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "algorithm"
 INF = math.inf
@@ -47,7 +57,7 @@ DEFAULTS = {
     losses.CrossEntropy: {},
     losses.ClipCov: {"fraction": 2e-4, "low": 1.0, "high": 5.0, "clip_low": INF, "clip_high": INF},  # r of the paper
     losses.KLCov: {"fraction": 2e-4, "coef": 1.0, "kl": "k3"},
-    losses.ValueLoss: {"clip": 0.0},
+    losses.ValueLoss: {"clip": 0.2},  # cliprange of openai/baselines
     sequence_losses.GSPO: {"clip_low": 3e-4, "clip_high": 4e-4},  # published clip bounds
     sequence_losses.GSPOToken: {"clip_low": 3e-4, "clip_high": 4e-4},
     sequence_losses.GMPO: {"clip_low": 0.4, "clip_high": 0.4},  # (e^-0.4, e^0.4)
@@ -79,13 +89,14 @@ DEFAULTS = {
     },  # alpha, beta of Ring-1T
     corrections.OffPolicyMask: {"delta": 0.05},
     # KL penalty and filters
+    objective.EntropyBonus: {"coef": 0.0, "target": None, "step": 0.005, "max_coef": 1.0},  # Skywork-OR1, bound of trl
     kl.KLPenalty: {"coef": 0.001, "kind": "k1", "target": None, "horizon": 10_000},  # horizon of Ziegler et al.
     filters.NonzeroVariance: {"tolerance": 0.0, "metric": None},  # equation 11 of DAPO: not all equal
     filters.RewardRange: {"low": 0.2, "high": 0.8, "metric": None},  # PRIME
 }
 
-WITHOUT_DEFAULTS = {advantages.GroupStatistics, corrections.Product, kl.KLControl}
-INTERFACES = {"Advantage", "Loss", "PolicyLoss", "PairLoss", "ScoreLoss", "Correction", "Filter"}
+WITHOUT_DEFAULTS = {advantages.GroupStatistics, corrections.Product}
+INTERFACES = {"Advantage", "Loss", "PolicyLoss", "ValueLossFunction", "PairLoss", "ScoreLoss", "Correction", "Filter"}
 
 
 def defaults_of(kind):
@@ -207,7 +218,7 @@ CONFIGS = {
             "whiten": True,
             "mini_batches": 4,
         },
-        "critic": {"optim": {"lr": 1e-5}, "value_clip": 0.2, "warmup_steps": 0},
+        "critic": {"optim": {"lr": 1e-5}, "loss": part("losses.ValueLoss"), "warmup_steps": 0},
     },
     "gspo": {
         "advantage": GRPO,

@@ -1,11 +1,15 @@
 """AlgorithmParts: the columns that an algorithm needs, and combinations of settings that are refused."""
 
+import pickle
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
+from mrl.algorithms.objective import EntropyBonus, sequence_sum
 from mrl.algorithms.parts import build_algorithm
 from mrl.config import hydra_entry
+from mrl.config.validate import is_known
 
 
 class DeclaredCorrection:
@@ -31,7 +35,7 @@ DECLARED, UNKNOWN, VALUES = (
 
 def algorithm(*overrides: str):
     base = ["experiment=quickstart", "run.dir=unused", "++roles.teacher.path=unused"]
-    return build_algorithm(hydra_entry.compose_config([*base, *overrides]))
+    return build_algorithm(hydra_entry.compose_config(hydra_entry.check_overrides([*base, *overrides])))
 
 
 @pytest.mark.parametrize(
@@ -73,9 +77,46 @@ IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampl
         (["++algorithm.kl_in_loss.coeff=1"], "algorithm.kl_in_loss.coeff: .* did you mean 'coef'"),
         ([UNKNOWN], "names entropy in its attribute `needs`; expected names out of entropies, old_logprobs"),
         ([VALUES], "algorithm.correction needs values of a critic"),
-        (["algorithm.aggregation=mean"], "algorithm.aggregation='mean': expected token_mean"),
+        (
+            ["algorithm.aggregation=mean"],
+            "algorithm.aggregation='mean': expected token_mean, sequence_mean, fixed_length",
+        ),
+        (["algorithm.adaptive_entropy={step: 0.01}"], "algorithm.adaptive_entropy.target: must be set"),
+        (["algorithm.adaptive_entropy={target: 1, coef: 1}"], "set the first coefficient in algorithm.entropy_coef"),
+        (["algorithm.adaptive_entropy={target: 1, delta: 1}"], "algorithm.adaptive_entropy.delta: .* has no argument"),
+        (["algorithm.adaptive_entropy={target: -1}"], "algorithm.adaptive_entropy: .*target=-1"),
+        (["critic.loss.clip=-1"], "critic.loss: .*clip=-1: must be 0 or more"),
+        (["critic.loss.clips=1"], "critic.loss.clips: .* did you mean 'clip'"),
+        (["algorithm.aggregation=token-sum"], "did you mean token_sum?"),
+        (["algorithm.aggregation={_target_: no.such_thing}"], "algorithm.aggregation._target_=no.such_thing: cannot"),
     ],
 )
 def test_contradictory_settings_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         algorithm(*overrides)
+
+
+def first_tokens(inputs, tokens):
+    """An aggregation: the weight of a response depends on its first tokens only."""
+    return tokens / np.maximum(inputs.lengths, tokens) / inputs.max_response_tokens
+
+
+def test_an_aggregation_is_a_name_or_a_function_of_the_user():
+    assert algorithm("algorithm.aggregation=sequence_sum").weighting.aggregation is sequence_sum
+    own = f"algorithm.aggregation={{_target_: {__name__}.first_tokens, tokens: 3}}"
+    weighting = pickle.loads(pickle.dumps(algorithm(own, "rollout.max_response_tokens=10").weighting))
+    assert weighting(np.array([2, 6]), np.array([0, 0])).tolist() == [0.1, 0.05]
+    assert is_known("algorithm.aggregation._target_") and is_known("algorithm.aggregation.tokens")
+
+
+def test_the_entropy_bonus_is_constant_or_adapts():
+    assert algorithm().objective.entropy is None and not algorithm().terms
+    constant = algorithm("algorithm.entropy_coef=0.01")
+    assert constant.terms == {"entropy": EntropyBonus(0.01)} and constant.objective.uses_entropy
+    adaptive = algorithm("algorithm.entropy_coef=0.02", "algorithm.adaptive_entropy={target: 0.3, step: 0.01}")
+    bonus = EntropyBonus(0.02, target=0.3, step=0.01)
+    assert adaptive.terms == {"entropy": bonus} and adaptive.objective.coefs == {"entropy": 0.02}
+    first = algorithm(
+        "algorithm.adaptive_entropy.target=0.3"
+    ).objective  # coefficient 0: all rows are trained nevertheless
+    assert first.entropy == EntropyBonus(target=0.3) and not first.uses_entropy and not first.zero_without_advantage

@@ -100,7 +100,7 @@ def test_checks_accept_the_defaults():
 
 
 def test_the_number_of_keys_is_deliberate():
-    assert len(list(key_fields())) == 217
+    assert len(list(key_fields())) == 218
 
 
 def test_each_key_has_a_description_and_plausible_metadata():
@@ -204,18 +204,23 @@ def double(responses, factor=2.0):
     return [factor for _ in responses]
 
 
+def scaled(responses, scale):
+    return [scale for _ in responses]
+
+
 def test_a_plain_function_is_a_plug_in_too():
     here = f"{__name__}.double"
     assert instantiate_callable({"_target_": here}, "reward") is double
     assert instantiate_callable({"_target_": here, "factor": 3.0}, "reward")([1, 2]) == [3.0, 3.0]
     with pytest.raises(ValueError, match="is not callable"):
         instantiate_callable({"_target_": "mrl.core.types.SyncReport"}, "reward")
-    with pytest.raises(ValueError, match="class attribute 'zero_without_advantage'"):
-        instantiate_callable(
-            {"_target_": "mrl.rewards.rule_based.ExactMatch"},
-            "algorithm.loss",
-            required_attributes=("zero_without_advantage",),
-        )
+    assert instantiate_callable({"_target_": here}, "reward", ["responses"]) is double
+    message = r"reward: double \(.*test_config.py:\d+\) takes .*, but mrl calls it with \(a, b, c\): too many"
+    with pytest.raises(ValueError, match=message):
+        instantiate_callable({"_target_": here}, "reward", ["a", "b", "c"])
+    with pytest.raises(ValueError, match="missing a required argument: 'scale'"):
+        instantiate_callable({"_target_": f"{__name__}.scaled"}, "reward", ["responses"])
+    assert instantiate_callable({"_target_": f"{__name__}.scaled", "scale": 2.0}, "reward", ["responses"])([1]) == [2.0]
 
 
 def test_quickstart_is_the_default_experiment_only_where_nothing_is_named():

@@ -24,7 +24,7 @@ from mrl.algorithms.filters import NonzeroVariance, RewardRange, filter_values
 from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import KLCov, PPOClip
-from mrl.algorithms.objective import Objective
+from mrl.algorithms.objective import EntropyBonus, Objective
 from mrl.controller.plan_train import check_filter_metric
 from mrl.rewards.reward_types import Score, Weighted
 from mrl.rewards.rule_based import ExactMatch, Overlong
@@ -149,7 +149,7 @@ def test_the_objective_weighs_the_policy_loss_alone():
     case, entropy = make_case(2), np.random.default_rng(0).random(15)
     inputs = replace(loss_inputs(case), entropy=torch.tensor(entropy))
     kl = KLPenalty(coef=0.3, kind="k3")
-    objective = Objective(PPOClip(), ImportanceSampling(), kl, entropy_coef=0.01)
+    objective = Objective(PPOClip(), ImportanceSampling(), kl, EntropyBonus(0.01))
     loss, numbers = objective(inputs)
     weights = reference(case, "token", "truncate", 0.0, 2.0)[0]
     penalty = kl.values(case.logprobs, case.columns["ref_logprobs"])
@@ -158,7 +158,13 @@ def test_the_objective_weighs_the_policy_loss_alone():
     np.testing.assert_allclose(numbers["policy/kl_ref"].numpy(), penalty, rtol=1e-9)
     assert {"loss/clip_fraction", "correction/weight_mean"} <= set(numbers)
     assert objective.needs == {"ref_logprobs"} and objective.uses_entropy and not objective.zero_without_advantage
-    assert objective.with_kl_coef(0.0).kl.coef == 0.0
+    changed = objective.with_coefs({"kl_loss": 0.0, "kl_reward": 7.0})
+    assert objective.coefs == {"kl_loss": kl.coef, "entropy": 0.01} and changed.coefs == {
+        "kl_loss": 0.0,
+        "entropy": 0.01,
+    }
+    inactive = objective.with_coefs({"entropy": 0.0})
+    assert not inactive.uses_entropy and not replace(inactive, kl=None).zero_without_advantage
     assert Objective(PPOClip(), ImportanceSampling()).zero_without_advantage
 
 
@@ -338,5 +344,7 @@ def test_needs_and_extra_columns_of_a_correction_are_those_of_the_objective():
     found = objective.extra_columns(batch, np.ones(5, np.float32), np.random.default_rng(0))
     assert set(found) == {"kl_cov", "likely", "rather_likely"}
     assert found["likely"].tolist() == [1, 1, 0, 0, 0] and found["rather_likely"].tolist() == [1, 1, 0, 1, 0]
-    with pytest.raises(ValueError, match="two parts of the algorithm return a column with the name 'likely'"):
+    with pytest.raises(
+        ValueError, match=r"extra_columns of Likely \(.*\) returned 'likely', but another column has this name"
+    ):
         Product([Likely(), Likely(0.2)]).extra_columns(batch, np.ones(5, np.float32), np.random.default_rng(0))

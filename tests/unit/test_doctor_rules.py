@@ -317,7 +317,9 @@ def test_an_error_in_the_config_is_a_finding(tmp_path):
 def test_requirements_are_derived_from_the_config(tmp_path):
     keys = ["experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs", f"run.dir={tmp_path}/run"]
     required = doctor.read_requirements([*keys, "parallel.tp=2", "parallel.dp=2"])
-    assert required.mistakes == [] and required.gpus == 5 and not required.needs_gpus, "four trainer ranks and an engine"
+    assert required.mistakes == [] and required.gpus == 5 and not required.needs_gpus, (
+        "four trainer ranks and an engine"
+    )
     assert required.groups == {"tp 0": [0, 1], "tp 1": [2, 3], "dp 0": [0, 2], "dp 1": [1, 3]}
     assert 5 * 10**5 < required.parameters < 10**6 and required.checkpoint_bytes == 16 * required.parameters * 3
     assert required.model == f"{tmp_path}/inputs/model" and required.run_dir == f"{tmp_path}/run"

@@ -1,5 +1,6 @@
 """Partitions of a batch: the loss does not depend on how rows are distributed over steps, replicas and micro-batches."""
 
+import pickle
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,15 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mrl.algorithms.objective import AGGREGATIONS
+from mrl.algorithms.objective import AGGREGATIONS, TokenWeighting
 from mrl.core.types import RankBatch, TrainBatch
 from mrl.data.batching import CostModel
-from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step, split_mini_batches
+from mrl.workers.dp_partition import (
+    Packing,
+    StepPartition,
+    merge_rank_batches,
+    partition_step,
+    split_mini_batches,
+    step_weights,
+)
 from parallel.dims import ParallelDims
 
 many = settings(max_examples=60)
 MAX_RESPONSE_TOKENS = 31
-aggregations = st.sampled_from(AGGREGATIONS)
+aggregations = st.sampled_from(list(AGGREGATIONS))
 
 
 @dataclass(frozen=True)
@@ -29,9 +37,11 @@ class Case:
     packing: Packing
 
     def rank_batches(self, aggregation: str, batch: TrainBatch | None = None) -> list[RankBatch]:
-        return partition_step(
-            batch or self.batch, self.dims, self.packing, aggregation, MAX_RESPONSE_TOKENS
-        ).rank_batches
+        return self.partition(aggregation, batch).rank_batches
+
+    def partition(self, aggregation: str, batch: TrainBatch | None = None) -> StepPartition:
+        weighting = TokenWeighting(AGGREGATIONS[aggregation], MAX_RESPONSE_TOKENS)
+        return partition_step(batch or self.batch, self.dims, self.packing, weighting)
 
 
 @st.composite
@@ -75,8 +85,11 @@ def formula(case: Case, denominator_rows: NDArray[np.int64], aggregation: str) -
     """The loss normalised over `denominator_rows`; rows that are not trained contribute 0."""
     if aggregation == "token_mean":
         return float(np.concatenate([case.values[row] for row in denominator_rows]).mean())
-    if aggregation == "fixed_length":
-        return float(np.mean([case.values[row].sum() / MAX_RESPONSE_TOKENS for row in denominator_rows]))
+    if aggregation in ("fixed_length", "sequence_sum"):
+        divisor = MAX_RESPONSE_TOKENS if aggregation == "fixed_length" else 1
+        return float(np.mean([case.values[row].sum() / divisor for row in denominator_rows]))
+    if aggregation == "token_sum":
+        return float(sum(case.values[row].sum() for row in denominator_rows))
     return float(np.mean([case.values[row].mean() for row in denominator_rows]))
 
 
@@ -143,11 +156,36 @@ def test_the_loss_is_normalised_over_skipped_rows_too(case, aggregation):
     weights = case.rank_batches(aggregation)[0].weights
     assert all(np.array_equal(batch.weights, weights) for batch in case.rank_batches(aggregation))
     lengths, denominator_rows = case.batch.sampled_lengths, case.batch.denominator_rows
+    mean = lengths[denominator_rows].mean()
     # The token weights of all `denominator_rows` sum to 1, or for fixed_length to the fraction of the length in use.
-    whole = lengths[denominator_rows].mean() / MAX_RESPONSE_TOKENS if aggregation == "fixed_length" else 1.0
+    sums = dict(fixed_length=mean / MAX_RESPONSE_TOKENS, sequence_sum=mean, token_sum=lengths[denominator_rows].sum())
+    whole = sums.get(aggregation, 1.0)
     assert (weights * lengths)[denominator_rows].sum() == pytest.approx(whole, rel=1e-12)
     others = np.setdiff1d(np.arange(len(lengths)), denominator_rows)
     assert not weights[others].any()
+
+
+def weights_by_group(inputs):
+    """Give every group the same weight: 1 / (number of groups * number of tokens of the group)."""
+    _, index = np.unique(inputs.groups, return_inverse=True)
+    tokens = np.bincount(index, inputs.lengths)
+    return 1.0 / (len(tokens) * tokens[index])
+
+
+@many
+@given(cases())
+def test_an_aggregation_of_the_user_gets_the_groups_of_the_mini_batch(case):
+    weighting = TokenWeighting(pickle.loads(pickle.dumps(weights_by_group)), MAX_RESPONSE_TOKENS)
+    groups = np.arange(len(case.values)) if case.batch.groups is None else case.batch.groups
+    for part in split_mini_batches(case.batch, 2):
+        counted = part.denominator_rows
+        members = [counted[groups[counted] == group] for group in np.unique(groups[counted])]
+        expected = np.mean([np.concatenate([case.values[row] for row in rows]).mean() for rows in members])
+        batches = partition_step(part, case.dims, case.packing, weighting).rank_batches
+        assert weighted_sum(case, batches) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        in_ledger = step_weights(part, weighting)
+        np.testing.assert_array_equal(in_ledger[part.rows], batches[0].weights[part.rows])
+        assert not in_ledger[np.setdiff1d(np.arange(len(groups)), part.rows)].any()
 
 
 @many
@@ -161,7 +199,7 @@ def test_replicas_have_equal_metrics_of_micro_batches_if_the_layout_needs_it(cas
 @many
 @given(cases(), aggregations)
 def test_micro_batches_stay_within_the_token_budget_and_the_metrics_describe_them(case, aggregation):
-    step = partition_step(case.batch, case.dims, case.packing, aggregation, MAX_RESPONSE_TOKENS)
+    step = case.partition(aggregation)
     prompts, responses = case.batch.prompt_lengths, case.batch.response_lengths
     computed = 0
     for batch in step.rank_batches:
@@ -199,7 +237,7 @@ def small_batch(rows, prompts=(4, 4, 4, 4), responses=(2, 3, 5, 1)) -> TrainBatc
 def test_the_metrics_of_a_partition_equal_those_computed_by_hand():
     """The rows have 27 tokens. The group of rows 0 and 1 has 13 tokens, and 9 if the prompt is shared."""
     packing = Packing(100, True, CostModel(1.0, 0.0))
-    whole = partition_step(small_batch([0, 1, 2, 3]), ParallelDims(dp=2), packing, "token_mean").metrics
+    whole = partition_step(small_batch([0, 1, 2, 3]), ParallelDims(dp=2), packing).metrics
     assert whole == {
         "batch/computed_tokens": 19.0,
         "batch/skipped_tokens_fraction": 0.0,
@@ -207,18 +245,18 @@ def test_the_metrics_of_a_partition_equal_those_computed_by_hand():
         "batch/imbalance": pytest.approx(10 / 9.5),
         "batch/micro_batches": 1.0,
     }
-    part = partition_step(small_batch([0, 1]), ParallelDims(dp=1), packing, "token_mean").metrics
+    part = partition_step(small_batch([0, 1]), ParallelDims(dp=1), packing).metrics
     assert part["batch/computed_tokens"] == 9.0
     assert part["batch/skipped_tokens_fraction"] == pytest.approx(14 / 27)
     assert part["batch/shared_tokens_fraction"] == pytest.approx(4 / 13)
-    nothing = partition_step(small_batch([]), ParallelDims(dp=2), packing, "token_mean").metrics
+    nothing = partition_step(small_batch([]), ParallelDims(dp=2), packing).metrics
     assert nothing["batch/shared_tokens_fraction"] == 0.0 and nothing["batch/skipped_tokens_fraction"] == 1.0
     assert nothing["batch/imbalance"] == 1.0
 
 
 def test_merged_batches_have_the_micro_batches_of_all_replicas_in_order():
     batch = small_batch([0, 1, 2, 3])
-    step = partition_step(batch, ParallelDims(dp=2), Packing(8, False, CostModel(1.0, 0.0)), "token_mean")
+    step = partition_step(batch, ParallelDims(dp=2), Packing(8, False, CostModel(1.0, 0.0)))
     merged = merge_rank_batches(step)
     expected = [rows.tolist() for one in step.rank_batches for rows in one.micro_batches]
     assert [rows.tolist() for rows in merged.micro_batches] == expected and len(expected) > 1

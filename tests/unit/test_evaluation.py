@@ -306,7 +306,9 @@ def test_samples_of_lm_evaluation_harness_count_once_for_all_filters(tmp_path):
     assert (summary.name, summary.prompts, summary.responses) == ("gsm8k_cot", 4, 8)
     assert summary.pass_at[1].value == 0.5 and summary.pass_at[2].value == 1.0
     assert found.rows[0]["prompt"] == [{"role": "user", "content": "Q: 0?"}]
-    assert found.rows[-1]["prompt"][0]["content"] == "Q: 3?" and json.loads(found.rows[0]["extra_info"]) == {"question": "0?"}
+    assert found.rows[-1]["prompt"][0]["content"] == "Q: 3?" and json.loads(found.rows[0]["extra_info"]) == {
+        "question": "0?"
+    }
 
 
 def test_details_of_lighteval_are_scored_against_the_right_choice(tmp_path):
@@ -348,12 +350,16 @@ def test_columns_of_any_name_are_mapped_and_data_sources_are_kept_apart(tmp_path
     assert [(s.name, s.prompts, s.responses) for s in both] == [("a", 1, 2), ("b", 1, 2), ("overall", 2, 4)]
     with pytest.raises(ValueError, match=re.escape(f"{file}, row 0, column 'completion': is missing")) as wrong:
         evaluate(tmp_path / "mine.jsonl", config_of(**{"evaluate.columns": names | dict(response="completion")}))
-    assert "did you name it 'completions'?" in str(wrong.value) and "name others with evaluate.columns" in str(wrong.value)
+    assert "did you name it 'completions'?" in str(wrong.value) and "name others with evaluate.columns" in str(
+        wrong.value
+    )
 
 
 def test_mistakes_in_foreign_files_name_file_row_and_column(folder, tmp_path):
     good = dict(prompt="a?", response="7", ground_truth="7")
-    file = write_jsonl(tmp_path / "mine.jsonl", [good, good | dict(response=[[-1.5, False]]), dict(prompt="b?", response="7")])
+    file = write_jsonl(
+        tmp_path / "mine.jsonl", [good, good | dict(response=[[-1.5, False]]), dict(prompt="b?", response="7")]
+    )
     with pytest.raises(ValueError, match="2 of 3 rows cannot be used") as wrong:
         evaluate(tmp_path / "mine.jsonl", config_of())
     assert f"{file}, row 1, column 'response': expected a response as text, or a list of such texts" in str(wrong.value)
@@ -374,7 +380,9 @@ def test_a_comparison_pairs_the_prompts(folder, tmp_path, capsys):
     before = {"p3": ["7"] * 4, "p2": ["8"] * 4, "p1": ["8"] * 4, "p0": ["8", "7", "8", "8"]}
     keys = {}
     for name, texts in (("before", before), ("now", now)):
-        lines = [dict(prompt=prompt, responses=each, ground_truth="7", data_source="s") for prompt, each in texts.items()]
+        lines = [
+            dict(prompt=prompt, responses=each, ground_truth="7", data_source="s") for prompt, each in texts.items()
+        ]
         file = write_jsonl(tmp_path / f"{name}.jsonl", lines)
         keys[name] = {"evaluate.input": file, "evaluate.output": str(tmp_path / name)}
     command.job(config_of(**keys["before"]))
@@ -390,13 +398,16 @@ def test_a_comparison_pairs_the_prompts(folder, tmp_path, capsys):
     assert difference["mean_score"]["value"] == pytest.approx(0.75 * passed.mean())
     assert difference["pass_at"]["4"]["value"] == pytest.approx(2 / 3), "p1 and p2 pass now"
     shown = capsys.readouterr().out
-    assert f"difference from {tmp_path / 'before'}" in shown and "0 only in this evaluation, 1 only in the earlier one" in shown
+    assert (
+        f"difference from {tmp_path / 'before'}" in shown
+        and "0 only in this evaluation, 1 only in the earlier one" in shown
+    )
     assert f"{expected.value:+.3f} [{expected.low:+.3f}, {expected.high:+.3f}]" in shown
     other = dict(keys["now"]) | {"evaluate.compare": str(tmp_path / "other")}
     write_evaluation(evaluate(folder, config_of()), tmp_path / "other", config_of())
     with pytest.raises(ValueError, match="none of its 5 prompts is among the 3 prompts of this evaluation"):
         evaluate(tmp_path / "now.jsonl", config_of(**other))
-    with pytest.raises(ValueError, match="no scores.parquet there; expected a folder that `mrl evaluate` wrote"):
+    with pytest.raises(ValueError, match=r"no scores\.parquet there; expected a folder that `mrl evaluate` wrote"):
         evaluate(tmp_path / "now.jsonl", config_of(**other | {"evaluate.compare": str(tmp_path / "nowhere")}))
 
 
@@ -406,7 +417,9 @@ def test_a_generation_equals_itself_in_a_comparison(folder, tmp_path):
     found = evaluate(folder, config)
     assert [each.name for each in found.comparison.differences] == ["a", "b", "overall"]
     for each in found.comparison.differences:
-        assert each.mean_score.value == 0 and all(value.value == 0 for value in (*each.pass_at.values(), *each.maj_at.values()))
+        assert each.mean_score.value == 0 and all(
+            value.value == 0 for value in (*each.pass_at.values(), *each.maj_at.values())
+        )
     assert found.comparison.only_now == found.comparison.only_before == 0
     write_evaluation(found, tmp_path / "second", config)
     first, second = ((tmp_path / name / "evaluation.png").read_bytes() for name in ("first", "second"))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.algorithms.kl import KLControl
+from mrl.algorithms.parts import Coefficients
 from mrl.controller.loop_parts import Phases
 from mrl.controller.trainer import Trainer, TrainingSchedule
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
@@ -58,7 +58,7 @@ class World:
         self.reach("evaluate")
         return {"": 0.5}
 
-    def begin_update(self, rollouts, estimates, step, kl_coef, **selection):
+    def begin_update(self, rollouts, estimates, step, coefs, **selection):
         self.reach("update")
         self.updates += 1
         self.trained = [*self.trained[:step], rollouts.block]
@@ -121,7 +121,7 @@ def trainer(world: World, step_function=None, **schedule) -> Trainer:
         scorers=[],
         actor=world,
         critic=None,
-        kl=KLControl({}),
+        coefs=Coefficients({}),
         weight_sync=world,
         phase=Phases(),
         tracker=world,

@@ -455,7 +455,10 @@ def test_servers_with_different_keys_and_one_whose_key_is_unknown(configure, ext
     plan = plan_generation(configure(**{"rollout.engine_urls": [common.url, own.url, strange.url]}))
     assert generate(plan, Counting(), nullcontext(QUIET))["responses"] == 51
     assert common.asked + own.asked == 51 and min(common.asked, own.asked) > 0
-    assert f"{strange.url} is left out: EngineError" in caplog.text and "set MRL_ENGINE_KEY to this server's key" in caplog.text
+    assert (
+        f"{strange.url} is left out: EngineError" in caplog.text
+        and "set MRL_ENGINE_KEY to this server's key" in caplog.text
+    )
     assert "own=key" not in caplog.text
 
 

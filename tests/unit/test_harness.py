@@ -112,7 +112,9 @@ def test_the_harness_asks_the_engines_and_its_results_are_reported(configure, tm
     assert raw["answers"] == ["1", "2", "3", "4"], "the endpoint returns what the engines answer"
     accuracy, f1 = report["harness"]["results"]
     assert (accuracy["task"], accuracy["metric"], accuracy["samples"]) == ("tiny", "acc,none", 4)
-    assert accuracy["value"] == pytest.approx(dict(value=0.25, low=0.25 - 1.96 * 0.125, high=0.25 + 1.96 * 0.125), abs=1e-4)
+    assert accuracy["value"] == pytest.approx(
+        dict(value=0.25, low=0.25 - 1.96 * 0.125, high=0.25 + 1.96 * 0.125), abs=1e-4
+    )
     assert f1["value"] == dict(value=0.5, low=None, high=None)
     assert "0.250 [0.005, 0.495]" in capfd.readouterr().out
     assert (tmp_path / "run/evaluation.png").read_bytes()[:4] == b"\x89PNG"
@@ -166,7 +168,11 @@ def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
 @pytest.mark.parametrize(
     ("harness", "keys", "message"),
     [
-        ("no_such_folder/lm_eval --tasks x", {}, "is not installed here. mrl does not install it. Install it in an environment"),
+        (
+            "no_such_folder/lm_eval --tasks x",
+            {},
+            "is not installed here. mrl does not install it. Install it in an environment",
+        ),
         ("helm run", {}, "expected the command line of lm_eval"),
         ("{program} --limit 4", {}, "names no tasks; add --tasks"),
         ("{program} --tasks x --model hf", {}, "mrl sets the option --model; remove it"),
@@ -183,6 +189,9 @@ def test_mistakes_are_found_before_an_engine_starts(configure, program, harness,
 
 
 def test_metrics_of_groups_have_no_number_of_samples():
-    content = {"results": {"mmlu": {"alias": "mmlu", "acc,none": 0.5, "acc_stderr,none": 0.01, " ": " "}}, "n-samples": {}}
+    content = {
+        "results": {"mmlu": {"alias": "mmlu", "acc,none": 0.5, "acc_stderr,none": 0.01, " ": " "}},
+        "n-samples": {},
+    }
     (result,) = read_results(content, 0.95)
     assert (result.task, result.samples, result.value.value) == ("mmlu", None, 0.5)

@@ -67,6 +67,9 @@ gradient_accumulation_steps: 4
 max_completion_length: 512
 beta: 0.04
 loss_type: dr_grpo
+entropy_coef: 0.001
+use_adaptive_entropy: true
+entropy_target: 0.3
 reward_funcs: [accuracy]
 bf16: true
 max_steps: 100
@@ -113,6 +116,8 @@ EXPECTED = {
         "rollout.responses_per_prompt=8",
         "algorithm.kl_in_loss={_target_:mrl.algorithms.kl.KLPenalty,coef:0.04,kind:k3}",
         "algorithm.aggregation=fixed_length",
+        "algorithm.entropy_coef=0.001",
+        "algorithm.adaptive_entropy={target:0.3,step:0.005,max_coef:1.0}",
         "algorithm.advantage.normalize_std=false",
         "model.dtype=bfloat16",
         "optim.warmup_steps=10",

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from mrl.algorithms.losses import (
     ValueLoss,
     covariances,
 )
-from mrl.algorithms.objective import AGGREGATIONS, token_weights
+from mrl.algorithms.objective import AGGREGATIONS, TokenWeighting, fixed_length, sequence_mean
 from mrl.algorithms.sequence_losses import GMPO, GSPO, OPMD, TOPR, GSPOToken
 
 # Each reference: (case, x, frozen, token t, its response's span) -> loss of the token. `x` are the log-probabilities, `frozen`
@@ -189,7 +190,7 @@ def test_the_metric_clip_fraction_marks_the_tokens_whose_loss_the_clip_changes(s
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_micro_batches_add_up(name, aggregation):
     loss, case = LOSSES[name][0], make_case(7)
-    by_row = token_weights(case.lengths, aggregation, max_tokens=9)
+    by_row = TokenWeighting(AGGREGATIONS[aggregation], 9)(case.lengths, np.arange(len(case.lengths)))
     weights = by_row[case.rows]
     value, gradient = loss_and_gradient(loss, case, weights)
     parts, pieces = 0.0, np.full(len(weights), np.nan)
@@ -256,7 +257,7 @@ def test_gspo_is_the_objective_of_whole_responses(name, seed):
             found -= min(s * a, clip(s, 0.85, 1.1) * a) / len(case.lengths)
         return found
 
-    weights = token_weights(case.lengths, "sequence_mean")[case.rows]
+    weights = TokenWeighting(sequence_mean)(case.lengths, case.lengths)[case.rows]
     value, gradient = loss_and_gradient(LOSSES[name][0], case, weights)
     assert value == pytest.approx(objective(case.logprobs), rel=1e-10)
     np.testing.assert_allclose(gradient, slopes(objective, case.logprobs), rtol=1e-6, atol=1e-9)
@@ -272,7 +273,7 @@ def test_opmd_is_the_squared_error_of_whole_responses_but_for_a_constant():
             found += (case.advantages[span.start] - tau * whole) ** 2 / (2 * tau)
         return found / (len(case.lengths) * 9)
 
-    weights = token_weights(case.lengths, "fixed_length", max_tokens=9)[case.rows]
+    weights = TokenWeighting(fixed_length, 9)(case.lengths, case.lengths)[case.rows]
     value, gradient = loss_and_gradient(OPMD(tau=tau), case, weights)
     firsts = [case.advantages[span.start] for span in case.spans()]
     constant = sum(a**2 for a in firsts) / (2 * tau) / (len(firsts) * 9)
@@ -295,7 +296,7 @@ def test_zero_without_advantage_is_declared_correctly(name):
 def test_on_policy_the_gradient_is_that_of_the_plain_policy_gradient(name):
     case = make_case(5)
     case.old[:] = case.logprobs
-    weights = token_weights(case.lengths, "sequence_mean")[case.rows]
+    weights = TokenWeighting(sequence_mean)(case.lengths, case.lengths)[case.rows]
     _, gradient = loss_and_gradient(LOSSES[name][0], case, weights)
     np.testing.assert_allclose(gradient, -weights * case.advantages, rtol=1e-9, atol=1e-12)
 
@@ -405,26 +406,47 @@ def test_kl_cov_estimate_has_the_gradient_of_the_divergence_from_the_old_policy(
     np.testing.assert_allclose(logits.grad.numpy(), q - p, rtol=1e-9)
 
 
-def test_token_weights_give_the_declared_means():
+def test_token_weights_give_the_declared_means_and_sums():
     lengths, losses = np.array([1, 3, 0, 4]), [np.array([2.0]), np.arange(3.0), np.zeros(0), np.ones(4)]
 
-    def weigh(how, **kwargs):
-        return sum((w * x).sum() for w, x in zip(token_weights(lengths, how, **kwargs), losses, strict=True))
+    def weigh(how, limit=None):
+        weights = TokenWeighting(AGGREGATIONS[how], limit)(lengths, np.zeros(4, int))
+        return sum((w * x).sum() for w, x in zip(weights, losses, strict=True))
 
     assert weigh("token_mean") == pytest.approx(np.concatenate(losses).mean())
     assert weigh("sequence_mean") == pytest.approx((2.0 + 1.0 + 0.0 + 1.0) / 4)
-    assert weigh("fixed_length", max_tokens=10) == pytest.approx((2.0 + 3.0 + 0.0 + 4.0) / (4 * 10))
-    with pytest.raises(ValueError, match="expected one of token_mean"):
-        token_weights(lengths, "mean")
-    with pytest.raises(ValueError, match="max_tokens=None"):
-        token_weights(lengths, "fixed_length")
+    assert weigh("fixed_length", 10) == pytest.approx((2.0 + 3.0 + 0.0 + 4.0) / (4 * 10))
+    assert weigh("token_sum") == 2.0 + 3.0 + 4.0
+    assert weigh("sequence_sum") == (2.0 + 3.0 + 0.0 + 4.0) / 4
+    with pytest.raises(ValueError, match="max_response_tokens=None"):
+        weigh("fixed_length")
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_token_weights_accept_batches_without_tokens(aggregation, lengths):
-    weights = token_weights(np.array(lengths, np.int64), aggregation, max_tokens=4)
+    lengths = np.array(lengths, np.int64)
+    weights = TokenWeighting(AGGREGATIONS[aggregation], 4)(lengths, lengths)
     assert weights.shape == (len(lengths),) and np.isfinite(weights).all()
+
+
+def wrong_weights(inputs, value=1.0, count=None):
+    return np.full(len(inputs.lengths) if count is None else count, value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(count=3), r"returned an array of shape \(3,\); expected one number for each of the 2 responses"),
+        (dict(value="x"), "returned a ndarray of <U1; expected an array of numbers"),
+        (dict(value=float("nan")), "returned nan at index 0, and 2 of 2 values are not finite"),
+        (dict(value=-0.5), "returned the weight -0.5; expected numbers of 0 or more"),
+    ],
+)
+def test_wrong_token_weights_are_refused(arguments, message):
+    source = r"algorithm.aggregation: wrong_weights \(.*test_losses.py:\d+\)"
+    with pytest.raises(ValueError, match=f"{source} {message}"):
+        TokenWeighting(partial(wrong_weights, **arguments))(np.array([4, 2]), np.array([0, 0]))
 
 
 FAR = [-100.0, -60.0, -0.1, 0.3, 60.0, 100.0]  # log-ratios; exp overflows in float32 above 88.7

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.corrections import MISMATCH_SUMS
-from mrl.algorithms.kl import KLControl, KLPenalty
+from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import PPOClip
-from mrl.algorithms.objective import Objective
+from mrl.algorithms.objective import Objective, TokenWeighting
+from mrl.algorithms.parts import Coefficients
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step
@@ -19,9 +20,9 @@ from parallel.trainer_config import OptimConfig
 class Group:
     """Stand-in for a worker group: partitions the steps, and makes up the reports."""
 
-    def begin_update(self, steps, packing, *, aggregation, max_response_tokens, lrs, loss, temperature):
+    def begin_update(self, steps, packing, *, weighting, lrs, loss, temperature):
         self.steps, self.lrs = steps, lrs
-        reports = [self._report(step, partition_step(step, ParallelDims(), packing, aggregation)) for step in steps]
+        reports = [self._report(step, partition_step(step, ParallelDims(), packing, weighting)) for step in steps]
         return PendingCall(lambda: reports)
 
     @staticmethod
@@ -53,10 +54,10 @@ def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected
     result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {})
     group = Group()
     updates = UpdateRunner(
-        OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), "token_mean", 100, mini_batches, epochs
+        OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), TokenWeighting(), mini_batches, epochs
     )
     policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
-    return policy.metrics([policy.begin_update(rollouts, result, step=2, kl_coef=0.0).result()]), group
+    return policy.metrics([policy.begin_update(rollouts, result, step=2, coefs={}).result()]), group
 
 
 def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():
@@ -130,9 +131,9 @@ def test_a_step_that_rejects_every_row_adapts_no_kl_coefficient():
     ]
     metrics = _actor_metrics(reports)
     assert "policy/kl_ref" not in metrics
-    kl = KLControl({"loss": KLPenalty(0.3, target=0.1)})
-    kl.adapt(metrics, samples=100)
-    assert kl.coef("loss") == 0.3
+    coefs = Coefficients({"kl_loss": KLPenalty(0.3, target=0.1)})
+    coefs.adapt(metrics, samples=100)
+    assert coefs.current() == {"kl_loss": 0.3}
 
 
 def test_the_mismatch_is_averaged_over_the_tokens_that_the_engine_reported():

@@ -12,7 +12,7 @@ from loss_cases import Case, loss_and_gradient, loss_inputs, make_case, slopes
 
 from mrl.algorithms import preference
 from mrl.algorithms.inputs import Responses
-from mrl.algorithms.objective import token_weights
+from mrl.algorithms.objective import TokenWeighting, sequence_mean
 from mrl.algorithms.preference import DPO, IPO, KTO, ORPO, BradleyTerry, Hinge, OutcomeLabels, SimPO
 from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
@@ -32,7 +32,7 @@ def sums(case: Case, values: np.ndarray) -> list[float]:
 
 
 def over_pairs(term):
-    """Make a reference: the mean over pairs of term(h_w, h_l, log pi_w, log pi_l, |y_w|, |y_l|)."""
+    """Make a reference: the mean over pairs, chosen (c) and rejected (r), of term(h_c, h_r, log pi_c, log pi_r, |y_c|, |y_r|)."""
 
     def reference(case: Case, logprobs: np.ndarray) -> float:
         ratios, own = sums(case, logprobs - case.columns["ref_logprobs"]), sums(case, logprobs)
@@ -58,28 +58,28 @@ def kto(case: Case, logprobs: np.ndarray, beta=0.3, good=1.5, bad=0.5, z=0.2) ->
 
 
 CASES = {
-    "dpo": (DPO(beta=0.3), over_pairs(lambda w, l, *_: -log_sigma(0.3 * (w - l)))),
+    "dpo": (DPO(beta=0.3), over_pairs(lambda c, r, *_: -log_sigma(0.3 * (c - r)))),
     "conservative dpo": (
         DPO(beta=0.3, label_smoothing=0.2),
-        over_pairs(lambda w, l, *_: -0.8 * log_sigma(0.3 * (w - l)) - 0.2 * log_sigma(-0.3 * (w - l))),
+        over_pairs(lambda c, r, *_: -0.8 * log_sigma(0.3 * (c - r)) - 0.2 * log_sigma(-0.3 * (c - r))),
     ),
     "dpo with likelihood": (
         DPO(beta=0.3, nll_coef=0.7),
-        over_pairs(lambda w, l, pw, pl, nw, nl: -log_sigma(0.3 * (w - l)) - 0.7 * pw / nw),
+        over_pairs(lambda c, r, pc, pr, nc, nr: -log_sigma(0.3 * (c - r)) - 0.7 * pc / nc),
     ),
     "ipo": (
         IPO(beta=0.3),
-        over_pairs(lambda w, l, pw, pl, nw, nl: (w / nw - l / nl - 1 / 0.6) ** 2),
+        over_pairs(lambda c, r, pc, pr, nc, nr: (c / nc - r / nr - 1 / 0.6) ** 2),
     ),
-    "ipo of whole responses": (IPO(beta=0.3, per_token=False), over_pairs(lambda w, l, *_: (w - l - 1 / 0.6) ** 2)),
-    "hinge": (Hinge(beta=0.8), over_pairs(lambda w, l, *_: max(0.0, 1 - 0.8 * (w - l)))),
+    "ipo of whole responses": (IPO(beta=0.3, per_token=False), over_pairs(lambda c, r, *_: (c - r - 1 / 0.6) ** 2)),
+    "hinge": (Hinge(beta=0.8), over_pairs(lambda c, r, *_: max(0.0, 1 - 0.8 * (c - r)))),
     "simpo": (
         SimPO(beta=2.0, gamma=0.6),
-        over_pairs(lambda w, l, pw, pl, nw, nl: -log_sigma(2 * pw / nw - 2 * pl / nl - 0.6)),
+        over_pairs(lambda c, r, pc, pr, nc, nr: -log_sigma(2 * pc / nc - 2 * pr / nr - 0.6)),
     ),
     "orpo": (
         ORPO(beta=0.4),
-        over_pairs(lambda w, l, pw, pl, nw, nl: -pw / nw - 0.4 * log_sigma(log_odds(pw / nw) - log_odds(pl / nl))),
+        over_pairs(lambda c, r, pc, pr, nc, nr: -pc / nc - 0.4 * log_sigma(log_odds(pc / nc) - log_odds(pr / nr))),
     ),
     "kto": (KTO(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5, reference_point=0.2), kto),
 }
@@ -94,8 +94,9 @@ def pairs_case(seed: int, lengths=LENGTHS) -> Case:
 
 def weights_of(case: Case, num_responses: int | None = None) -> np.ndarray:
     """Return the token weights [R] of sequence_mean over a batch of `num_responses` (default: those of the case)."""
-    weights = token_weights(case.lengths, "sequence_mean") * len(case.lengths) / (num_responses or len(case.lengths))
-    return weights.repeat(case.lengths)
+    weights = TokenWeighting(sequence_mean)(case.lengths, np.arange(len(case.lengths)))
+    scale = len(case.lengths) / (num_responses or len(case.lengths))
+    return (weights * scale).repeat(case.lengths)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -202,7 +203,7 @@ def test_the_loss_of_pairs_of_scores_equals_the_formula(center):
 
     def reference(s: np.ndarray) -> float:
         pairs = zip(s.reshape(-1, 2), margins[::2], strict=True)
-        return float(np.mean([-log_sigma(w - l - m) + center * (w + l) ** 2 for (w, l), m in pairs]))
+        return float(np.mean([-log_sigma(c - r - m) + center * (c + r) ** 2 for (c, r), m in pairs]))
 
     found, gradient, metrics = scored(BradleyTerry(center), scores, {"margins": margins})
     assert found == pytest.approx(reference(scores), rel=1e-12)
@@ -228,7 +229,7 @@ def test_the_loss_of_labelled_scores_equals_the_formula():
 @pytest.mark.parametrize("kind", [DPO, IPO, KTO, ORPO, Hinge, SimPO])
 @pytest.mark.parametrize("beta", [0.0, -0.1, float("nan")])
 def test_a_beta_of_0_or_less_is_refused(kind, beta):
-    with pytest.raises(ValueError, match="beta=.*: must be greater than 0"):
+    with pytest.raises(ValueError, match=r"beta=.*: must be greater than 0"):
         kind(beta=beta)
 
 
@@ -253,7 +254,7 @@ def test_both_responses_of_a_pair_are_neighbours_in_one_micro_batch(lengths, rep
     rows = np.concatenate([np.arange(len(responses)), np.arange(2) if repeated else np.empty(0)]).astype(np.int64)
     batch = TrainBatch(None, prompts, responses, responses, groups, rows, rows, whole_groups=True)
     packing = Packing(budget, share, CostModel(1.0, 0.1))
-    partition = partition_step(batch, ParallelDims(**layout), packing, "sequence_mean")
+    partition = partition_step(batch, ParallelDims(**layout), packing, TokenWeighting(sequence_mean))
     micros = [micro.reshape(-1, 2) for each in partition.rank_batches for micro in each.micro_batches]
     found = np.concatenate(micros)
     assert (found[:, 0] % 2 == 0).all() and (found[:, 1] == found[:, 0] + 1).all()

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mrl.algorithms.losses import PPOClip
+from mrl.algorithms.objective import Objective
 from mrl.commands import replay as command
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.diagnostics.step_dump import StepDescription, StepDump, WeightsLocation, write_manifest, write_mini_batches
@@ -21,10 +23,8 @@ DESCRIPTION = StepDescription(
     weights=WeightsLocation("weights", 6),
     mini_batch=1,
     lrs=[1e-3, 5e-4],
-    aggregation="token_mean",
-    max_response_tokens=40,
     temperature=0.7,
-    kl_coef=0.01,
+    coefs={"kl_loss": 0.01},
     grad_norms=[1.5, 0.25],
     losses=[0.1, float("nan")],
     layout=vars(ParallelDims(tp=2, dp=2)),
@@ -86,7 +86,7 @@ def flip_a_byte(path: Path) -> None:
         (lambda f: (f / "step_dump.json").write_text("{"), "cannot be read"),
         (
             lambda f: (f / "step_dump.json").write_text(json.dumps({"format": 9})),
-            "format 9; this version of mrl reads 3",
+            "format 9; this version of mrl reads 4",
         ),
     ],
 )
@@ -153,12 +153,13 @@ def test_a_lost_process_ends_the_command_with_status_2(capsys, monkeypatch, tmp_
     def lose(*_):
         raise RankLostError("trace() on 2 trainer ranks: a process died. rank 1 (tp 1) died", tmp_path)
 
-    for owner, name in ((command, "_replay_config"), (command, "build_objective"), (command.plan_tools, "plan_replay")):
+    for owner, name in ((command, "_replay_config"), (command.plan_tools, "plan_replay")):
         monkeypatch.setattr(owner, name, lambda *_: None)  # these need the config of a real run
+    monkeypatch.setattr(command, "build_objective", lambda _: Objective(PPOClip()))
     monkeypatch.setattr(command.build, "replay", lose)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
-        command.main([str(write(tmp_path / "step", replace(DESCRIPTION, kl_coef=None)))])
+        command.main([str(write(tmp_path / "step", DESCRIPTION))])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "mrl: trace() on 2 trainer ranks: a process died. rank 1 (tp 1) died\n"
 

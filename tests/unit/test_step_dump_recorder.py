@@ -39,8 +39,6 @@ def update() -> UpdateRequest:
     return UpdateRequest(
         steps=[TrainBatch.of(block, None)] * 2,
         lrs=[0.1, 0.2],
-        aggregation="token_mean",
-        max_response_tokens=3,
         options=options,
     )
 

@@ -10,6 +10,7 @@ from models.conversion.hf_reader import check_hf_folder
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.algorithms import losses, preference
+from mrl.algorithms.objective import TokenWeighting, sequence_mean, token_mean
 from mrl.config import hydra_entry
 from mrl.controller.plan_models import plan_model
 from mrl.controller.plan_supervised import SupervisedObjective, check_warm_start, warm_start_settings
@@ -17,16 +18,17 @@ from mrl.controller.plan_tools import plan_supervised
 from mrl.core.types import SupervisedRows
 from mrl.data.synthetic_tasks import make_doubling_task
 
+PER_RESPONSE = TokenWeighting(sequence_mean)
 OBJECTIVES = {
-    "cross_entropy": (losses.CrossEntropy(), "responses", "vocabulary", False, "token_mean"),
-    "dpo": (preference.DPO(), "pairs", "vocabulary", True, "sequence_mean"),
-    "ipo": (preference.IPO(), "pairs", "vocabulary", True, "sequence_mean"),
-    "hinge": (preference.Hinge(), "pairs", "vocabulary", True, "sequence_mean"),
-    "simpo": (preference.SimPO(), "pairs", "vocabulary", False, "sequence_mean"),
-    "orpo": (preference.ORPO(), "pairs", "vocabulary", False, "sequence_mean"),
-    "kto": (preference.KTO(), "labels", "vocabulary", True, "sequence_mean"),
-    "reward_model": (preference.BradleyTerry(), "pairs", "score", False, "sequence_mean"),
-    "outcome_reward_model": (preference.OutcomeLabels(), "labels", "score", False, "sequence_mean"),
+    "cross_entropy": (losses.CrossEntropy(), "responses", "vocabulary", False, TokenWeighting(token_mean)),
+    "dpo": (preference.DPO(), "pairs", "vocabulary", True, PER_RESPONSE),
+    "ipo": (preference.IPO(), "pairs", "vocabulary", True, PER_RESPONSE),
+    "hinge": (preference.Hinge(), "pairs", "vocabulary", True, PER_RESPONSE),
+    "simpo": (preference.SimPO(), "pairs", "vocabulary", False, PER_RESPONSE),
+    "orpo": (preference.ORPO(), "pairs", "vocabulary", False, PER_RESPONSE),
+    "kto": (preference.KTO(), "labels", "vocabulary", True, PER_RESPONSE),
+    "reward_model": (preference.BradleyTerry(), "pairs", "score", False, PER_RESPONSE),
+    "outcome_reward_model": (preference.OutcomeLabels(), "labels", "score", False, PER_RESPONSE),
 }
 
 
@@ -50,7 +52,7 @@ def test_every_file_of_the_group_objective_is_tested():
 def test_an_objective_declares_its_rows_its_head_and_its_reference(inputs, tmp_path, name):
     objective = SupervisedObjective.of(config_of(inputs, tmp_path, f"objective={name}"))
     form = objective.form
-    found = (objective.loss, form.rows, objective.head, objective.needs_reference, objective.aggregation)
+    found = (objective.loss, form.rows, objective.head, objective.needs_reference, objective.weighting)
     assert found == OBJECTIVES[name]
     assert form.mismatched == (name == "kto") and form.for_scores == (objective.head == "score")
 

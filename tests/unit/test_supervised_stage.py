@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.losses import CrossEntropy
+from mrl.algorithms.objective import TokenWeighting, sequence_mean, token_mean
 from mrl.algorithms.preference import DPO, KTO, SimPO
 from mrl.controller.plan_supervised import SupervisedObjective
 from mrl.controller.supervised_stage import SupervisedStage
@@ -34,7 +35,7 @@ def data_set(num_rows: int, per_row: int, num_sequences: int = 8) -> SupervisedR
 class Group:
     """A worker group whose model gives every token of sequence n the log-probability -n, and 0.5 more after each step."""
 
-    updates: list[tuple[TrainBatch, str, Any]] = field(default_factory=list)
+    updates: list[tuple[TrainBatch, TokenWeighting, Any]] = field(default_factory=list)
     evaluations: list[TrainBatch] = field(default_factory=list)
     scored: list[list[int]] = field(default_factory=list)  # sequences of each forward pass
 
@@ -61,12 +62,14 @@ class Group:
         assert method is TrainWorker.mean_log_ratio
         return TrainWorker.mean_log_ratio(None, block, *arguments)  # type: ignore[bad-argument-type]  # it uses no state
 
-    def update(self, steps: Sequence[TrainBatch], packing: Packing, *, aggregation: str, lrs: list[float], loss: Any):
-        self.updates.append((steps[0], aggregation, loss))
+    def update(
+        self, steps: Sequence[TrainBatch], packing: Packing, *, weighting: TokenWeighting, lrs: list[float], loss: Any
+    ):
+        self.updates.append((steps[0], weighting, loss))
         sums = {"loss": 0.25, "weight": 0.5, "tokens": 9.0, "preference/accuracy": 0.3}
         return [UpdateReport(sums, {"optim/grad_norm": 2.0, "batch/imbalance": 1.0})]
 
-    def evaluate(self, batch: TrainBatch, packing: Packing, *, aggregation: str, loss: Any) -> UpdateReport:
+    def evaluate(self, batch: TrainBatch, packing: Packing, *, weighting: TokenWeighting, loss: Any) -> UpdateReport:
         self.evaluations.append(batch)
         share = len(batch.rows) / len(batch.denominator_rows)
         return UpdateReport({"loss": 2.0 * share, "preference/accuracy": 0.75 * share, "weight": share})
@@ -100,7 +103,8 @@ def run(loss: Any, rows: SupervisedRows, **changes: Any) -> tuple[Group, list[di
 def test_supervised_fine_tuning_needs_no_forward_pass_and_weighs_all_tokens_equally():
     group, steps, loss = run(CrossEntropy(), data_set(8, 1))
     assert group.scored == [] and len(group.updates) == 3 and loss == 0.25
-    assert all(aggregation == "token_mean" and not batch.whole_groups for batch, aggregation, _ in group.updates)
+    mean = TokenWeighting(token_mean)
+    assert all(weighting == mean and not batch.whole_groups for batch, weighting, _ in group.updates)
     trained = [row for batch, *_ in group.updates for row in batch.rows.tolist()]
     assert len(trained) == len(set(trained)) == 6
     assert steps[0]["loss/sft"] == 0.25 and steps[0]["optim/grad_norm"] == 2.0 and steps[0]["optim/lr"] == 0.1
@@ -123,7 +127,9 @@ def test_pairs_are_trained_whole_with_log_probabilities_from_before_the_first_st
 
 def test_an_objective_without_reference_needs_no_forward_pass():
     group, _, _ = run(SimPO(), data_set(4, 2))
-    assert group.scored == [] and [aggregation for _, aggregation, _ in group.updates] == ["sequence_mean"] * 3
+    assert (
+        group.scored == [] and [weighting for _, weighting, _ in group.updates] == [TokenWeighting(sequence_mean)] * 3
+    )
 
 
 def test_kto_gets_the_mean_log_ratio_of_the_mismatched_sequences_in_each_step():

@@ -13,7 +13,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mrl.core.run_errors import describe_exit
 from mrl.hang_report.process_registry import (
@@ -56,7 +56,7 @@ class EngineServers:
         """Start a server for the index `index`. Returns before the server is ready."""
         serial_number, group = next(self._serial_numbers), self.group
         name = f"{group.name}_{serial_number}"
-        arguments = dict(random_seed=group.seed + serial_number) | self._arguments
+        arguments: dict[str, Any] = dict(random_seed=group.seed + serial_number) | self._arguments
         log_path = Path(group.run_dir) / "logs" / f"{name}.log"
         env = {REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
         if group.timeline:
