@@ -431,6 +431,7 @@ class OnPolicyDistillation:
 class NoAdvantage:
     """Advantage 0 of every response, for a loss that reads no advantages, such as Distillation without a policy loss."""
 
+    needs: ClassVar[frozenset[str]] = frozenset()
     uses_token_rewards: ClassVar[bool] = False
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:

@@ -186,12 +186,13 @@ def test_the_declarations_of_a_loss_are_pinned(kind, zero_without_advantage, use
         (advantages.ReinforcePlusPlus, set()),
         (advantages.OptimalTokenBaseline, {"old_logprobs", "sum_pi_squared"}),
         (advantages.OnPolicyDistillation, {"teacher_logprobs", "old_logprobs"}),
+        (advantages.NoAdvantage, set()),
     ],
 )
 def test_the_declarations_of_an_advantage_are_pinned(kind, needs):
     advantage = kind()
     assert advantage.needs == needs
-    ignores_token_rewards = kind in (advantages.GDPO, advantages.OnPolicyDistillation)
+    ignores_token_rewards = kind in (advantages.GDPO, advantages.OnPolicyDistillation, advantages.NoAdvantage)
     assert getattr(advantage, "uses_token_rewards", True) == (not ignores_token_rewards)
 
 
