@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("mrl", "models", "parallel")
 CALL_PATHS_FILE = REPOSITORY / "scripts" / "call_paths.json"
 LIMITS = {
-    "modules": 258,
+    "modules": 272,
     "modules under 60 lines": 30,
     "modules in the root of mrl": 6,
     "public class names defined twice": 0,
@@ -33,8 +33,8 @@ LIMITS = {
     "lines of the longest file": 500,
     "config leaf keys": 225,
     "config leaf keys without a description": 0,
-    "functions from the command line to the loss": 55,
-    "functions from the optimizer to the engine": 28,
+    "functions from the command line to the loss": 58,
+    "functions from the optimizer to the engine": 30,
 }
 
 type Function = ast.FunctionDef | ast.AsyncFunctionDef
