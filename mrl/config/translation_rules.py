@@ -395,7 +395,8 @@ def verl_gdpo_weights(value: Any, values: Values) -> Overrides:
 
 def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
     """Set an argument of the loss. With top_entropy_quantile, the loss is an argument of the loss TopEntropy."""
-    inner = ".loss" if float(values.get("top_entropy_quantile") or 1.0) < 1 else ""
+    quantile = values.get("top_entropy_quantile")
+    inner = ".loss" if quantile is not None and float(quantile) < 1 else ""
     return {f"algorithm.loss{inner}.{name}": value}
 
 

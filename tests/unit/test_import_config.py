@@ -493,6 +493,16 @@ FOREIGN = {  # name -> (trainer, its keys, overrides of mrl)
             "algorithm.loss.loss.dual_clip": 2.0,
         },
     ),
+    "the token with the largest entropy": (
+        "trl",
+        {"top_entropy_quantile": 0.0, "epsilon_high": 0.4},
+        {
+            LOSS: f"{LOSSES}TopEntropy",
+            "algorithm.loss.fraction": 0.0,
+            "algorithm.loss.loss._target_": f"{LOSSES}PPOClip",
+            "algorithm.loss.loss.clip_high": 0.4,
+        },
+    ),
     "the tokens with the largest entropy with another loss": (
         "trl",
         {"top_entropy_quantile": 0.3, "loss_type": "vespo", "vespo_k_neg": 1.5},
