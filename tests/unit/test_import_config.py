@@ -572,7 +572,7 @@ def test_every_loss_of_verl_may_be_combined_with_every_estimator(estimator, mode
     """The estimator selects the advantages, and the mode the loss."""
     overrides = translate("verl", {ESTIMATOR: estimator, LOSS_MODE: mode}).overrides
     words = [hydra_entry.format_override(key, value) for key, value in overrides.items()]
-    words += ["teacher.path=x"] if overrides["algorithm"] == "distill" else []
+    words += ["roles.teacher.path=x"] if overrides["algorithm"] == "distill" else []
     parts = build_algorithm(
         hydra_entry.compose_config(hydra_entry.check_overrides(["experiment=quickstart", *words, "run.dir=x"]))
     )
