@@ -196,7 +196,8 @@ class _LinearBuckets(torch.autograd.Function):
     """Saves the inputs, normalizers [T] and the probabilities [T, k + 1] for the backward pass.
 
     With the probability r of the other tokens, a gradient g_i of log s_i and a gradient g_r of log r, the gradient with respect
-    to the logit x_j is g_j - s_j (sum_i g_i + g_r) for one of the k tokens, and s_j (g_r / r - sum_i g_i - g_r) for another token.
+    to the logit x_j is g_j - s_j (sum_i g_i + g_r) for one of the k tokens, and s_j (g_r / r - sum_i g_i - g_r) for another
+    token.
     """
 
     @staticmethod
@@ -245,7 +246,8 @@ class _LinearBuckets(torch.autograd.Function):
 def _bucket_parts(layer: OutputLayer, logprobs: Tensor, ids: Tensor) -> Tensor:
     """Return this rank's part of the log-probabilities of the tokens `ids` [n, k] and of the probability of all others.
 
-    The result has the shape [n, k + 1]. The sum over the ranks is the result. `logprobs` [n, V/tp] are those of this rank's tokens. The function overwrites them.
+    The parts have the shape [n, k + 1], and their sum over the ranks is the result. `logprobs` [n, V/tp] are those of this
+    rank's tokens. The function overwrites them.
     """
     row, is_local = layer.locate(ids, logprobs.size(1))
     chosen = logprobs.gather(1, row) * is_local

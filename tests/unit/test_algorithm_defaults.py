@@ -109,7 +109,17 @@ WITHOUT_DEFAULTS = {
     corrections.Rejection,
     losses.TopEntropy,
 }
-INTERFACES = {"Advantage", "Loss", "PolicyLoss", "ValueLossFunction", "PairLoss", "ScoreLoss", "Correction", "Filter", "Resampling"}
+INTERFACES = {
+    "Advantage",
+    "Loss",
+    "PolicyLoss",
+    "ValueLossFunction",
+    "PairLoss",
+    "ScoreLoss",
+    "Correction",
+    "Filter",
+    "Resampling",
+}
 
 
 def defaults_of(kind):
