@@ -61,7 +61,7 @@ class MemoryEstimator:
     def _of(cls, config: Config, needs: frozenset[str], models: dict[str, ModelPlan]) -> MemoryEstimator:
         starts_engines = not (config.rollout.replay or config.rollout.engine_urls)
         topology = engine_topology(config, models["actor"]) if starts_engines else None
-        teachers = tuple(teachers_of(config)) if TEACHER_HIDDEN in needs else ()
+        teachers = tuple(name for name in teachers_of(config) if TEACHER_HIDDEN in needs and name in models)
         return cls(config, models, actor_holds_reference(needs, models), topology, teachers)
 
     @cached_property
