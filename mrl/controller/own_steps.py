@@ -20,7 +20,8 @@ def best_of_n(trainer: Trainer, keep: int = 1, min_reward: float = float("-inf")
     """
     rollouts = trainer.generate()
     best = ranks_in_groups(rollouts.rewards, rollouts.groups) < keep
-    trainer.update(rollouts, None, rows=best & (rollouts.rewards > min_reward), loss=Objective(CrossEntropy()))
+    loss = Objective(CrossEntropy())  # type: ignore[bad-argument-type]  # class variables implement properties of Loss
+    trainer.update(rollouts, None, rows=best & (rollouts.rewards > min_reward), loss=loss)
     trainer.push()
 
 
