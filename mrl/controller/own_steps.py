@@ -20,8 +20,8 @@ def best_of_n(trainer: Trainer, keep: int = 1, min_reward: float = float("-inf")
     """
     rollouts = trainer.generate()
     best = ranks_in_groups(rollouts.rewards, rollouts.groups) < keep
-    likelihood = Objective(CrossEntropy())  # type: ignore[bad-argument-type]  # class attributes in place of properties
-    trainer.update(rollouts, None, rows=best & (rollouts.rewards > min_reward), loss=likelihood)
+    loss = Objective(CrossEntropy())  # type: ignore[bad-argument-type]  # class variables implement properties of Loss
+    trainer.update(rollouts, None, rows=best & (rollouts.rewards > min_reward), loss=loss)
     trainer.push()
 
 
