@@ -291,7 +291,10 @@ class RoleConfig:
         least=1,
     )
     num_engines: int = key(
-        0, "Number of SGLang servers that serve the model to rewards, or to distillation with top_k.", "servers", least=0
+        0,
+        "Number of SGLang servers that serve the model to rewards, or to distillation with top_k.",
+        "servers",
+        least=0,
     )
     engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
     sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")

@@ -193,7 +193,9 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path):
 def test_a_loss_without_a_teacher_and_commands_without_one_are_refused(tmp_path):
     loss = "algorithm.loss._target_=mrl.algorithms.distillation.Distillation"
     config = config_of("Qwen3-4B", tmp_path, "algorithm=grpo", loss)
-    with pytest.raises(ValueError, match=r"roles.teacher.path must name a Hugging Face folder: algorithm.loss compares"):
+    with pytest.raises(
+        ValueError, match=r"roles.teacher.path must name a Hugging Face folder: algorithm.loss compares"
+    ):
         build_algorithm(config)
     with pytest.raises(ValueError, match="mrl certify has no outputs of a teacher"):
         refuse_distillation(Objective(Distillation()), "mrl certify")

@@ -152,7 +152,12 @@ def test_a_step_trains_the_rows_of_a_file_after_the_sampled_groups(monkeypatch):
     assert rollouts.num_offline == 2 and rollouts.rows.tolist() == [11, 11, 11, 12, -1, -2]
     assert rollouts.groups.tolist() == [0, 0, 0, 1, 2, 2] and rollouts.request_numbers.tolist() == [0, 1]
     assert rollouts.untrained_requests == [(2, 9, 4, 5)] and rollouts.prompt_rewards == [(11, 2 / 3), (12, 0.0)]
-    assert rollouts.weight_versions.tolist() == [3, 3, 3, 3, 4, 4] and rollouts.version_spans[:, 0].tolist() == [0, 1, 2, 3]
+    assert rollouts.weight_versions.tolist() == [3, 3, 3, 3, 4, 4] and rollouts.version_spans[:, 0].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
     lengths, block = rollouts.sampled_lengths, rollouts.block
     assert block.columns[OFFLINE].tolist() == np.repeat([0, 0, 0, 0, 1, 1], lengths).tolist()
     assert np.isnan(block.rollout_logprobs[-3:]).all() and (block.rollout_logprobs[-6:-3] == -0.5).all()
