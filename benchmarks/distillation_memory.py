@@ -36,7 +36,7 @@ def divergence_loss(method: str, policy: list[Tensor], teacher: list[Tensor], vo
     group = dist.distributed_c10d._get_default_group()
     if method == BASE:
         targets = torch.zeros(len(policy[0]), dtype=torch.int64)
-        return linear_logprobs(*policy, targets, group, vocab, needs_entropy=True)[0].sum()
+        return linear_logprobs(policy[0], policy[1], targets, group, vocab, needs_entropy=True)[0].sum()
     if method == "top 64":
         log_t, ids = linear_top_k(*teacher, group, vocab, 64)
         return divergence_of(Divergence(), log_t, linear_bucket_logprobs(*policy, ids, group, vocab)).sum()

@@ -284,8 +284,11 @@ def finished_result(config: Config) -> TrainingResult | None:
     evaluated = bool(progress["after"]) or not (config.data.test or config.data.test_sets)
     if exported_step(folder) != progress["step"]:  # hf/ is missing, or from before the run was continued
         return None
-    schedule = _schedule(config, sum(checkpoint.state["prompts"]["rows"]), critic=False)
-    if not (evaluated and schedule.is_complete(progress["step"], progress["window"], used_prompts(checkpoint.state))):
+    num_rows, num_prompts = 0, 0
+    if config.trainer.epochs is not None:
+        num_rows, num_prompts = sum(checkpoint.state["prompts"]["rows"]), used_prompts(checkpoint.state)
+    schedule = _schedule(config, num_rows, critic=False)
+    if not (evaluated and schedule.is_complete(progress["step"], progress["window"], num_prompts)):
         return None
     reward = float(np.mean(progress["window"])) if progress["window"] else float("nan")
     return TrainingResult(progress["step"], reward, progress["before"], progress["after"])

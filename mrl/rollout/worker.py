@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -237,7 +238,8 @@ class RolloutWorker:
         if self.spec.record:
             write_recording(Path(self.spec.run_dir) / "rollouts", step, to_block(groups), **control_columns(groups))
         offline = offline_groups(self.spec.offline, step)
-        block, columns = to_block([*groups, *offline]), control_columns([*groups, *offline])
+        block = to_block([*groups, *offline])
+        columns: dict[str, Any] = control_columns([*groups, *offline])
         scored, num_offline = to_scored_batch([*groups, *offline]), sum(len(group.samples) for group in offline)
         if num_offline:
             scored = with_given_advantages(scored, num_offline, self.spec.offline)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from models_for_layouts import VOCAB, groups_of_responses, make
-from test_distillation import plain_divergence
+from test_teacher_divergence import plain_divergence
 from tiny_families import make_family
 
 from models.architecture import ModelSpec

@@ -275,6 +275,7 @@ def test_a_worker_group_loads_its_model_before_calls_that_need_device_memory():
     assert {name for name, method in methods.items() if not must_be_loaded_first(method)} == {
         *("rendezvous_address", "setup", "connect_engines", "offload", "load_to_device"),
         *("load_supervised_dataset", "add_column", "mean_log_ratio"),
+        "load_teacher_weights",  # to the host
         *("save_finished", "finish_save", "abandon_save", "cpu_seconds", "close"),
         "begin_step",  # starts the step's profile, without the model
         "push_weights",  # the scheduler loads the weights around a push

@@ -133,7 +133,7 @@ def test_hydra_checks_types_and_choices_when_it_composes():
     [
         ("++critic.parallel.tpp=2", "did you mean 'critic.parallel.tp'"),
         ("++critic.parallel.tp=two", "critic.parallel.tp: Value 'two'"),
-        ("roles.teacher.parallel.cp=0", "roles.teacher.parallel.cp=0: must be 1 or more"),
+        ("++roles.teacher.parallel.cp=0", "roles.teacher.parallel.cp=0: must be 1 or more"),
         ("++plan.efficiency.matmull=0.5", "unknown key 'plan.efficiency.matmull'"),
         ("rollout.max_staleness=3", "rollout.max_staleness=3 with rollout.mode=sync"),
         ("generate.top_p=1.5", "generate.top_p=1.5: must be greater than 0 and at most 1"),

@@ -143,7 +143,7 @@ def collected(monkeypatch, kept, filtered, offline) -> tuple[Rollouts, Advantage
 
 def offline_rows(**options) -> OfflineRows:
     rows = [OfflineRow(n, [7], [5, 6, 2], float(n), None if n else [-0.5, -0.5, -0.5]) for n in range(2)]
-    return OfflineRows([rows], rows_per_step=4, seed=0, **options)
+    return OfflineRows([rows], rows_per_step=2, seed=0, **options)
 
 
 def test_a_step_trains_the_rows_of_a_file_after_the_sampled_groups(monkeypatch):

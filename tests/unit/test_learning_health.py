@@ -344,5 +344,6 @@ def test_one_response_per_prompt_is_a_warning_before_the_start_and_an_error_with
 
 def test_the_check_knows_whether_an_algorithm_reads_rewards():
     for algorithm, reads in (("grpo", True), ("distill", False), ("ppo", True)):
-        config = config_with(f"algorithm={algorithm}")
+        teacher = ["roles.teacher.path=x"] if algorithm == "distill" else []
+        config = config_with(f"algorithm={algorithm}", *teacher)
         assert learning_settings(config, build_algorithm(config)).reads_rewards == reads, algorithm

@@ -408,3 +408,13 @@ def test_a_run_that_reached_its_reward_is_finished(tmp_path):
     export_weights(tmp_path / "run", 5)
     result = finished_result(config)
     assert result and (result.steps, result.reward) == (5, 0.75)
+
+
+def test_a_run_that_has_used_its_epochs_is_finished(tmp_path):
+    """Two epochs of 10 rows end after 20 prompts. Prompts that wait for a step are not used."""
+    config = config_of(tmp_path, **{"trainer.max_steps": 9, "trainer.epochs": 2.0})
+    for step, waiting, is_finished in ((5, [[19, 3, 0]], False), (6, [], True)):
+        state = dict(prompts=dict(rows=[10], drawn=[20]), rollouts=dict(waiting=waiting))
+        begin(config, step=step, progress=FINISHED | dict(step=step), **state)
+        export_weights(tmp_path / "run", step)
+        assert (finished_result(config) is not None) == is_finished
