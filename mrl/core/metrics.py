@@ -46,7 +46,9 @@ SECTIONS = {
 
 
 METRICS: dict[str, Metric] = {
-    "reward/mean": Metric("", "mean reward of the step's responses", label="reward", good="rises over the run"),
+    "reward/mean": Metric(
+        "", "mean over the step's prompts of the mean reward of a prompt", label="reward", good="rises over the run"
+    ),
     "reward/std": Metric(
         "",
         "standard deviation of the rewards of all sampled responses of the step",

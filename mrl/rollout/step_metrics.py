@@ -81,7 +81,7 @@ class SampledStep:
             **Scores.of([sample.score for sample in samples]).metrics(),
             "spent/reward_s": self.reward_s,
             **_source_metrics(samples, source_name),
-            **_reward_spread([group.rewards for group in groups]),
+            **_reward_statistics([group.rewards for group in groups]),
             **_multi_turn_metrics([usage for usage in usages if usage]),
             "rollout/kept_groups_fraction": len(self.kept) / len(groups),
             "rollout/rounds": float(self.rounds),
@@ -118,10 +118,11 @@ def _source_metrics(samples: Sequence[Sample], source_name: Callable[[int], str 
     }
 
 
-def _reward_spread(groups: list[NDArray[np.float64]]) -> dict[str, float]:
-    """Return metrics of how much rewards differ. `groups`: the rewards [G] of each group."""
-    rewards = np.concatenate(groups)
+def _reward_statistics(groups: list[NDArray[np.float64]]) -> dict[str, float]:
+    """Return the mean reward over prompts, and how much rewards differ. `groups`: the rewards [G] of each group."""
+    rewards, has_equal_sizes = np.concatenate(groups), len({len(group) for group in groups}) == 1
     return {
+        "reward/mean": float(rewards.mean() if has_equal_sizes else np.mean([group.mean() for group in groups])),
         "reward/std": float(rewards.std()) if np.ptp(rewards) else 0.0,  # without rounding errors for equal rewards
         "reward/uniform_groups_fraction": float(np.mean([np.ptp(group) == 0 for group in groups])),
     }
