@@ -199,7 +199,8 @@ class CheckpointStore:
         scores = {one.step: one.score for one in complete if one.score is not None}
         best = sorted(sorted(scores), key=lambda step: scores[step], reverse=True)[: self.keep_best]
         for age, checkpoint in enumerate(complete):
-            kept = {part for part in checkpoint.parts if age < self.keep_last_of.get(part, self.keep_last)}
+            parts = checkpoint.parts or {""}  # "" stands for a checkpoint that has only a state
+            kept = {part for part in parts if age < self.keep_last_of.get(part, self.keep_last)}
             try:
                 if not kept and checkpoint.step not in best:
                     self._remove(checkpoint.path)

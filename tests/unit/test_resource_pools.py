@@ -138,13 +138,13 @@ def test_an_order_has_each_slot_once_and_as_many_groups_on_one_node_as_possible(
     assert all(len(group) == 1 for group in groups[:possible])
 
 
-@pytest.mark.parametrize("name", ["disaggregated", "colocated", "mixed"])
+@pytest.mark.parametrize("name", ["disaggregated", "colocated", "mixed", "paired"])
 def test_the_placements_in_conf_contain_every_role(name):
     from test_config import compose
 
     pools = compose("experiment=quickstart", f"placement={name}").placement.pools
     all_roles = dict.fromkeys(ROLES, SlotDemand(2))
-    assert len(make_pools(pools, all_roles).pools) == dict(disaggregated=5, colocated=1, mixed=2)[name]
+    assert len(make_pools(pools, all_roles).pools) == dict(disaggregated=6, colocated=1, mixed=2, paired=4)[name]
 
 
 def test_a_users_pools_replace_the_default():

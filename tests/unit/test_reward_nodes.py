@@ -265,6 +265,8 @@ CHOICES = {
     "verl_sources": ["reward.rewards.gsm8k.reward.strict=false"],
     "judge": ["reward.url=http://h:1", "reward.model=m"],
     "reward_model": ["reward.url=http://h:1", "reward.tokenizer={tokenizer}"],
+    "served_judge": ["roles.judge.path=m"],
+    "served_reward_model": ["roles.reward_model.path={tokenizer}"],
 }
 
 

@@ -217,7 +217,7 @@ def test_a_call_of_sample_that_raises_and_is_repeated_counts_as_one_round():
     """As when the last engine is lost and replaced."""
     worker, groups = object.__new__(RolloutWorker), StepGroups([0], ["group"], [], [], [])
     worker.spec, worker._rounds, worker._logged = SimpleNamespace(replay=None, request_timeout_s=1.0), 0, None
-    worker._cache, worker._log = Mock(), Mock(get=Mock(return_value=None))
+    worker._cache, worker._log, worker.served = Mock(), Mock(get=Mock(return_value=None)), Mock()
     worker._pipeline = Mock(take_seconds=lambda: (0.0, 0.0), room=lambda: 2)
     worker._pipeline.wait_step.side_effect = [NoEngineError("none"), None, NoEngineError("none"), groups]
     worker._write_log = lambda step, groups: StepGroups(groups.numbers, [], [], [], [])
