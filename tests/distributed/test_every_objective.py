@@ -93,6 +93,7 @@ def steps(run_ranks, tmp_path_factory) -> tuple[Path, dict[str, Step], dict[str,
     block, groups = groups_of_responses()
     (now,) = run_ranks(ONE, logprobs, folder, block)
     overrides_of = {name: [f"algorithm={name}"] for name in ALGORITHMS} | {
+        "distill": ["algorithm=distill", "roles.teacher.path=unused"],
         "grpo with every term": ["algorithm=grpo", *TERMS],
         "a rejection": ["algorithm=grpo", REJECTION],
         "normalized weights": [
