@@ -131,7 +131,8 @@ def test_a_killed_run_with_a_sampler_group_sizes_top_p_and_rows_of_a_file_equals
     assert whole.process.returncode == killed.process.returncode == 0, whole.output() + killed.output()
     assert (tmp_path / "killed").exists() and "restart 1 of 5" in killed.output()
     check_equal_runs(killed.folder, whole.folder)
-    states = [json.loads((run.folder / "checkpoints/step_000004/state.json").read_text()) for run in (whole, killed)]
+    written = [run.folder / "checkpoints/step_000004/state.json" for run in (whole, killed)]
+    states = [json.loads(file.read_text())["state"] for file in written]
     for state in states:
         del state["prompts"]["sampler"]  # it names the file of the kill
     assert states[0]["prompts"] == states[1]["prompts"] and states[0]["prompts"]["history"]["rows"] == list(range(12))
