@@ -7,7 +7,7 @@ from run_comparison import check_equal_runs
 
 pytestmark = pytest.mark.extended
 
-STEPS = 5
+STEPS = 10
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def distil(start_mrl, quickstart, inputs, warm):
         policy = [
             f"model.path={inputs / 'model'}",
             f"roles.teacher.path={warm}",
-            "optim.lr=2e-3",
+            "optim.lr=5e-4",
             "optim.warmup_steps=0",
         ]
         options = [f"algorithm={algorithm}", f"trainer.max_steps={STEPS}", "checkpoint.every=0"]
