@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,16 +17,44 @@ TAG = "MRL_TEST_RUN"
 PATIENCE = 3  # deadlines are this many times the time that a run takes on an idle machine
 
 
-def tagged(tag: str) -> list[psutil.Process]:
-    """Return the live processes of one run; they inherited the variable TAG with this value."""
+def select_processes(
+    processes: Iterable[psutil.Process | int], condition: Callable[[psutil.Process], object]
+) -> list[psutil.Process]:
+    """Return the processes (or process ids) that meet the condition. One that ends while it is examined does not meet it."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(TAG) == tag and process.status() != psutil.STATUS_ZOMBIE:
+    for each in processes:
+        with suppress(psutil.Error):
+            process = psutil.Process(each) if isinstance(each, int) else each
+            if condition(process):
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
+
+
+def is_alive(process: psutil.Process | int) -> bool:
+    """Return whether a process has not ended. A zombie has ended, although psutil says that it is running."""
+    return bool(select_processes([process], lambda p: p.is_running() and p.status() != psutil.STATUS_ZOMBIE))
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Return the children of a process and their children; none if the process has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
+
+
+def start_program(line: list[str], **options: Any) -> subprocess.Popen:
+    """Start a program as `subprocess.Popen` does, and wait until the kernel shows its command line and its environment.
+
+    Popen returns a moment earlier, while the kernel still shows both as empty.
+    """
+    process = subprocess.Popen(line, **options)
+    wait_until(psutil.Process(process.pid).cmdline, 60, poll_s=0.001)
+    return process
+
+
+def tagged(tag: str, variable: str = TAG) -> list[psutil.Process]:
+    """Return the live processes of one run; they inherited the variable with this value."""
+    return select_processes(psutil.process_iter(), lambda p: p.environ().get(variable) == tag and is_alive(p))
 
 
 def signal_all(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> None:
@@ -37,12 +66,7 @@ def signal_all(processes: Iterable[psutil.Process], number: int = signal.SIGKILL
 
 def own_processes(word: str) -> list[psutil.Process]:
     """Return the live processes of the run that this process belongs to whose command line has the argument `word`."""
-    found = []
-    for process in tagged(os.environ[TAG]):
-        with suppress(psutil.Error):  # the process ended meanwhile
-            if word in process.cmdline():
-                found.append(process)
-    return found
+    return select_processes(tagged(os.environ[TAG]), lambda process: word in process.cmdline())
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 600, poll_s: float = 0.05) -> None:
