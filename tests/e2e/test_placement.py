@@ -1,7 +1,6 @@
 """Processes run where the pools place them: on CPU slots of one machine, and engines on the nodes of a cluster."""
 
 import math
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +8,7 @@ import psutil
 import pytest
 import ray
 from hydra import compose, initialize_config_dir
-from mrl_runs import wait_until
+from mrl_runs import descendants, is_alive, select_processes, wait_until
 
 from mrl.config import hydra_entry
 from mrl.config.process_schema import ClusterConfig
@@ -85,19 +84,9 @@ def greedy(url: str) -> list[int]:
 
 def serving(node) -> list[psutil.Process]:
     """Return the engine processes that a node's raylet started."""
-    raylet, found = psutil.Process(node.all_processes["raylet"][0].process.pid), []
-    for process in raylet.children(recursive=True):
-        with suppress(psutil.Error):  # the raylet ends idle workers at any time
-            if "mrl.rollout.engines.launch_sglang" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
-
-
-def runs(process: psutil.Process) -> bool:
-    """Return whether a process has not ended. A zombie has ended, although psutil says that it is running."""
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    name = "mrl.rollout.engines.launch_sglang"
+    return select_processes(descendants(raylet), lambda process: name in " ".join(process.cmdline()))
 
 
 @pytest.mark.extended
@@ -117,7 +106,7 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
         made.remove_node(by_id[slot.node], allow_graceful=False)
         wait_until(lambda: not server.alive(), 60)
-        wait_until(lambda: not any(map(runs, processes)), 60)
+        wait_until(lambda: not select_processes(processes, is_alive), 60)
         assert server.was_killed
         server.stop()
         wait_until(lambda: placements["engines"].slots()[0].node != slot.node, 60)
@@ -128,7 +117,7 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         left = serving(by_id[placements["engines"].slots()[0].node])
         replacement.stop()
         assert left, "the raylet of the other node has started the replacement"
-        assert not any(map(runs, left)) and not replacement.alive()
+        assert not select_processes(left, is_alive) and not replacement.alive()
 
 
 def test_pools_that_do_not_fit_raise_an_error_at_once_or_at_the_deadline(nodes):

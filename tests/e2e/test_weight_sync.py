@@ -367,7 +367,7 @@ import signal
 import threading
 from dataclasses import dataclass
 
-from mrl_runs import own_processes, signal_all
+from mrl_runs import descendants, own_processes, select_processes, signal_all
 
 from mrl.algorithms.advantages import GRPO
 
@@ -377,8 +377,9 @@ calls = []
 def engines():
     """Return the processes of each engine of this run, the main process first."""
     found = own_processes("mrl.rollout.engines.launch_sglang")
-    own = [process for process in found if process.ppid() not in {other.pid for other in found}]
-    return [[process, *process.children(recursive=True)] for process in sorted(own, key=lambda p: p.pid)]
+    pids = [process.pid for process in found]
+    own = select_processes(found, lambda process: process.ppid() not in pids)
+    return [[process, *descendants(process)] for process in sorted(own, key=lambda p: p.pid)]
 
 
 @dataclass(frozen=True)
