@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mrl_runs import is_alive, select_processes, wait_until
 
 from mrl.rewards import sandbox, sandbox_child
 from mrl.rewards.sandbox import SandboxLimits, SandboxResult, run, run_python
@@ -25,19 +26,13 @@ def nothing_left(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     yield
     assert not list((tmp_path / "runs").iterdir())
-    assert not [each for each in psutil.process_iter() if _is_ours(_command(each))]
+    assert not select_processes(psutil.process_iter(), lambda process: _runs_program_of(process, os.getpid()))
 
 
-def _is_ours(command: list[str]) -> bool:
-    """Whether this process started a process; other tests may run programs at the same time."""
-    return sandbox_child.__file__ in command and marshal.loads(bytes.fromhex(command[-1]))["parent"] == os.getpid()
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+def _runs_program_of(process: psutil.Process, parent: int) -> bool:
+    """Whether the process `parent` started this sandbox; other tests may run programs at the same time."""
+    command = process.cmdline()
+    return sandbox_child.__file__ in command and marshal.loads(bytes.fromhex(command[-1]))["parent"] == parent
 
 
 def short(source: str, wall_s: float = 20.0, **limits) -> SandboxResult:
@@ -515,20 +510,19 @@ def test_the_program_ends_when_its_parent_dies(tmp_path):
     program = "import time\ntime.sleep(100)"
     starter = f"from mrl.rewards.sandbox import *\nrun_python({program!r}, SandboxLimits(wall_s=100))"
     process = subprocess.Popen([sys.executable, "-c", starter], env={**os.environ, "TMPDIR": str(tmp_path)})
+
+    def programs() -> list[psutil.Process]:
+        children = psutil.Process(process.pid).children()
+        return select_processes(children, lambda child: _runs_program_of(child, process.pid))
+
     try:
-        begun = time.monotonic()
-        while not (
-            inside := [
-                each for each in psutil.Process(process.pid).children() if sandbox_child.__file__ in _command(each)
-            ]
-        ):
-            assert time.monotonic() - begun < 20, "the run did not start"
-            time.sleep(0.02)
+        wait_until(programs, 20)
+        inside = programs()
         time.sleep(0.3)
     finally:
         process.kill()
         process.wait()
-    assert not psutil.wait_procs(inside, timeout=3)[1]
+    wait_until(lambda: not select_processes(inside, is_alive), 3)
 
 
 # -- Fails closed ---------------------------------------------------------------------------------------------------------
