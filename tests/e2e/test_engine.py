@@ -78,7 +78,9 @@ def test_sigkill_leaves_no_process_no_port_and_no_shared_memory(qwen3_folder, tm
             pids = started["pids"]
             found = select_processes(pids[1:], lambda process: process.environ().get("MRL_ENGINE_SCRATCH"))
             lost = select_processes(pids[1:], lambda process: not process.environ().get("MRL_ENGINE_SCRATCH"))
-            assert len(found) >= 2 and not lost, "cleaning up needs this variable; a process that set its title overwrote it"
+            assert len(found) >= 2 and not lost, (
+                "cleaning up needs this variable; a process that set its title overwrote it"
+            )
             assert port_is_bound(started["port"])
             assert started["memory"] and all(map(os.path.exists, started["memory"]))
             os.kill(starter.pid if victim == "starter" else pids[0], signal.SIGKILL)
