@@ -1,4 +1,4 @@
-"""Processes of `mrl` commands that a test started: their output, their metrics, and whether any of them are left."""
+"""Processes that a test started: whether they are alive, and the output and the metrics of `mrl` commands."""
 
 import json
 import os
