@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
+from mrl_runs import wait_until
 from rich.console import Console
 
 from mrl.commands import sweep as command
@@ -156,8 +156,8 @@ def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path):
     runner = LocalRunner(sweep, range(len(sweep.points)), 2, starter({0: "waits", 1: "waits"}))
 
     def ask_to_leave():
-        while not all((sweep.point_folder(index) / "terminal.log").exists() for index in (0, 1)):
-            time.sleep(0.05)
+        logs = [sweep.point_folder(index) / "terminal.log" for index in (0, 1)]
+        wait_until(lambda: len(runner._running) == 2 and all(log.exists() for log in logs), 60)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=ask_to_leave)
