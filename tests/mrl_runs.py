@@ -57,6 +57,14 @@ def tagged(tag: str, variable: str = TAG) -> list[psutil.Process]:
     return select_processes(psutil.process_iter(), lambda p: p.environ().get(variable) == tag and is_alive(p))
 
 
+def leftovers(tag: str, within_s: float, variable: str = TAG) -> list[psutil.Process]:
+    """Return the live processes of one run that are left after `within_s` seconds. Returns earlier if none is left."""
+    end = time.monotonic() + within_s
+    while (found := tagged(tag, variable)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
 def signal_all(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> None:
     """Send a signal to processes. One that ended meanwhile, for example because its parent was killed, is passed over."""
     for process in processes:
@@ -110,10 +118,7 @@ class MrlRun(RunFolder):
 
     def leftovers(self, within_s: float = 90) -> list[psutil.Process]:
         """Return the processes of the run that are alive after `within_s` seconds. Ray's agents wait 60 s for a dead head."""
-        end = time.monotonic() + within_s
-        while (alive := tagged(self.tag)) and time.monotonic() < end:
-            time.sleep(0.2)
-        return alive
+        return leftovers(self.tag, within_s)
 
 
 def restore_sigint() -> None:

@@ -7,8 +7,11 @@ from functools import partial
 import psutil
 import pytest
 import ray
+import torch
 from hydra import compose, initialize_config_dir
+from live_engines import max_logprob_difference
 from mrl_runs import descendants, is_alive, select_processes, wait_until
+from transformers import Qwen3ForCausalLM
 
 from mrl.config import hydra_entry
 from mrl.config.process_schema import ClusterConfig
@@ -92,6 +95,7 @@ def serving(node) -> list[psutil.Process]:
 @pytest.mark.extended
 def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_folder, tmp_path):
     made, by_id = nodes
+    initial = Qwen3ForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
     pools = make_pools({"serve": ["engines"]}, {"engines": SlotDemand(1)})
     with place_pools(pools, timeout_s=120) as placements:
         assert placements["engines"].pin_engines_to_nodes
@@ -100,8 +104,10 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         server = hosted(placements["engines"], 0, tmp_path, qwen3_folder)
         server.start()
         server.wait_ready(480)
+        with EngineClient(server.url, timeout_s=240) as client:
+            assert max_logprob_difference(client, initial) < 1e-4
         expected = greedy(server.url)
-        assert len(expected) == 6 and server.alive() and server.cpu_seconds() > 0
+        assert server.alive() and server.cpu_seconds() > 0
         (main, *_) = processes = serving(by_id[slot.node])
         assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
         made.remove_node(by_id[slot.node], allow_graceful=False)
@@ -113,7 +119,7 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         replacement = hosted(placements["engines"], 0, tmp_path, qwen3_folder)
         replacement.start()
         replacement.wait_ready(480)
-        assert greedy(replacement.url) == expected
+        assert greedy(replacement.url) == expected and len(expected) == 6
         left = serving(by_id[placements["engines"].slots()[0].node])
         replacement.stop()
         assert left, "the raylet of the other node has started the replacement"

@@ -52,7 +52,7 @@ def test_every_process_records_what_it_does(timelines):
 
 
 def test_the_spans_of_a_step_add_up_to_its_metrics(run, timelines):
-    """Phases equal time/*. Passes and optimizer steps of the slowest rank fill spent/megatron_s except for 0.2 s."""
+    """Phases equal time/*. Passes and optimizer steps of the slowest rank equal spent/megatron_s within 5%."""
     for metrics in run.metrics():
         step = metrics["step"]
         phases = [span for span in timelines["driver"].spans if span.step == step]
@@ -62,7 +62,7 @@ def test_the_spans_of_a_step_add_up_to_its_metrics(run, timelines):
         for rank in range(4):
             of_rank = [span for span in timelines[f"actor rank {rank}"].spans if span.step == step]
             work.append(seconds(of_rank, "forward and backward", "optimizer step"))
-        assert -1e-3 < metrics["spent/megatron_s"] - max(work) < 0.2, step
+        assert max(work) == pytest.approx(metrics["spent/megatron_s"], rel=0.05, abs=5e-3), step
 
 
 def test_micro_batches_bubbles_and_reductions_fill_the_passes_of_each_rank(timelines):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from mrl_runs import is_alive, select_processes, tagged
+from mrl_runs import is_alive, leftovers, select_processes
 
 PROGRAMS = dict(munged="munge", slurmctld="slurmctld", slurmd="slurmd", sbatch="slurm-client", ip="iproute2")
 NET = "10.77.0"
@@ -232,6 +232,4 @@ def _child(process: subprocess.Popen) -> psutil.Process:
 
 def _wait_unused(folder: Path) -> None:
     """Wait until no process uses the cluster. `unshare --kill-child` kills a node's first process, and with it all others."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end and tagged(str(folder / "slurm.conf"), "SLURM_CONF"):
-        time.sleep(0.1)
+    leftovers(str(folder / "slurm.conf"), 30, "SLURM_CONF")

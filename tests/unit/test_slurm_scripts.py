@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from mrl_runs import signal_all, tagged
+from mrl_runs import leftovers, signal_all
 
 from mrl.config.hydra_entry import format_override
 
@@ -120,10 +120,7 @@ class Batch:
 
     def leftovers(self, within_s: float = 10) -> list[psutil.Process]:
         """Processes that are still there after a while."""
-        end = time.monotonic() + within_s
-        while (found := tagged(str(self.folder), "FAKE")) and time.monotonic() < end:
-            time.sleep(0.1)
-        return found
+        return leftovers(str(self.folder), within_s, "FAKE")
 
 
 @pytest.fixture
