@@ -5,6 +5,7 @@ import os
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", RAY_USAGE_STATS_ENABLED="0")
 
 import gc
+import logging
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -38,6 +39,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         exception = item.get_closest_marker("extended_except")
         if exception and item.callspec.id not in exception.args:
             item.add_marker("extended")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what the imports have created from later garbage collections, which would pause a test for a noticeable time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def own_records(caplog):
+    """`own_records()` -> the log records of this test from our own packages. Other libraries log at any time."""
+
+    def records() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.name.partition(".")[0] in ("mrl", "models", "parallel")]
+
+    return records
 
 
 @pytest.fixture(scope="session")

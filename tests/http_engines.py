@@ -1,6 +1,7 @@
 """Small HTTP servers that answer like SGLang and can be made to fail in ways that a real server cannot."""
 
 import asyncio
+import socket
 import threading
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -14,6 +15,17 @@ from mrl.rollout.spec import RolloutSpec
 
 BROKEN = 0
 """Used in place of an HTTP status: the server breaks the connection."""
+
+
+def reserve_port() -> socket.socket:
+    """Return a socket that is bound to a free port of 127.0.0.1. While it is open, no other process gets the port.
+
+    It does not listen, so connections are refused, unless a server of this process listens on the port.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 class HttpEngine:
@@ -31,6 +43,8 @@ class HttpEngine:
         self.inputs: list[list[int]] = []
         self.seeds: list[int | None] = []
         self.posts = self.busy = self.busiest = self.heartbeats = 0
+        self._port = reserve_port()  # kept after the end of the server, so that connections to it are refused
+        self.url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
         self._loop, ready = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
         self._thread.start()
@@ -46,8 +60,7 @@ class HttpEngine:
             app.router.add_get("/server_info", self.describe)
             self._runner = web.AppRunner(app, handler_cancellation=True)  # stops when the client disconnects
             await self._runner.setup()
-            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+            await web.TCPSite(self._runner, *self._port.getsockname(), reuse_address=True).start()
             ready.set()
 
         self._loop.run_until_complete(start())
@@ -102,7 +115,7 @@ class HttpEngine:
         return {"output_ids": tokens, "meta_info": info}
 
     def stop(self) -> None:
-        """Close the connections and the port."""
+        """Close the connections and refuse new ones."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
             self._loop.call_soon_threadsafe(self._loop.stop)

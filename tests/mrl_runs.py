@@ -1,4 +1,4 @@
-"""Processes of `mrl` commands that a test started: their output, their metrics, and whether any of them are left."""
+"""Processes that a test started: whether they are alive, and the output and the metrics of `mrl` commands."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,15 +17,51 @@ TAG = "MRL_TEST_RUN"
 PATIENCE = 3  # deadlines are this many times the time that a run takes on an idle machine
 
 
-def tagged(tag: str) -> list[psutil.Process]:
-    """Return the live processes of one run; they inherited the variable TAG with this value."""
+def select_processes(
+    processes: Iterable[psutil.Process | int], condition: Callable[[psutil.Process], object]
+) -> list[psutil.Process]:
+    """Return the processes (or process ids) that meet the condition. One that ends while it is examined does not meet it."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(TAG) == tag and process.status() != psutil.STATUS_ZOMBIE:
+    for each in processes:
+        with suppress(psutil.Error):
+            process = psutil.Process(each) if isinstance(each, int) else each
+            if condition(process):
                 found.append(process)
-        except psutil.Error:
-            continue
+    return found
+
+
+def is_alive(process: psutil.Process | int) -> bool:
+    """Return whether a process has not ended. A zombie has ended, although psutil says that it is running."""
+    return bool(select_processes([process], lambda p: p.is_running() and p.status() != psutil.STATUS_ZOMBIE))
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Return the children of a process and their children; none if the process has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
+
+
+def start_program(line: list[str], **options: Any) -> subprocess.Popen:
+    """Start a program as `subprocess.Popen` does, and wait until the kernel shows its command line and its environment.
+
+    Popen returns a moment earlier, while the kernel still shows both as empty.
+    """
+    process = subprocess.Popen(line, **options)
+    wait_until(psutil.Process(process.pid).cmdline, 60, poll_s=0.001)
+    return process
+
+
+def tagged(tag: str, variable: str = TAG) -> list[psutil.Process]:
+    """Return the live processes of one run; they inherited the variable with this value."""
+    return select_processes(psutil.process_iter(), lambda p: p.environ().get(variable) == tag and is_alive(p))
+
+
+def leftovers(tag: str, within_s: float, variable: str = TAG) -> list[psutil.Process]:
+    """Return the live processes of one run that are left after `within_s` seconds. Returns earlier if none is left."""
+    end = time.monotonic() + within_s
+    while (found := tagged(tag, variable)) and time.monotonic() < end:
+        time.sleep(0.1)
     return found
 
 
@@ -37,12 +74,7 @@ def signal_all(processes: Iterable[psutil.Process], number: int = signal.SIGKILL
 
 def own_processes(word: str) -> list[psutil.Process]:
     """Return the live processes of the run that this process belongs to whose command line has the argument `word`."""
-    found = []
-    for process in tagged(os.environ[TAG]):
-        with suppress(psutil.Error):  # the process ended meanwhile
-            if word in process.cmdline():
-                found.append(process)
-    return found
+    return select_processes(tagged(os.environ[TAG]), lambda process: word in process.cmdline())
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 600, poll_s: float = 0.05) -> None:
@@ -90,10 +122,7 @@ class MrlRun(RunFolder):
 
     def leftovers(self, within_s: float = 90) -> list[psutil.Process]:
         """Return the processes of the run that are alive after `within_s` seconds. Ray's agents wait 60 s for a dead head."""
-        end = time.monotonic() + within_s
-        while (alive := tagged(self.tag)) and time.monotonic() < end:
-            time.sleep(0.2)
-        return alive
+        return leftovers(self.tag, within_s)
 
 
 def restore_sigint() -> None:

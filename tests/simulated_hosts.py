@@ -20,7 +20,10 @@ mount --make-rprivate /
 mount -t tmpfs lab /run; mkdir /run/netns
 mount --bind $LAB/hosts /etc/hosts; mount --bind $LAB/resolv.conf /etc/resolv.conf
 mount -t tmpfs -o size=16g lab $LAB/tmp; export TMPDIR=$LAB/tmp
+mount -t tmpfs -o size=16g lab $LAB/cwd  # so that other work on this machine's disk does not make it slow
 mount -t tmpfs -o size=32g lab /dev/shm
+sed '/^MemTotal:/h; /^MemAvailable:/{g; s/Total/Available/}' /proc/meminfo >$LAB/meminfo  # all memory is free
+mount --bind $LAB/meminfo /proc/meminfo
 ip link set lo up; ip link add switch type bridge; ip link set switch up
 for i in $(seq 0 $((HOSTS - 1))); do
   ip netns add h$i

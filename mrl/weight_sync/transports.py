@@ -101,7 +101,7 @@ class SharedMemorySendEndpoint:
     """
 
     def __init__(self, slot_bytes: int) -> None:
-        self.path = SHARED_MEMORY / f"mrl-weights-{uuid.uuid4().hex}"
+        self.path = SHARED_MEMORY / f"mrl-weights-{os.getpid()}-{uuid.uuid4().hex}"
         self.slot_bytes = slot_bytes
         try:
             with self.path.open("xb") as file:  # allocated now, because a write to a sparse file may end in SIGBUS

@@ -166,7 +166,11 @@ def qwen3_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(qwen3_folder, tmp_path_factory):
-    """One engine for all tests of a session that only need a server. A test must leave it able to serve requests."""
+    """One engine for all tests of a session that only need a server.
+
+    A test must leave it able to serve requests. It may change the weights, but only those of the server and of `model` together:
+    later tests compare the two. The files in `folder` keep the initial weights.
+    """
     import torch
     from transformers import Qwen3ForCausalLM
 

@@ -8,11 +8,10 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import torch
 from live_engines import PROMPTS, max_logprob_difference
-from mrl_runs import wait_until
+from mrl_runs import is_alive, select_processes, wait_until
 
 from mrl.rollout.client import EngineError, SamplingParams
 
@@ -76,30 +75,26 @@ def test_sigkill_leaves_no_process_no_port_and_no_shared_memory(qwen3_folder, tm
         try:
             started = json.loads(starter.stdout.readline())
             assert len(started["pids"]) >= 3
-            scratch = [psutil.Process(pid).environ().get("MRL_ENGINE_SCRATCH") for pid in started["pids"][1:]]
-            assert all(scratch), "cleaning up finds processes by this variable; one that set its title overwrote it"
+            pids = started["pids"]
+            found = select_processes(pids[1:], lambda process: process.environ().get("MRL_ENGINE_SCRATCH"))
+            lost = select_processes(pids[1:], lambda process: not process.environ().get("MRL_ENGINE_SCRATCH"))
+            assert len(found) >= 2 and not lost, (
+                "cleaning up needs this variable; a process that set its title overwrote it"
+            )
             assert port_is_bound(started["port"])
             assert started["memory"] and all(map(os.path.exists, started["memory"]))
-            os.kill(starter.pid if victim == "starter" else started["pids"][0], signal.SIGKILL)
+            os.kill(starter.pid if victim == "starter" else pids[0], signal.SIGKILL)
             deadline = time.monotonic() + 60
-            left, bound = started["pids"], True
+            left, bound = pids, True
             while (left or bound) and time.monotonic() < deadline:
                 time.sleep(0.1)
-                left, bound = [p for p in started["pids"] if alive(p)], port_is_bound(started["port"])
-            assert not left, [psutil.Process(p).cmdline() for p in left if alive(p)]
-            assert not bound
+                left, bound = select_processes(pids, is_alive), port_is_bound(started["port"])
+            assert not left and not bound
             if victim == "supervisor":
                 starter.communicate("stop\n", timeout=60)  # the server's owner removes what a killed supervisor left
             assert not any(map(os.path.exists, started["memory"]))
         finally:
             starter.kill()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.extended
@@ -115,7 +110,7 @@ def test_a_server_stopped_while_it_starts_leaves_no_process_and_no_scratch_folde
     server.stop()
     server.stop()
     assert not server.alive()
-    assert not any(alive(p) for p in pids)
+    assert not select_processes(pids, is_alive)
     assert not scratch.exists()
 
 

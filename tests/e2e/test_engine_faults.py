@@ -11,7 +11,7 @@ import psutil
 import pytest
 from http_engines import spec_of
 from live_engines import PROMPTS, delay_forward_passes, num_running, slow_engines
-from mrl_runs import signal_all, wait_until
+from mrl_runs import select_processes, signal_all, wait_until
 
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.rollout.client import TRAINING, EngineClient, SamplingParams, response_seed
@@ -25,7 +25,7 @@ STALL_TIMEOUT_S = 8.0  # long enough for a healthy engine on a busy machine
 @pytest.mark.extended
 def test_the_heartbeat_of_a_scheduler_advances_only_while_it_computes(engine):
     """The engine pool uses the heartbeat to tell a slow engine from a hung one."""
-    (scheduler,) = [p for p in engine.server.processes() if "scheduler" in p.name()]
+    (scheduler,) = select_processes(engine.server.processes(), lambda process: "scheduler" in process.name())
 
     async def check_heartbeats() -> None:
         async with aiohttp.ClientSession() as http:
@@ -134,7 +134,7 @@ STRIKING_FILTER = '''
 import signal
 from dataclasses import dataclass
 
-from mrl_runs import own_processes, signal_all
+from mrl_runs import descendants, own_processes, signal_all
 
 calls = []
 STRIKES = {12: signal.SIGKILL, 19: signal.SIGSTOP}  # call number -> signal; these are the last groups of steps 2 and 3
@@ -156,6 +156,6 @@ class Striking:
         if sign:
             own = servers()
             for server in own if sign == signal.SIGKILL else own[:1]:
-                signal_all([*server.children(recursive=True), server], sign)
+                signal_all([*descendants(server), server], sign)
         return len(calls) not in REJECTED
 '''

@@ -13,7 +13,7 @@ import faulty_ranks
 import psutil
 import pytest
 from hydra import compose, initialize_config_dir
-from mrl_runs import wait_until
+from mrl_runs import select_processes, wait_until
 
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
@@ -29,6 +29,7 @@ from parallel.collective_log import read_collective_log
 from parallel.dims import ParallelDims
 
 DEADLINE_S = 3.0
+REQUEST_DEADLINE_S = 8.0  # the rollout worker has to send its requests to the engine first
 DIAGNOSED_WITHIN_S = 60.0  # after the deadline; it takes about 5 s on a quiet machine
 
 
@@ -64,7 +65,14 @@ class FaultyRun:
 
     def scheduler(self) -> int:
         below = psutil.Process(self.pid("engine_0")).children()
-        return next(child.pid for child in below if "sglang::scheduler" in " ".join(child.cmdline()))
+        (found,) = select_processes(below, lambda child: "sglang::scheduler" in " ".join(child.cmdline()))
+        return found.pid
+
+    def deadline_s(self, group) -> float:
+        """Return a deadline in which every rank without a fault gets to where it waits: five times the time of an update."""
+        start = time.monotonic()
+        self.update(group)
+        return max(DEADLINE_S, 5 * (time.monotonic() - start))
 
     @contextmanager
     def faults_hang(self):
@@ -162,6 +170,7 @@ def test_a_stopped_scheduler_of_an_engine_is_named(run):
             "engine 0 scheduler",
             "kill -CONT",
             "the rollout worker waits for an answer",
+            deadline_s=REQUEST_DEADLINE_S,
         )
 
 
@@ -174,6 +183,7 @@ def test_a_stopped_server_of_an_engine_is_named(run):
             "engine 0 server",
             "is stopped",
             "the rollout worker waits for an answer",
+            deadline_s=REQUEST_DEADLINE_S,
         )
 
 
@@ -191,13 +201,15 @@ def test_a_stopped_rollout_worker_is_named(run):
 
 
 def test_a_rank_that_does_not_send_to_the_next_pipeline_stage_is_named(run):
+    deadline_s = run.deadline_s(run.stages)
     run.stages.call(faulty_ranks.FaultyWorker.arm, 0, "send", "hang")
     texts = (
         "rank 1 (pp 1) waits for other ranks in receiving the previous pipeline stage's activations",
         "faulty_ranks",
     )
     with run.faults_hang():
-        error = run.check_stall(run.stages, lambda: run.update(run.stages), "rank 0 (pp 0)", *texts)
+        update = partial(run.update, run.stages)
+        error = run.check_stall(run.stages, update, "rank 0 (pp 0)", *texts, deadline_s=deadline_s)
     assert error.ranks == (0,)
 
 
@@ -212,6 +224,7 @@ def test_a_rank_that_hangs_in_the_weight_sync_is_named(run):
 
 
 def test_a_rank_that_hangs_in_data_loading_is_named(run):
+    deadline_s = run.deadline_s(run.replicas)
     run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hang")
     with run.faults_hang():
         texts = (
@@ -219,7 +232,8 @@ def test_a_rank_that_hangs_in_data_loading_is_named(run):
             "replica rank 0 (dp 0) waits for other ranks in the gradient all-reduce",
             "it has entered",
         )
-        error = run.check_stall(run.replicas, lambda: run.update(run.replicas), "replica rank 1 (dp 1)", *texts)
+        update = partial(run.update, run.replicas)
+        error = run.check_stall(run.replicas, update, "replica rank 1 (dp 1)", *texts, deadline_s=deadline_s)
     text = error.report.read_text()
     assert error.ranks == (1,) and "<- behind" in text
 
@@ -229,11 +243,10 @@ def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
     """A Ray task examines the other host."""
     monkeypatch.setattr(ray_wait, "gethostname", lambda: "host-of-the-driver")
     monkeypatch.setattr(ray_wait, "REMOTE_TIMEOUT_S", DIAGNOSED_WITHIN_S)
+    deadline_s, call = run.deadline_s(run.replicas), partial(run.update, run.replicas)
+    texts = ("is stopped", "rank 1 (dp 1) waits for other ranks")
     with stopped(run.pid("replica_0")):
-        call = partial(run.update, run.replicas)
-        run.check_stall(
-            run.replicas, call, "replica rank 0 (dp 0)", "is stopped", "rank 1 (dp 1) waits for other ranks"
-        )
+        run.check_stall(run.replicas, call, "replica rank 0 (dp 0)", *texts, deadline_s=deadline_s)
 
 
 @pytest.mark.extended

@@ -1,10 +1,8 @@
 """A cluster loses a node while a run uses it: the ranks of the node are started on another node, and the run continues."""
 
-from contextlib import suppress
-
 import psutil
 import pytest
-from mrl_runs import wait_until
+from mrl_runs import select_processes, wait_until
 
 pytestmark = pytest.mark.extended
 
@@ -19,12 +17,6 @@ def cluster():
     made.shutdown()
 
 
-def is_rank(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline()).startswith("ray::TrainWorker")
-    return False
-
-
 def test_ranks_of_a_lost_node_are_started_on_another(start_mrl, quickstart, cluster):
     made, nodes = cluster
     run = start_mrl(
@@ -37,8 +29,11 @@ def test_ranks_of_a_lost_node_are_started_on_another(start_mrl, quickstart, clus
     assert run.process.poll() is None, run.output()
     node_of_raylet = {node.all_processes["raylet"][0].process.pid: node for node in nodes}
     # A rank is a child of a raylet. The process that writes a checkpoint has the title of the rank that forked it.
-    parents = [process.ppid() for process in psutil.Process().children(recursive=True) if is_rank(process)]
-    (lost,) = [node_of_raylet[parent] for parent in parents if parent in node_of_raylet]
+    (rank,) = select_processes(
+        psutil.Process().children(recursive=True),
+        lambda process: process.ppid() in node_of_raylet and " ".join(process.cmdline()).startswith("ray::TrainWorker"),
+    )
+    lost = node_of_raylet[rank.ppid()]
     made.remove_node(lost, allow_graceful=False)
     assert run.finish(300).process.returncode == 0, run.output()
     assert [line["step"] for line in run.metrics()] == list(range(1, 41))

@@ -1,15 +1,17 @@
 """Processes run where the pools place them: on CPU slots of one machine, and engines on the nodes of a cluster."""
 
 import math
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import psutil
 import pytest
 import ray
+import torch
 from hydra import compose, initialize_config_dir
-from mrl_runs import wait_until
+from live_engines import max_logprob_difference
+from mrl_runs import descendants, is_alive, select_processes, wait_until
+from transformers import Qwen3ForCausalLM
 
 from mrl.config import hydra_entry
 from mrl.config.process_schema import ClusterConfig
@@ -79,31 +81,21 @@ def hosted(placements, number: int, folder, model) -> RayEngine:
 
 def greedy(url: str) -> list[int]:
     with EngineClient(url, timeout_s=240) as client:
-        (answer,) = client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])
+        (answer,) = client.generate([[3, 4, 5]], [SamplingParams(6, 0.0, ignore_eos=True)])
     return answer.token_ids
 
 
 def serving(node) -> list[psutil.Process]:
     """Return the engine processes that a node's raylet started."""
-    raylet, found = psutil.Process(node.all_processes["raylet"][0].process.pid), []
-    for process in raylet.children(recursive=True):
-        with suppress(psutil.Error):  # the raylet ends idle workers at any time
-            if "mrl.rollout.engines.launch_sglang" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
-
-
-def runs(process: psutil.Process) -> bool:
-    """Return whether a process has not ended. A zombie has ended, although psutil says that it is running."""
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    name = "mrl.rollout.engines.launch_sglang"
+    return select_processes(descendants(raylet), lambda process: name in " ".join(process.cmdline()))
 
 
 @pytest.mark.extended
-def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_folder, tmp_path, engine):
+def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_folder, tmp_path):
     made, by_id = nodes
-    expected = engine.client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])[0].token_ids
+    initial = Qwen3ForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
     pools = make_pools({"serve": ["engines"]}, {"engines": SlotDemand(1)})
     with place_pools(pools, timeout_s=120) as placements:
         assert placements["engines"].pin_engines_to_nodes
@@ -112,23 +104,26 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         server = hosted(placements["engines"], 0, tmp_path, qwen3_folder)
         server.start()
         server.wait_ready(480)
-        assert greedy(server.url) == expected and server.alive() and server.cpu_seconds() > 0
+        with EngineClient(server.url, timeout_s=240) as client:
+            assert max_logprob_difference(client, initial) < 1e-4
+        expected = greedy(server.url)
+        assert server.alive() and server.cpu_seconds() > 0
         (main, *_) = processes = serving(by_id[slot.node])
         assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
         made.remove_node(by_id[slot.node], allow_graceful=False)
         wait_until(lambda: not server.alive(), 60)
-        wait_until(lambda: not any(map(runs, processes)), 60)
+        wait_until(lambda: not select_processes(processes, is_alive), 60)
         assert server.was_killed
         server.stop()
         wait_until(lambda: placements["engines"].slots()[0].node != slot.node, 60)
         replacement = hosted(placements["engines"], 0, tmp_path, qwen3_folder)
         replacement.start()
         replacement.wait_ready(480)
-        assert greedy(replacement.url) == expected
+        assert greedy(replacement.url) == expected and len(expected) == 6
         left = serving(by_id[placements["engines"].slots()[0].node])
         replacement.stop()
         assert left, "the raylet of the other node has started the replacement"
-        assert not any(map(runs, left)) and not replacement.alive()
+        assert not select_processes(left, is_alive) and not replacement.alive()
 
 
 def test_pools_that_do_not_fit_raise_an_error_at_once_or_at_the_deadline(nodes):

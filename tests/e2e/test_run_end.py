@@ -1,13 +1,11 @@
 """A run that ends leaves no process behind, also if rewards start daemons or if a process of Ray is stopped."""
 
 import os
-import signal
 import subprocess
 import time
 
-import psutil
 import pytest
-from mrl_runs import tagged, wait_until
+from mrl_runs import is_alive, select_processes, signal_all, tagged, wait_until
 
 from mrl.checkpoint.run_dir import RUN_DIR_VARIABLE
 
@@ -68,9 +66,8 @@ def test_daemons_of_rewards_end_with_the_run_and_those_of_other_runs_do_not(star
     try:
         run = start_mrl("train", *options, *reward, "trainer.max_steps=1").finish()
         pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
-        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-        for pid in alive:
-            os.kill(pid, signal.SIGKILL)
+        alive = select_processes(pids, is_alive)
+        signal_all(alive)
         assert run.process.returncode == 0, run.output()
         assert len(pids) >= 20 and alive == []
         assert tagged(run.tag) == [] and other.poll() is None
@@ -82,7 +79,7 @@ def test_daemons_of_rewards_end_with_the_run_and_those_of_other_runs_do_not(star
 def test_a_stopped_process_of_ray_is_named_and_ended_at_the_end_of_a_run(start_mrl, options):
     run = start_mrl("train", *options, "trainer.max_steps=2")
     wait_until(lambda: run.process.poll() is not None or len(_steps(run)) >= 1)
-    (gcs,) = [process for process in tagged(run.tag) if process.name() == "gcs_server"]
+    (gcs,) = select_processes(tagged(run.tag), lambda process: process.name() == "gcs_server")
     gcs.suspend()
     start = time.monotonic()
     run.finish()

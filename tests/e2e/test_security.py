@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from mrl_runs import tagged
+from mrl_runs import select_processes, tagged
 
 from mrl.config.secrets import engine_key
 
@@ -57,7 +57,7 @@ def test_an_engine_does_not_reveal_its_key(engine):
     assert key not in repr(engine.client.server_info())
     assert key not in engine.server.log_path.read_text(errors="replace")
     processes = engine.server.processes()
-    assert len(processes) >= 3 and not any(key in " ".join(process.cmdline()) for process in processes)
+    assert len(processes) >= 3 and not select_processes(processes, lambda process: key in " ".join(process.cmdline()))
     assert set(listening(processes)) == {"127.0.0.1"}
     assert [
         path for path in engine.server._scratch.path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()
@@ -81,7 +81,7 @@ def query_ray(address: str, env: dict[str, str]) -> subprocess.CompletedProcess:
 
 def ray_head(processes: list[psutil.Process]) -> tuple[str, Path]:
     """Return the address of the Ray head and the folder of Ray's logs."""
-    (server,) = [process for process in processes if process.name() == "gcs_server"]
+    (server,) = select_processes(processes, lambda process: process.name() == "gcs_server")
     (port,) = {c.laddr.port for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     (logs,) = [word.partition("=")[2] for word in server.cmdline() if word.startswith("--log_dir=")]
     return f"127.0.0.1:{port}", Path(logs)

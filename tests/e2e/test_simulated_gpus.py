@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from mrl_runs import select_processes, signal_all
 from test_simulated_gpus import engines_of
 
 GROUP_OF_THE_KILL = 26  # the second group of step 5
@@ -44,10 +45,8 @@ class Killing:
         if len(groups) == GROUP_OF_THE_KILL and not seen.exists():
             shutil.copy(Path(self.run) / "metrics.jsonl", Path(self.run) / "killed.jsonl")
             seen.write_text(json.dumps(engines_of(Path(self.run))))
-            for process in psutil.process_iter(["cmdline"]):
-                words = process.info["cmdline"] or []
-                if "mrl.commands.train_process" in words and f"run.dir={self.run}" in words:
-                    process.kill()
+            driver = {"mrl.commands.train_process", f"run.dir={self.run}"}
+            signal_all(select_processes(psutil.process_iter(), lambda process: driver <= set(process.cmdline())))
         return True
 '''
 

@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from mrl_runs import PATIENCE, tagged, wait_until
+from mrl_runs import PATIENCE, select_processes, tagged, wait_until
 from run_comparison import check_equal_runs
 
 pytestmark = pytest.mark.extended
@@ -23,14 +23,7 @@ SEED = int(os.environ.get("MRL_SOAK_SEED", "0"))
 
 
 def find_process(tag: str, kind: str) -> psutil.Process | None:
-    for process in tagged(tag):
-        try:
-            line = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if KINDS[kind] in line:
-            return process
-    return None
+    return next(iter(select_processes(tagged(tag), lambda p: KINDS[kind] in " ".join(p.cmdline()))), None)
 
 
 def num_steps(folder) -> int:

@@ -1,18 +1,18 @@
 """Weights pushed to real SGLang servers: the engines use and verify them, and never sample from an incomplete push."""
 
+import copy
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from live_engines import UnshardedModel, connected, max_logprob_difference, num_running, perturb, slow_engines
-from mrl_runs import signal_all, wait_until
+from mrl_runs import signal_all, tagged, wait_until
 from scripted_lifecycle import scripted_lifecycle
 
 from models.families.qwen import QWEN3
@@ -249,10 +249,11 @@ def test_weights_are_pushed_to_an_engine_with_data_parallel_attention(one_rank, 
         with pytest.raises(WeightSyncError, match=why), connected([server.url], engine.folder, {}, swapped):
             pass
         EngineControl(server.url).end_weight_update()
-        perturb(engine.model)
-        with connected([server.url], engine.folder, dict(engine.model.state_dict())) as sync:
+        ours = replace(engine, model=copy.deepcopy(engine.model))  # the shared engine does not get these weights
+        perturb(ours.model)
+        with connected([server.url], engine.folder, dict(ours.model.state_dict())) as sync:
             sync.push(next(VERSIONS))
-        check_sglang_checksums(engine, EngineClient(server.url, timeout_s=240), Topology(2, dp=2))
+        check_sglang_checksums(ours, EngineClient(server.url, timeout_s=240), Topology(2, dp=2))
 
 
 @pytest.mark.extended
@@ -329,27 +330,17 @@ def test_an_external_engine_loads_weights_from_disk(start_mrl, quickstart, warm,
         )
 
 
-def slot_files() -> list[Path]:
-    return list(Path("/dev/shm").glob("mrl-weights-*"))
-
-
-def remaining(paths: Iterable[Path], within_s: float = 60) -> list[Path]:
-    """Return the files that exist after `within_s` seconds. Concurrent runs unlink theirs once all ranks have mapped them."""
-    left, end = list(paths), time.monotonic() + within_s
-    while left and time.monotonic() < end:
-        time.sleep(0.2)
-        left = [path for path in left if path.exists()]
-    return left
-
-
 @pytest.mark.extended
 def test_a_run_continues_after_it_loses_engines_during_pushes(start_mrl, quickstart, user_module):
     """One of two engines is stopped before the push of step 2 and killed during it; one is stopped for good in step 3."""
-    files_before = set(slot_files())
     user_module("stopping_advantage", STOPPING_ADVANTAGE)
     advantage = "algorithm.advantage._target_=stopping_advantage.Stopping"
     layout = ["parallel.dp=2", "rollout.num_engines=2", "weight_sync.timeout_s=5", "trainer.save=false"]
-    run = start_mrl("train", *quickstart, advantage, *layout, "trainer.max_steps=4").finish(300)
+    run = start_mrl("train", *quickstart, advantage, *layout, "trainer.max_steps=4")
+    metrics = run.folder / "metrics.jsonl"
+    wait_until(lambda: run.process.poll() is not None or (metrics.exists() and run.metrics()))
+    senders = [process.pid for process in tagged(run.tag)]  # the trainer ranks are among them
+    run.finish(300)
     assert run.process.returncode == 0, run.output()
     steps = run.metrics()
     assert [s["weight_sync/replaced_engines"] for s in steps] == [0, 1, 1, 0]
@@ -357,7 +348,7 @@ def test_a_run_continues_after_it_loses_engines_during_pushes(start_mrl, quickst
     assert [s["rollout/weight_version"] for s in steps] == [0, 1, 2, 3], "no rollout was sampled with older weights"
     assert max(s["mismatch/logprob_abs_max"] for s in steps) <= TOLERANCE
     assert run.leftovers() == []
-    assert not remaining(set(slot_files()) - files_before)
+    assert senders and not [path for pid in senders for path in Path("/dev/shm").glob(f"mrl-weights-{pid}-*")]
 
 
 STOPPING_ADVANTAGE = '''
@@ -365,7 +356,7 @@ import signal
 import threading
 from dataclasses import dataclass
 
-from mrl_runs import own_processes, signal_all
+from mrl_runs import descendants, own_processes, select_processes, signal_all
 
 from mrl.algorithms.advantages import GRPO
 
@@ -375,8 +366,9 @@ calls = []
 def engines():
     """Return the processes of each engine of this run, the main process first."""
     found = own_processes("mrl.rollout.engines.launch_sglang")
-    own = [process for process in found if process.ppid() not in {other.pid for other in found}]
-    return [[process, *process.children(recursive=True)] for process in sorted(own, key=lambda p: p.pid)]
+    pids = [process.pid for process in found]
+    own = select_processes(found, lambda process: process.ppid() not in pids)
+    return [[process, *descendants(process)] for process in sorted(own, key=lambda p: p.pid)]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from mrl_runs import is_alive, leftovers, select_processes
 
 PROGRAMS = dict(munged="munge", slurmctld="slurmctld", slurmd="slurmd", sbatch="slurm-client", ip="iproute2")
 NET = "10.77.0"
@@ -165,14 +166,9 @@ class SlurmCluster:
 
     def processes(self, node: str) -> list[psutil.Process]:
         """Return the processes on a node, except Slurm's own."""
-        found = []
-        for process in self.nodes[node].children(recursive=True):
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE and process.name() not in ("slurmd", "slurmstepd", "sleep"):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        own = ("slurmd", "slurmstepd", "sleep")
+        below = self.nodes[node].children(recursive=True)
+        return select_processes(below, lambda process: is_alive(process) and process.name() not in own)
 
     def run(self, *line: str, timeout_s: float = 600, status: int = 0, **more: str) -> str:
         """Run a command on the login node and return its stdout. Fails if the exit status is not `status`."""
@@ -236,13 +232,4 @@ def _child(process: subprocess.Popen) -> psutil.Process:
 
 def _wait_unused(folder: Path) -> None:
     """Wait until no process uses the cluster. `unshare --kill-child` kills a node's first process, and with it all others."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end and any(_uses(folder, process) for process in psutil.process_iter()):
-        time.sleep(0.1)
-
-
-def _uses(folder: Path, process: psutil.Process) -> bool:
-    try:
-        return process.environ().get("SLURM_CONF") == str(folder / "slurm.conf") and process.status() != "zombie"
-    except psutil.Error:
-        return False
+    leftovers(str(folder / "slurm.conf"), 30, "SLURM_CONF")

@@ -6,8 +6,8 @@ import json
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
+from mrl_runs import is_alive, wait_until
 from rich.console import Console
 
 from mrl import cli
@@ -87,7 +87,7 @@ def test_a_section_that_hangs_ends_at_its_deadline_with_its_children(run):
     (hung, measured), *_ = run("hang", "measure")
     assert hung.status == "failed" and "did not finish within 300 s; it was at: hanging" in hung.problems[0]
     child = hung.rows[0]["values"][0]["value"]
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: not is_alive(child), 20)
     assert measured.status == "measured"
 
 

@@ -5,35 +5,21 @@ import signal
 import time
 from contextlib import nullcontext
 from multiprocessing import get_context
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mrl_runs import is_alive, wait_until
 
 from parallel import checkpoint_writer
 from parallel.checkpoint_writer import CheckpointSave, ForkedWriter, _copy_to_host
-
-
-def wait_until(condition, timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
 
 
 def test_a_fork_writes_the_memory_of_the_time_of_the_fork(tmp_path):
     numbers, gate = np.zeros(1_000_000), tmp_path / "gate"
 
     def total() -> float:
-        wait_until(gate.exists)
+        wait_until(gate.exists, 20)
         return float(numbers.sum())
 
     writer = ForkedWriter(total, in_fork=True)
@@ -62,7 +48,7 @@ def test_a_killed_writer_is_done_and_its_result_raises():
     writer = ForkedWriter(lambda: time.sleep(60), in_fork=True)
     assert not writer.is_done()
     os.kill(writer._process.pid, signal.SIGKILL)
-    wait_until(writer.is_done)
+    wait_until(writer.is_done, 20)
     with pytest.raises(RuntimeError, match="was killed, exit code -9"):
         writer.result(timeout_s=20)
 
@@ -72,7 +58,7 @@ def test_a_writer_that_exceeds_its_timeout_is_killed():
     pid = writer._process.pid
     with pytest.raises(RuntimeError, match=r"did not end within 0\.1 s"):
         writer.result(timeout_s=0.1)
-    assert gone(pid)
+    assert not is_alive(pid)
     with pytest.raises(RuntimeError, match="did not end"):
         writer.result(timeout_s=20)
 
@@ -89,10 +75,10 @@ def test_a_writer_dies_with_its_parent():
     parent = context.Process(target=leave_a_writer, args=(theirs,))
     parent.start()
     pid = mine.recv()
-    assert not gone(pid)
+    assert is_alive(pid)
     parent.kill()
     parent.join()
-    wait_until(lambda: gone(pid))
+    wait_until(lambda: not is_alive(pid), 20)
 
 
 class _GpuTensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mrl_runs import wait_until
 from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, SIZES, make_family
 
@@ -253,7 +254,8 @@ def test_released_pages_leave_memory_and_can_be_read_again(tmp_path):
     weights = HFWeights(tmp_path)
     a = weights["a"]
     expected = a.sum()
-    assert resident_bytes(tmp_path / "model.safetensors") >= a.nbytes
+    # A kernel that is short of memory takes pages away at any time.
+    wait_until(lambda: a.sum() == expected and resident_bytes(tmp_path / "model.safetensors") >= a.nbytes, 60)
     weights.release("a")
     assert resident_bytes(tmp_path / "model.safetensors") < a.nbytes / 10
     assert a.sum() == expected  # the pages are read again

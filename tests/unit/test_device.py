@@ -44,12 +44,12 @@ def capabilities(process_with_gpu):
 
 
 def test_a_transformer_engine_without_its_extension_is_reported_in_one_line_and_hidden_from_megatron(
-    capabilities, caplog
+    capabilities, caplog, own_records
 ):
     files = {"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": f"raise {MISSING_FILE}"}
     with caplog.at_level(logging.WARNING):
         assert not capabilities(files).transformer_engine
-    (message,) = (record.getMessage() for record in caplog.records)
+    (message,) = (record.getMessage() for record in own_records())
     assert "\n" not in message and "make setup LOCK=requirements-gpu.txt" in message
     assert "Transformer Engine is installed" in message and "transformer_engine_torch*.so" in message
     with pytest.raises(ImportError):
@@ -73,10 +73,10 @@ def test_an_apex_without_its_extensions_is_not_used(capabilities, caplog):
     assert "undefined symbol" in caplog.text and "no fused weight gradient" in caplog.text
 
 
-def test_libraries_that_can_be_imported_are_used_and_absent_ones_are_not_reported(capabilities, caplog):
+def test_libraries_that_can_be_imported_are_used_and_absent_ones_are_not_reported(capabilities, own_records):
     found = capabilities({"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": ""})
     assert found.transformer_engine and not found.apex and not found.fused_wgrad
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [record for record in own_records() if record.levelno >= logging.WARNING]
 
 
 def test_on_a_gpu_host_memory_is_pinned(monkeypatch):

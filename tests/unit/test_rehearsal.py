@@ -71,12 +71,12 @@ def test_a_reward_that_hangs_is_ended_at_its_time_limit_with_a_warning(function,
     assert time.monotonic() - start < 100
 
 
-def test_a_reward_that_fails_for_some_responses_is_a_warning(function, caplog):
+def test_a_reward_that_fails_for_some_responses_is_a_warning(function, caplog, own_records):
     rehearse_reward(function("return float(int(solution_str) == int(ground_truth))"), RESPONSES, SETTINGS)
     assert "failed for 1 of 2 made-up responses: ValueError: invalid literal for int()" in caplog.text
     caplog.clear()
     rehearse_reward(function("return float(solution_str == ground_truth)"), RESPONSES, SETTINGS)
-    assert not caplog.records
+    assert not own_records()
 
 
 def test_a_service_that_is_not_up_yet_is_a_warning(function, caplog):

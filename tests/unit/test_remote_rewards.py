@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from http_engines import reserve_port
 
 from mrl.config.instantiate import instantiate
 from mrl.data.tokenizer import byte_tokenizer
@@ -118,10 +119,9 @@ def test_a_busy_server_is_retried_up_to_the_limit():
 
 
 def test_a_failing_server_is_a_failure_after_the_last_attempt():
-    with service(lambda *_: chat("Score: 5")) as url:
-        pass  # it listens no more
     start = time.monotonic()
-    (score,) = scores_of(Judge(url=url, model="m"), "x")
+    with reserve_port() as port:
+        (score,) = scores_of(Judge(url=f"http://127.0.0.1:{port.getsockname()[1]}", model="m"), "x")
     assert score.value == 0 and "ConnectError" in score.failure and time.monotonic() - start < 20
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from mrl_runs import start_program
 
 from models.architecture import Architecture
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point, model_sizes
@@ -350,7 +351,7 @@ def test_only_processes_that_a_killed_run_left_are_killed(tmp_path):
     ours = os.environ | {"MRL_RUN_DIR": str(folder)}
     other = os.environ | {"MRL_RUN_DIR": str(tmp_path / "other")}
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with subprocess.Popen(sleep, env=ours) as left, subprocess.Popen(sleep, env=other) as stranger:
+    with start_program(sleep, env=ours) as left, start_program(sleep, env=other) as stranger:
         with lock_run_dir(folder, "train", {}):
             assert os.environ["MRL_RUN_DIR"] == str(folder), "for the processes of this part"
             assert left.poll() is not None and stranger.poll() is None

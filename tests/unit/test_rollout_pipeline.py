@@ -163,10 +163,11 @@ def test_a_group_that_was_sampled_before_a_restart_is_ignored(start):
 
 def test_a_step_fails_without_an_engine_and_can_be_repeated(start):
     fault_tolerance = FaultToleranceConfig(engine_stall_timeout_s=0.4)
-    settings = dict(fault_tolerance=fault_tolerance)
-    run = start(StalenessBuffer(SIZE, 0), SlowEngine(computing=False), settings=settings)
+    settings, engine = dict(fault_tolerance=fault_tolerance), SlowEngine(computing=False)
+    run = start(StalenessBuffer(SIZE, 0), engine, settings=settings)
     with pytest.raises(NoEngineError, match="has computed nothing"):
         run.sample_step(0, [300, 1], 0)
+    engine.computing = True  # otherwise the second try may fail, too
     run.engines.wait_ready(5)  # puts the engine in service again
     run.pipeline.restart(0, [PromptRequest(0, 1, 0), PromptRequest(1, 1, 0)], 0)
     groups = run.sample_step(2, [], 0)

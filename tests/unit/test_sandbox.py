@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mrl_runs import is_alive, select_processes, wait_until
 
 from mrl.rewards import sandbox, sandbox_child
 from mrl.rewards.sandbox import SandboxLimits, SandboxResult, run, run_python
@@ -20,26 +21,18 @@ pytestmark = pytest.mark.skipif(sandbox.unavailable_reason() is not None, reason
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path, monkeypatch):
-    """Check that a test leaves no process, folder or open file."""
+    """Check that a test leaves no process and no folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "runs"))
     (tmp_path / "runs").mkdir()
-    descriptors = len(os.listdir("/proc/self/fd"))
     yield
     assert not list((tmp_path / "runs").iterdir())
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
-    assert not [each for each in psutil.process_iter() if _is_ours(_command(each))]
+    assert not select_processes(psutil.process_iter(), lambda process: _runs_program_of(process, os.getpid()))
 
 
-def _is_ours(command: list[str]) -> bool:
-    """Whether this process started a process; other tests may run programs at the same time."""
-    return sandbox_child.__file__ in command and marshal.loads(bytes.fromhex(command[-1]))["parent"] == os.getpid()
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+def _runs_program_of(process: psutil.Process, parent: int) -> bool:
+    """Whether the process `parent` started this sandbox; other tests may run programs at the same time."""
+    command = process.cmdline()
+    return sandbox_child.__file__ in command and marshal.loads(bytes.fromhex(command[-1]))["parent"] == parent
 
 
 def short(source: str, wall_s: float = 20.0, **limits) -> SandboxResult:
@@ -264,6 +257,42 @@ def test_many_open_files_of_the_parent_are_harmless():
             os.close(each)
 
 
+COUNTING = """
+import os
+from mrl.rewards import sandbox, sandbox_child
+ways = {
+    "ok": ("print(1)", {}),
+    "wrong exit": ("1 / 0", {}),
+    "forbidden": ("open('/etc/passwd')", {}),
+    "time limit": ("import time; time.sleep(60)", {"wall_s": 0.3}),
+    "cpu limit": ("while True: pass", {"cpu_s": 1}),
+    "memory": ("bytearray(1 << 33)", {"memory_bytes": 256 << 20}),
+    "too much output": ("while True: print('x' * 100_000)", {"output_bytes": 50_000}),
+    "too much on disk": ("for i in range(10**6): open(str(i), 'wb')", {"disk_bytes": 4 << 20}),
+    "too many threads": ("import threading, time\\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()", {}),
+    "killed": ("import os; os.abort()", {}),
+}
+sandbox.run_python("")
+before = sorted(os.listdir("/proc/self/fd"))
+for reason, (source, limits) in ways.items():
+    outcome = sandbox.run_python(source, sandbox.SandboxLimits(**limits))
+    assert outcome.reason == reason, (reason, outcome)
+    assert sorted(os.listdir("/proc/self/fd")) == before, reason
+sandbox_child.__file__ = os.devnull  # the program ends before it applies its restrictions
+try:
+    sandbox.run_python("")
+except RuntimeError:
+    assert sorted(os.listdir("/proc/self/fd")) == before, "RuntimeError"
+    print("no ending left a file open")
+"""
+
+
+def test_no_ending_of_a_program_leaves_a_file_open():
+    """The count is made in a process of its own: in this one, threads of other tests may open files at any time."""
+    counted = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, timeout=300)
+    assert (counted.stdout, counted.stderr) == ("no ending left a file open\n", "")
+
+
 @pytest.mark.parametrize("stack", ["", "threading.stack_size(1 << 15)"])
 def test_a_thread_bomb_is_stopped(stack):
     source = f"import threading, time\n{stack}\nwhile True: threading.Thread(target=time.sleep, args=(1e6,)).start()"
@@ -481,20 +510,19 @@ def test_the_program_ends_when_its_parent_dies(tmp_path):
     program = "import time\ntime.sleep(100)"
     starter = f"from mrl.rewards.sandbox import *\nrun_python({program!r}, SandboxLimits(wall_s=100))"
     process = subprocess.Popen([sys.executable, "-c", starter], env={**os.environ, "TMPDIR": str(tmp_path)})
+
+    def programs() -> list[psutil.Process]:
+        children = psutil.Process(process.pid).children()
+        return select_processes(children, lambda child: _runs_program_of(child, process.pid))
+
     try:
-        begun = time.monotonic()
-        while not (
-            inside := [
-                each for each in psutil.Process(process.pid).children() if sandbox_child.__file__ in _command(each)
-            ]
-        ):
-            assert time.monotonic() - begun < 20, "the run did not start"
-            time.sleep(0.02)
+        wait_until(programs, 20)
+        inside = programs()
         time.sleep(0.3)
     finally:
         process.kill()
         process.wait()
-    assert not psutil.wait_procs(inside, timeout=3)[1]
+    wait_until(lambda: not select_processes(inside, is_alive), 3)
 
 
 # -- Fails closed ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 import psutil
 import pytest
+from mrl_runs import is_alive, select_processes, signal_all
 
 from mrl.core import metrics
 from mrl.rewards.reward_types import Response, Score, Scores, Turn, Weighted, gather_scores
@@ -342,15 +343,14 @@ def test_the_driver_gets_columns_and_declared_metrics():
 def test_killing_an_idle_worker_fails_no_response():
     with Scorer(Single(), workers=1, sample_timeout_s=5) as scorer:
         assert scorer(of_texts("fine"))[0].value == 1.0
-        for worker in workers_of(os.getpid()):
-            worker.kill()
+        signal_all(workers_of(os.getpid()))
         time.sleep(0.5)
         assert [s.value for s in scorer(of_texts("fine", "fine"))] == [1.0, 1.0]
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """Return the grandchildren, which the fork server started."""
-    return [w for child in psutil.Process(pid).children() for w in child.children()]
+    """Return the descendants that are not children: the processes that the fork server started."""
+    return select_processes(psutil.Process(pid).children(recursive=True), lambda process: process.ppid() != pid)
 
 
 OWNER = """
@@ -368,24 +368,16 @@ time.sleep(600)
 
 def test_no_worker_survives_when_the_owner_is_killed():
     """Neither waiting workers survive, nor one that sleeps, nor one that never returns to the interpreter."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.path.dirname(__file__)])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=env) as owner:
         pids = json.loads(owner.stdout.readline())
         assert len(pids) >= 4 and all(psutil.pid_exists(pid) for pid in pids)
         os.kill(owner.pid, signal.SIGKILL)
         end = time.monotonic() + 20
-        while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < end:
+        while (left := select_processes(pids, is_alive)) and time.monotonic() < end:
             time.sleep(0.1)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
+    signal_all(left)
     assert left == []
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_an_invalid_reward_is_refused_before_any_process_starts():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mrl_runs import wait_until
+from mrl_runs import is_alive, signal_all, start_program
 
 from mrl.core import processes, shutdown
 from mrl.core.processes import end_processes, with_variable
@@ -50,9 +50,7 @@ def started():
     """A list of processes, which are killed after the test."""
     found: list[psutil.Process] = []
     yield found
-    for process in found:
-        if process.is_running():
-            process.kill()
+    signal_all(found)
 
 
 def daemon(pid_file: Path, started: list[psutil.Process]) -> psutil.Process | None:
@@ -64,15 +62,12 @@ def daemon(pid_file: Path, started: list[psutil.Process]) -> psutil.Process | No
 
 
 def ended(process: psutil.Process | None) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process is None or process.status() == psutil.STATUS_ZOMBIE
-    return True
+    return process is None or not is_alive(process)
 
 
 def sleeper(started: list[psutil.Process], **env: str) -> subprocess.Popen:
-    process = subprocess.Popen(["/bin/sleep", "600"], env=os.environ | env)
+    process = start_program(["/bin/sleep", "600"], env=os.environ | env)
     started.append(psutil.Process(process.pid))
-    wait_until(started[-1].environ, 60)  # Popen returns shortly before the kernel shows the new environment
     return process
 
 
@@ -168,11 +163,11 @@ def test_a_stopped_process_is_named_and_ended_at_the_deadline(started, monkeypat
     assert f"the test did not end within 5 s; ending sleep (pid {stopped.pid}, stopped)" in caplog.text
 
 
-def test_nothing_is_said_or_ended_before_the_deadline(started, caplog):
+def test_nothing_is_said_or_ended_before_the_deadline(started, caplog, own_records):
     child = sleeper(started)
     with caplog.at_level(logging.WARNING), shutdown_deadline("the test", 0.0):
         pass
-    assert child.poll() is None and caplog.text == ""
+    assert child.poll() is None and not own_records()
 
 
 def test_a_process_that_still_waits_after_the_deadline_exits():
@@ -216,13 +211,14 @@ def test_an_exit_at_the_deadline_has_the_status_of_the_runs_end(reason, status, 
 
 
 BESIDE = """
-import os, subprocess, sys
+import os
+from mrl_runs import start_program
 from mrl.launch import supervisor
-earlier = subprocess.Popen(["/bin/sleep", "600"])
+earlier = start_program(["/bin/sleep", "600"])
 watcher = supervisor._ChildWatcher()
-processes = [earlier, subprocess.Popen(["/bin/sleep", "600"])]  # the second is like an orphan of another program
-processes.append(subprocess.Popen(["/bin/sleep", "600"], env=os.environ | {supervisor.RUN_VARIABLE: "1"}))
-processes.append(subprocess.Popen(["/bin/sleep", "600"], env={}))
+processes = [earlier, start_program(["/bin/sleep", "600"])]  # the second is like an orphan of another program
+processes.append(start_program(["/bin/sleep", "600"], env=os.environ | {supervisor.RUN_VARIABLE: "1"}))
+processes.append(start_program(["/bin/sleep", "600"], env={}))
 left = [each.pid for each in watcher._left_by_child()]
 print([each.pid in left for each in processes])
 watcher.earlier = set()
@@ -233,7 +229,8 @@ for each in processes: each.kill()
 
 def test_the_supervisor_spares_processes_that_are_not_of_its_run():
     """Without processes that are older than the run, all descendants are those of the run."""
-    result = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, timeout=120)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", BESIDE], env=env, capture_output=True, text=True, timeout=120)
     assert result.stdout == "[False, False, True, True]\n4\n", result.stderr
 
 

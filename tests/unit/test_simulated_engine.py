@@ -7,6 +7,7 @@ import time
 import aiohttp
 import orjson
 import pytest
+from mrl_runs import wait_until
 
 from benchmarks.simulated_engine import (
     LogNormalScript,
@@ -56,10 +57,7 @@ def client():
 
 def wait_until_running(client, count):
     """Wait until `count` requests are running."""
-    deadline = time.monotonic() + 10
-    while client._get("/v1/loads")["loads"][0]["num_running_reqs"] != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: client._get("/v1/loads")["loads"][0]["num_running_reqs"] == count, 10, poll_s=0.005)
 
 
 def test_answers_have_the_format_of_sglang(client):
@@ -83,21 +81,23 @@ def test_a_response_takes_the_time_of_its_tokens(client):
 
 def test_tokens_have_the_weight_version_before_or_after_a_push(client):
     client.set_weight_version("1")
-    answer = Background(client.generate, [[1500, 5]], SamplingParams(max_new_tokens=ENDLESS))
-    while client.server_info()["busy_s"] < 0.01:  # at least ten tokens
-        time.sleep(0.01)
+    answer = Background(client.generate, [[ENDLESS, 5]], SamplingParams(max_new_tokens=ENDLESS))
+    wait_until(lambda: client.server_info()["busy_s"] > 0.01, 10)  # at least ten tokens
     client.pause(PauseMode.retract)
     assert not client.health()
     client.begin_weight_update()
     client.set_weight_version("2")
     client.flush_cache(5)
     client.end_weight_update()
-    time.sleep(1.6)  # longer than the response takes on an engine that is not paused
-    assert not answer.finished
+    busy_s = client.server_info()["busy_s"]
+    time.sleep(0.1)
+    assert client.server_info()["busy_s"] == busy_s and not answer.finished, "the engine is paused"
     client.resume()
+    wait_until(lambda: client.server_info()["busy_s"] > busy_s + 0.01, 10)
+    client.pause(PauseMode.abort)
     (done,) = answer.result()
     (first, before), (second, after) = done.versions
-    assert (first, second, before + after) == (1, 2, 1500) and 0 < before < 1500
+    assert (first, second, before + after) == (1, 2, len(done.token_ids)) and before > 0 and after > 0
 
 
 def test_version_spans_are_those_of_sglang():

@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from mrl_runs import signal_all
+from mrl_runs import leftovers, signal_all
 
 from mrl.config.hydra_entry import format_override
 
+JOB = 10**6 + os.getpid()  # id of the job; no other process of the tests has the same
 SLURM = Path(__file__).resolve().parents[2] / "slurm"
 
 SRUN = """#!/usr/bin/env bash
@@ -119,20 +120,7 @@ class Batch:
 
     def leftovers(self, within_s: float = 10) -> list[psutil.Process]:
         """Processes that are still there after a while."""
-        end = time.monotonic() + within_s
-        while (found := self._living()) and time.monotonic() < end:
-            time.sleep(0.1)
-        return found
-
-    def _living(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("FAKE") == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return leftovers(str(self.folder), within_s, "FAKE")
 
 
 @pytest.fixture
@@ -156,7 +144,7 @@ def batch(tmp_path):
             "MRL_PYTHON": str(tmp_path / "bin/python"),
             "MRL_JOIN_S": "60",
             "MRL_STOP_S": "30",
-            "SLURM_JOB_ID": str(4000 + os.getpid() % 97),
+            "SLURM_JOB_ID": str(JOB),
             "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURMD_NODENAME": "n1",
@@ -188,7 +176,7 @@ def test_a_job_starts_ray_on_every_node_and_leaves_none_of_its_processes(batch, 
     run_dir, address = f'run.dir="{tmp_path / "mine"}"', f"cluster.address={other['--address']}"
     assert driver["argv"] == ["mrl.cli", "train", "experiment=x", "run.dir=mine", run_dir, address]
     assert driver["env"]["PYTHONPATH"] == f"{SLURM.parent}:/of/mine"
-    assert job.leftovers() == [] and not list(Path("/tmp").glob(f"mrl-{4000 + os.getpid() % 97}.*"))
+    assert job.leftovers() == [] and not list(Path("/tmp").glob(f"mrl-{JOB}.*"))
     logs = {str(path.relative_to(tmp_path / "mine/logs")) for path in (tmp_path / "mine/logs").rglob("*")}
     assert logs >= {"driver.log", "ray_n1.log", "ray_n2.log", "ray_n1/raylet.out", "ray_n2/raylet.out"}
     for node in ("n1", "n2"):
@@ -233,7 +221,7 @@ def test_two_jobs_on_a_node_have_different_ports(batch, tmp_path):
     assert len(ours) == 198 and min(ours) >= 12000 and max(ours) < 32768, "below the ports that the system gives away"
     (tmp_path / "started").unlink()
     (tmp_path / "ray_on_n1").unlink()  # otherwise the second job would not wait for its own Ray
-    second = batch("run.dir=b", FAKE_NODES="n1", SLURM_JOB_ID=str(4100 + os.getpid() % 97))
+    second = batch("run.dir=b", FAKE_NODES="n1", SLURM_JOB_ID=str(JOB + 10**7))
     assert second.end() == 0, second.said
     assert not ours & ports(second.ray_of("n1"))
     first.process.send_signal(signal.SIGUSR1)
@@ -288,7 +276,7 @@ def test_a_preempted_job_lets_the_run_save_and_is_queued_again(batch, tmp_path):
     wait_for(tmp_path / "driver")
     job.process.send_signal(signal.SIGUSR1)
     assert job.end() == 75, job.said
-    assert f"scontrol requeue {4000 + os.getpid() % 97}" in job.calls and job.leftovers() == []
+    assert f"scontrol requeue {JOB}" in job.calls and job.leftovers() == []
 
 
 def test_a_job_preempted_before_ray_is_up_starts_nothing_more(batch, tmp_path):
@@ -304,7 +292,7 @@ def test_the_doctor_checks_every_node_before_ray_starts(batch, tmp_path):
     assert job.end() == 2 and "the run does not start, because the doctor has found errors" in job.said
     seen = job.started("mrl.commands.doctor")
     assert {one["env"]["SLURMD_NODENAME"] for one in seen} == {"n1", "n2"}
-    meeting = f"--rendezvous={tmp_path}/mine/doctor-{4000 + os.getpid() % 97}-0"
+    meeting = f"--rendezvous={tmp_path}/mine/doctor-{JOB}-0"
     options = ["--deadline=120", "--hosts=2", meeting, "experiment=x", "run.dir=mine", f'run.dir="{tmp_path}/mine"']
     assert seen[0]["argv"] == ["mrl.commands.doctor", *options]
     assert not job.started("ray.scripts.scripts")

@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from mrl_runs import is_alive, wait_until
 
 CHILD = """
 import os, signal, sys, time
@@ -125,10 +125,7 @@ def test_the_command_does_not_outlive_its_supervisor(run, tmp_path):
     assert process.stdout.readline() == "ready\n"
     process.kill()
     (child,) = starts(tmp_path)
-    end = time.monotonic() + 20
-    while Path(f"/proc/{child}").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{child}").exists()
+    wait_until(lambda: not is_alive(child), 20)
 
 
 def test_the_supervising_process_imports_nothing_heavy():

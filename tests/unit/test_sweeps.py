@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
+from mrl_runs import wait_until
 from rich.console import Console
 
 from mrl.commands import sweep as command
@@ -45,11 +45,12 @@ from mrl.sweep.points import write_status
 folder, index, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 folder.mkdir(exist_ok=True)
 (folder / "starts").open("a").write("x")
+if how == "waits":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 (folder / "terminal.log").open("a").write("mrl: a mistake\\n" if how == "fails" else "begun\\n")
 if how == "killed" and len((folder / "starts").read_text()) == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "waits":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     time.sleep(60)
 with (folder / "metrics.jsonl").open("w") as file:
     for step in range(1, 4):
@@ -155,9 +156,8 @@ def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path):
     runner = LocalRunner(sweep, range(len(sweep.points)), 2, starter({0: "waits", 1: "waits"}))
 
     def ask_to_leave():
-        while not all((sweep.point_folder(index) / "terminal.log").exists() for index in (0, 1)):
-            time.sleep(0.05)
-        time.sleep(0.5)
+        logs = [sweep.point_folder(index) / "terminal.log" for index in (0, 1)]
+        wait_until(lambda: len(runner._running) == 2 and all(log.exists() for log in logs), 60)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=ask_to_leave)

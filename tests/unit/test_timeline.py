@@ -71,20 +71,20 @@ def test_a_span_ends_with_its_error_and_the_error_is_raised(run_dir):
     assert [span.name for span in recorded(run_dir)] == ["fails"]
 
 
-def test_a_timeline_that_cannot_be_opened_is_one_warning(tmp_path, caplog):
+def test_a_timeline_that_cannot_be_opened_is_one_warning(tmp_path, own_records):
     (tmp_path / "timeline").write_text("a file")
     spans.start(tmp_path / "timeline", "driver", 0, "driver")
     with spans.span("a"):
         pass
-    assert not spans.is_recording() and [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert not spans.is_recording() and [record.levelno for record in own_records()] == [logging.WARNING]
 
 
-def test_a_disk_that_fails_during_the_run_ends_the_timeline_with_one_warning(run_dir, monkeypatch, caplog):
+def test_a_disk_that_fails_during_the_run_ends_the_timeline_with_one_warning(run_dir, monkeypatch, own_records):
     monkeypatch.setattr(spans._Recorder, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space left on device")))
     spans.record("a", "phase", 0.0, 1.0)
     spans.stop()
     spans.record("b", "phase", 0.0, 1.0)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in own_records()] == [
         "the timeline of this process ends: OSError: no space left on device"
     ]
 
@@ -185,13 +185,14 @@ def test_the_hooks_in_the_engine_record_each_batch_until_its_result_is_processed
     assert (second.name, second.args["tokens"], second.kind) == ("decode", 3, "engine_batch")
 
 
-def test_an_error_in_a_hook_is_logged_once_and_never_reaches_the_engine(caplog):
+def test_an_error_in_a_hook_is_logged_once_and_never_reaches_the_engine(own_records):
     from mrl.rollout.engines.batch_spans import harmless, note_launch
 
     hook = harmless(note_launch.__wrapped__)
     for _ in range(3):
         hook("no scheduler", "no batch")
-    assert len(caplog.records) == 1 and "records no more batches" in caplog.text
+    (record,) = own_records()
+    assert "records no more batches" in record.getMessage()
 
 
 def test_the_backward_pass_of_a_micro_batch_is_recorded_until_its_end(run_dir):

@@ -64,10 +64,10 @@ def test_the_calculator_computes_arithmetic(expression, value):
     ],
 )
 def test_other_code_and_large_numbers_are_refused_without_being_computed(expression):
-    start = time.process_time()
+    start = time.thread_time()
     with pytest.raises((ValueError, ArithmeticError)):
         Calculator()(expression)
-    assert time.process_time() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 def test_a_long_sum_within_the_limits_is_computed():

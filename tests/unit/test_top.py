@@ -13,17 +13,19 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
+from mrl_runs import descendants, signal_all, start_program, wait_until
 from rich.console import Console
 
 from mrl import cli
 from mrl.hang_report.process_registry import ProcessRecord, process_start_ticks, registry_folder
 from mrl.tracking import process_use
 from mrl.tracking.live_view import LiveRun, frame, sparkline
-from mrl.tracking.process_use import Gpus, GpuUse, UseMeter, lock_holder, read_engine_load
+from mrl.tracking.process_use import Gpus, GpuUse, UseMeter, lock_holder, read_engine_load, read_process
 
 HOST = socket.gethostname()
 LOG = """\
@@ -226,18 +228,23 @@ def test_a_management_library_that_fails_counts_as_no_gpu():
     assert ctypes.sizeof(process_use._Process) == 24
 
 
+def sleeps(pid: int) -> bool:
+    """Return whether a process runs `sleep` and has memory. At first it is a copy of the shell, and then it has none."""
+    process = read_process(pid)
+    return process is not None and process.rss_bytes > 0 and Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
+
+
 def test_the_use_of_an_engine_includes_its_children():
+    if not Path("/proc/thread-self/children").exists():
+        pytest.skip("this kernel does not list children")
     with subprocess.Popen(["sh", "-c", "sleep 100 & wait"]) as server:
-        deadline = time.monotonic() + 10
-        while not list(process_use._children(server.pid)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        children = list(process_use._children(server.pid))
-        if not children:
-            server.kill()
-            pytest.skip("this kernel does not list children")
-        alone = UseMeter().measure(server.pid, {}, with_children=False)
-        both = UseMeter().measure(server.pid, {children[0]: {3: 7}}, with_children=True)
-        os.kill(children[0], signal.SIGKILL)
+        try:
+            wait_until(lambda: [sleeps(child) for child in process_use._children(server.pid)] == [True], 60)
+            (child,) = process_use._children(server.pid)
+            alone = UseMeter().measure(server.pid, {}, with_children=False)
+            both = UseMeter().measure(server.pid, {child: {3: 7}}, with_children=True)
+        finally:
+            signal_all([*descendants(psutil.Process(server.pid)), psutil.Process(server.pid)])
     assert both.rss_bytes > alone.rss_bytes and (both.gpus, both.gpu_bytes) == ((3,), 7)
 
 
@@ -250,10 +257,8 @@ def test_the_load_of_an_engine_is_the_sum_over_its_schedulers(tmp_path):
         content += (length.pack(len(payload)) + payload).ljust(256, b"\0")
     (tmp_path / "load").write_bytes(content)
     (tmp_path / "shared_memory").write_text(f"{tmp_path / 'load'}\n")
-    with subprocess.Popen(["sleep", "100"], env={"MRL_ENGINE_SCRATCH": str(tmp_path)}) as server:
+    with start_program(["sleep", "100"], env={"MRL_ENGINE_SCRATCH": str(tmp_path)}) as server:
         try:
-            while not psutil.Process(server.pid).environ():  # empty for a moment after the process has been started
-                assert server.poll() is None, "the process has ended"
             load = read_engine_load(server.pid)
             (tmp_path / "load").write_bytes(content[:4] + b"\x09" + content[5:])  # another version of the layout
             assert read_engine_load(server.pid) is None and read_engine_load(os.getpid()) is None
