@@ -93,11 +93,12 @@ def step_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.flo
 def _loss_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
     """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalised over `denominator_rows`.
 
-    A row that is n times in `denominator_rows` has the sum of the weights of n rows.
+    A row that is n times in `denominator_rows` has the sum of the weights of n rows. If it is trained several times, each time
+    gets an equal part of the sum.
     """
     weights, rows = np.zeros(len(batch.prompt_lengths)), batch.denominator_rows
     np.add.at(weights, rows, weighting(batch.sampled_lengths[rows], _groups(batch)[rows]))
-    return weights
+    return weights / np.maximum(np.bincount(batch.rows, minlength=len(weights)), 1)
 
 
 def _groups(batch: TrainBatch) -> NDArray[np.int64]:

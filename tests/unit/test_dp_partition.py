@@ -274,6 +274,17 @@ def test_a_row_that_counts_twice_has_the_weight_of_two_rows():
     assert [part.denominator_rows.tolist() for part in parts] == [[0, 1, 1], [3]]
 
 
+def test_a_row_that_is_trained_twice_has_the_weight_of_two_rows_in_total():
+    """A batch of supervised training may contain a row twice: at the end of one epoch, and in the next epoch."""
+    rows = np.array([0, 1, 1, 3])
+    batch = replace(small_batch(rows.tolist()), denominator_rows=rows)
+    expected = {"token_mean": 1 / (2 + 3 + 3 + 1), "sequence_mean": np.array([1 / 2, 1 / 3, 1 / 3, 1]) / 4}
+    for aggregation, weights in expected.items():
+        step = partition_step(batch, ParallelDims(dp=2), Packing(100, True), TokenWeighting(AGGREGATIONS[aggregation]))
+        assert trained_rows(step.rank_batches) == rows.tolist()
+        np.testing.assert_allclose(step.rank_batches[0].weights[rows], weights, rtol=1e-12)
+
+
 def test_merged_batches_have_the_micro_batches_of_all_replicas_in_order():
     batch = small_batch([0, 1, 2, 3])
     step = partition_step(batch, ParallelDims(dp=2), Packing(8, False, CostModel(1.0, 0.0)))
