@@ -30,6 +30,8 @@ SAMPLING_KEYS = (
     "megatron",
     "run.seed",
     "rollout",
+    "trainer._target_",
+    "trainer.arguments",
 )
 """Config keys that decide which samples a run draws and what the run learns, except NEUTRAL_KEYS.
 
