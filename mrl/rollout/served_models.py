@@ -1,11 +1,10 @@
-"""ServedModels: the models of the key `roles` that SGLang serves to rewards, such as reward models and judges."""
+"""ServedModels: the servers of all models of the key `roles` that SGLang serves: reward models, judges and teachers."""
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import httpx
 
@@ -13,7 +12,7 @@ from mrl.config.process_schema import PauseMode
 from mrl.rewards.remote_models import set_servers
 from mrl.rollout.engines.hosts import EngineServers
 from mrl.rollout.spec import ServerGroup
-from mrl.weight_sync.engine_control import EngineControl, MemoryTag
+from mrl.weight_sync.engine_control import EngineControl, EngineError, MemoryTag
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ MEMORY_TAGS: list[MemoryTag] = ["kv_cache", "weights", "cuda_graph"]
 
 
 class ServedModelError(RuntimeError):
-    """The servers of a model ended too often, so that rewards cannot call the model."""
+    """The servers of a model ended too often, so the run cannot call the model."""
 
 
 class ServedModels:
@@ -39,7 +38,8 @@ class ServedModels:
         self._max_restarts = max_restarts
         self._restarts = dict.fromkeys(self._servers, 0)
         self._lost: str | None = None  # why a model is lost; None: all models are served
-        self._offloaded: set[str] = set()
+        self._announced: dict[str, set[str]] = {}  # name -> URLs of servers that were ready, which rewards know
+        self._released: dict[str, list[str]] = {}  # name of an offloaded model -> URLs of the servers without device memory
         self._ended = threading.Event()
         self._lock = threading.Lock()  # held while servers are replaced, offloaded or loaded
         self._watcher: threading.Thread | None = None
@@ -56,7 +56,7 @@ class ServedModels:
         """
         for name, servers in self._servers.items():
             servers.wait_ready(timeout_s)
-            set_servers(name, servers.urls)
+            self._announce(name, servers)
         if self._servers and self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="served models", daemon=True)
             self._watcher.start()
@@ -74,10 +74,34 @@ class ServedModels:
     def _watch(self) -> None:
         while not self._ended.wait(CHECK_INTERVAL_S):
             for name, servers in self._servers.items():
-                with self._lock:
-                    ended = [server.url for server in servers.servers if not server.alive()]
-                    if ended and not self._ended.is_set():
-                        self._replace(name, servers, ended)
+                try:
+                    with self._lock:
+                        self._check_servers(name, servers)
+                except Exception:  # boundary of this thread; the next check repeats what failed
+                    logger.exception("the servers of roles.%s could not be checked or replaced", name)
+
+    def _check_servers(self, name: str, servers: EngineServers) -> None:
+        """Replace the servers of a model that have ended. While the model is offloaded, its devices belong to trainers."""
+        ended = [server.url for server in servers.servers if not server.alive()]
+        if self._ended.is_set() or name in self._released:
+            return
+        if ended:
+            self._replace(name, servers, ended)
+        elif set(servers.urls) != self._announced[name]:  # a replacement was not ready in time
+            self._wait_and_announce(name, servers)
+
+    def _announce(self, name: str, servers: EngineServers) -> None:
+        self._announced[name] = set(servers.urls)
+        set_servers(name, servers.urls)
+
+    def _wait_and_announce(self, name: str, servers: EngineServers) -> None:
+        """Wait until all servers of a model take requests, and tell their URLs to the rewards."""
+        try:
+            servers.wait_ready(CONTROL_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:  # the next check waits again, or counts another restart
+            logger.warning("roles.%s: %s", name, error)
+            return
+        self._announce(name, servers)
 
     def _replace(self, name: str, servers: EngineServers, urls: Sequence[str]) -> None:
         """Replace servers that have ended. Rewards call the others in the meantime."""
@@ -92,42 +116,24 @@ class ServedModels:
             return
         for url in urls:
             logger.warning("%s of roles.%s: %s; it is replaced", url, name, servers.end_reason(url))
+            self._announced[name].discard(url)
             servers.replace(url)
-        try:
-            servers.wait_ready(CONTROL_TIMEOUT_S)
-        except (RuntimeError, TimeoutError) as error:  # the next check counts this as another restart
-            logger.warning("roles.%s: %s", name, error)
-            return
-        self._offloaded.discard(name)
-        set_servers(name, servers.urls)
+        self._wait_and_announce(name, servers)
 
     def offload(self, name: str) -> None:
         """Release the device memory of a model. Its weights stay on the host. Does nothing if it is offloaded."""
         with self._lock:
-            if name not in self._offloaded:
-                self._control(
-                    name, lambda server: (server.pause(PauseMode.retract), server.release_memory(MEMORY_TAGS))
-                )
-                self._offloaded.add(name)
+            if name not in self._released:
+                urls = [url for url in self._servers[name].urls if url in self._announced[name]]
+                _control(urls, lambda server: (server.pause(PauseMode.retract), server.release_memory(MEMORY_TAGS)))
+                self._released[name] = urls
 
     def load(self, name: str) -> None:
         """Load an offloaded model to its devices again. Does nothing if it is loaded."""
         with self._lock:
-            if name in self._offloaded:
-                self._control(name, lambda server: (server.resume_memory(MEMORY_TAGS), server.resume()))
-                self._offloaded.discard(name)
-
-    def _control(self, name: str, action: Any) -> None:
-        """Call `action` for every server of a model. A server that cannot be reached is skipped; the watcher replaces it."""
-
-        def control(url: str) -> None:
-            with EngineControl(url, CONTROL_TIMEOUT_S) as server, suppress(httpx.TransportError):
-                action(server)
-
-        urls = self._servers[name].urls
-        with ThreadPoolExecutor(len(urls), thread_name_prefix="served models") as pool:
-            for answer in [pool.submit(control, url) for url in urls]:
-                answer.result()
+            if name in self._released:
+                _control(self._released[name], lambda server: (server.resume_memory(MEMORY_TAGS), server.resume()))
+                del self._released[name]
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds, user and system, of all processes of the servers."""
@@ -138,3 +144,21 @@ class ServedModels:
         self._ended.set()
         for servers in self._servers.values():
             servers.stop()
+
+
+def _control(urls: Sequence[str], action: Callable[[EngineControl], object]) -> None:
+    """Call `action` for each server. A server that cannot be reached is skipped; the watcher replaces it.
+
+    Raises EngineError if a server refuses, or if it does not answer in time.
+    """
+
+    def control(url: str) -> None:
+        with EngineControl(url, CONTROL_TIMEOUT_S) as server, suppress(httpx.TransportError):
+            try:
+                action(server)
+            except httpx.TimeoutException as error:
+                raise EngineError(f"{url} did not answer within {CONTROL_TIMEOUT_S:g} s: {error!r}") from error
+
+    with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="served models") as pool:
+        for answer in [pool.submit(control, url) for url in urls]:
+            answer.result()

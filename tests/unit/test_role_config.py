@@ -235,3 +235,62 @@ def test_closing_ends_the_servers_and_the_thread_that_watches_them(served):
     watcher.join(5)
     assert servers.stopped and not watcher.is_alive()
     assert not any(thread.name == "served models" for thread in threading.enumerate())
+
+
+def test_a_replacement_that_is_not_ready_in_time_is_used_as_soon_as_it_is_ready(served, monkeypatch):
+    models, servers = served
+    failures = iter([TimeoutError("it still loads its weights")])
+
+    def wait_ready(timeout_s: float) -> None:
+        for failure in failures:
+            raise failure
+
+    monkeypatch.setattr(servers, "wait_ready", wait_ready)
+    servers.servers[0].running = False
+    wait_for(lambda: remote_models._SERVERS["judge"] == ["http://judge:3", "http://judge:2"])
+    assert models.num_restarts == 1
+
+
+class FakeControl:
+    """Stand-in for EngineControl that records which servers release and allocate their memory."""
+
+    calls: list[tuple[str, str]]
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url = url
+
+    def __enter__(self) -> "FakeControl":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def pause(self, mode) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+    def release_memory(self, tags) -> None:
+        self.calls.append(("release", self.url))
+
+    def resume_memory(self, tags) -> None:
+        self.calls.append(("allocate", self.url))
+
+
+def test_a_server_that_ends_while_its_model_is_offloaded_is_replaced_after_the_load(served, monkeypatch):
+    models, servers = served
+    monkeypatch.setattr(served_models, "EngineControl", FakeControl)
+    monkeypatch.setattr(FakeControl, "calls", calls := [], raising=False)
+    models.offload("judge")
+    servers.servers[0].running = False
+    with models._lock:
+        models._check_servers("judge", servers)
+    assert models.num_restarts == 0, "its devices belong to trainers now"
+    models.load("judge")
+    wait_for(lambda: remote_models._SERVERS["judge"] == ["http://judge:3", "http://judge:2"])
+    assert set(calls) == {(call, f"http://judge:{n}") for call in ("release", "allocate") for n in (1, 2)}
+    calls.clear()
+    models.offload("judge")
+    models.load("judge")
+    assert set(calls) == {(call, f"http://judge:{n}") for call in ("release", "allocate") for n in (3, 2)}
