@@ -49,7 +49,7 @@ def divergence_loss(method: str, policy: list[Tensor], teacher: list[Tensor], vo
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Run one forward and one backward pass in this process.
 
-    Returns the MiB in addition to the inputs, the CPU-seconds, and the loss per position as a checksum.
+    Returns the memory in MiB without the inputs, the CPU-seconds, and the loss per position as a checksum.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
@@ -102,7 +102,7 @@ def report(args: argparse.Namespace) -> None:
 
 
 def measurements_of(runs: dict[str, list[dict[str, float]]]) -> list[measurements.Measurement]:
-    """Return the memory and CPU-seconds of each method over those of log-probabilities of sampled tokens."""
+    """Return the memory and the CPU-seconds of each method, divided by those of the method BASE."""
     found = {name: {key: [run[key] for run in of_name] for key in of_name[0]} for name, of_name in runs.items()}
     base = found.pop(BASE)
     return [

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 TEACHER_HIDDEN, TEACHER_TOP_K = "teacher_hidden", "teacher_top_k"
 TEACHER_OUTPUTS = frozenset({TEACHER_HIDDEN, TEACHER_TOP_K})
-"""What a loss may name in `needs` besides columns: outputs that every teacher computes for the tokens of its prompts.
+"""Outputs of teachers, which a loss may name in `needs` in addition to columns. Each teacher computes them for its prompts.
 
     teacher_hidden  final hidden states, from which the trainer ranks compute the distribution over the whole vocabulary
     teacher_top_k   ids and log-probabilities of the k most probable tokens
@@ -30,7 +30,7 @@ TEACHER_OUTPUTS = frozenset({TEACHER_HIDDEN, TEACHER_TOP_K})
 
 
 DIVERGENCE_OUTPUTS = ("divergence", "teacher_mass", "policy_mass")
-"""What the output head computes of a teacher. The loss finds these columns [R] in `LossInputs.columns`.
+"""Columns [R] that the output head of the policy computes from a teacher's outputs. The loss reads them in `LossInputs.columns`.
 
     divergence    divergence between teacher and policy in nats, with a gradient
     teacher_mass  probability that the teacher gives to its top_k most probable tokens; only with top_k
@@ -48,8 +48,8 @@ class Distillation(PolicyLoss):
     al. 2024, 3.1).
 
     With `top_k`, D compares k + 1 probabilities: those of the teacher's k most probable tokens, and the probability of all other
-    tokens together. This D is at most the D over the whole vocabulary. Without the last probability, D could be negative, and the
-    policy would not learn how much probability the teacher gives to the k tokens.
+    tokens together. This D is at most the D over the whole vocabulary. Without the probability of all other tokens, D could be
+    negative, and the policy would not learn how much probability the teacher gives to the k tokens.
 
     Raises ValueError for an unknown divergence, for a beta that is not between 0 and 1, and for a `top_k`, `temperature` or
     `coef` that is not positive.
@@ -72,14 +72,14 @@ class Distillation(PolicyLoss):
                 raise ValueError(f"{name}={value}: must be greater than 0.")
 
     def formula(self) -> Divergence:
-        """Return the divergence."""
+        """Return the kind of the divergence, with its beta."""
         if self.divergence not in list(DivergenceKind):
             raise ValueError(f"divergence={self.divergence!r}: expected {', '.join(DivergenceKind)}.")
         return Divergence(DivergenceKind(self.divergence), self.beta)
 
     @property
     def distillation(self) -> Distillation:
-        """What the output head must compute in addition to log-probabilities."""
+        """This loss, which tells the output head what to compute in addition to log-probabilities."""
         return self
 
     @property

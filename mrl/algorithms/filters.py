@@ -120,11 +120,11 @@ FILTRATION_METHODS = ("pow", "max_min", "max_random")
 
 @dataclass(frozen=True)
 class PolicyFiltration:
-    """Draws the responses that are trained at random and with repetition, by their rewards r (PF-PPO, Zhang et al. 2024).
+    """Draws the training responses at random, with replacement, by their rewards r (PF-PPO, Zhang et al. 2024).
 
-    Rewards near the extremes are more reliable than others, so their responses are drawn more often. As many responses are drawn
-    as there are. A response that is drawn n times counts n times in the loss and in its denominators, as if the batch had n
-    copies of it; it is still computed once. Advantages are computed before, from all responses.
+    Rewards near the extremes are more reliable than others, so their responses are drawn more often. The number of draws equals
+    the number of responses. A response that is drawn n times counts n times in the loss and in its denominators, as if the batch
+    had n copies of it; it is still computed once. Advantages are computed before the draw, from all responses.
 
     `method` selects the probability with which a response is drawn:
 

@@ -1,7 +1,7 @@
 """Losses over preferences: the policy or a reward model learns which responses are better.
 
-A loss over pairs trains rows with a chosen and a rejected response to one prompt. The rows of a micro-batch are then in the order
-chosen, rejected, chosen, rejected, ..., because both responses of a pair are always in one micro-batch (TrainBatch.whole_groups).
+A loss over pairs trains on rows with a chosen and a rejected response to one prompt. Both responses of a pair are always in one
+micro-batch (TrainBatch.whole_groups), in which the responses have the order chosen, rejected, chosen, rejected, ...
 The loss of a pair is the loss of every token of both responses. With the aggregation sequence_mean, which the supervised stage
 uses, the loss of a mini-batch is therefore the mean loss of its pairs.
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
     from torch import Tensor
 
 PAIRS, LABELS = "pairs", "labels"
-"""Rows that a loss trains: prompt, chosen and rejected response, or prompt, response and label (good or bad)."""
+"""Form of the rows on which a loss trains: prompt, chosen and rejected response, or prompt, response and label (good or bad)."""
 LARGEST_MEAN_LOGPROB = -1e-6  # bound of the mean log-probability in ORPO, whose odds are infinite at 0
 
 
@@ -51,7 +51,7 @@ def pairs_to_tokens(values: Tensor, responses: Responses) -> Tensor:
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, responses: Responses) -> dict[str, Tensor]:
-    """Return the metrics of pairs whose responses have these rewards [pairs], as values of tokens."""
+    """Return the metrics of pairs: name -> values [tokens on this rank]. `chosen`, `rejected`: rewards [pairs]."""
     metrics = {
         "preference/accuracy": (chosen > rejected).to(chosen.dtype),
         "preference/margin": chosen - rejected,
@@ -76,7 +76,7 @@ class PairLoss(PolicyLoss):
         raise NotImplementedError
 
     def chosen_loss(self, inputs: LossInputs) -> Tensor | None:
-        """Return a further loss [n] of each response, which is added for the chosen responses. None: there is none."""
+        """Return a loss [n] of each response that is added to the pair's loss for the chosen response; None: nothing is added."""
         return None
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -102,7 +102,7 @@ def log_ratios(inputs: LossInputs) -> Tensor:
 class DPO(PairLoss):
     """Direct preference optimization: -log sigma(beta (h(y_w) - h(y_l))) (Rafailov et al. 2023, eq. 7).
 
-    If a fraction `label_smoothing` of the pairs is in the wrong order, the loss of a pair is
+    `label_smoothing` is the expected fraction of pairs whose order is wrong. With it, the loss of a pair is
     -(1 - label_smoothing) log sigma(m) - label_smoothing log sigma(-m) with m = beta (h(y_w) - h(y_l)) (conservative DPO,
     Mitchell 2023). `nll_coef` adds the negative log-likelihood of y_w per token (as in Pang et al. 2024). Raises ValueError for a
     `beta` of 0 or less, or a `label_smoothing` outside [0, 0.5).
@@ -246,7 +246,10 @@ class KTO(PolicyLoss):
         check_positive(self, "beta")
 
     def with_reference_point(self, mean_log_ratio: float) -> KTO:
-        """Return the loss for a mini-batch whose mean h over prompts with responses to other prompts has this value."""
+        """Return this loss with z = max(0, `mean_log_ratio`).
+
+        `mean_log_ratio`: mean of h over the prompts of the mini-batch, each with the response to another prompt.
+        """
         return replace(self, reference_point=max(0.0, mean_log_ratio))
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -269,9 +272,10 @@ class ScoreLoss:
     def __call__(
         self, scores: Tensor, responses: Responses, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss, and metrics, of the token that carries the score of each response: [tokens on this rank].
+        """Return the loss and the metrics of each token: [tokens on this rank].
 
-        `scores` [tokens on this rank] has the score of each response at its only token. `columns` has margins or labels.
+        Each response has one token in the loss, and `scores` [tokens on this rank] has the score of the response at this token.
+        `columns` has margins or labels.
         """
         raise NotImplementedError
 

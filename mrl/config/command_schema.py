@@ -112,8 +112,8 @@ class EvaluateConfig:
     columns: dict[str, Any] = key(
         dict,
         "Column names in the files of another tool, such as {response: completion}. The keys are prompt, response, "
-        "ground_truth, data_source, extra_info and num_tokens. The columns of verl, lm-evaluation-harness and lighteval are "
-        "known.",
+        "ground_truth, data_source, extra_info, ability, style and num_tokens. The columns of verl, lm-evaluation-harness and "
+        "lighteval are known.",
     )
     harness: str | None = key(
         None,

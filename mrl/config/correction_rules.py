@@ -24,7 +24,7 @@ def correction_node(nodes: list[Overrides]) -> Overrides:
 
 
 def verl_correction(value: Any, values: Values) -> Overrides | Note:
-    """Translate all keys algorithm.rollout_correction.*. The result is the same for each of these keys."""
+    """Translate all keys algorithm.rollout_correction.* together. Each of these keys has this rule and gives the same result."""
     read = lambda name, default=None: values.get(VERL_CORRECTION + name, default)  # noqa: E731
     bypass, policy_gradient = is_on(read("bypass_mode")), str(read("loss_type")) == "reinforce"
     nodes, overrides = list[dict[str, Any]](), dict[str, Any]()
@@ -76,7 +76,7 @@ def _verl_weights(level: str, threshold: str) -> Overrides:
 def trl_correction(value: Any, values: Values) -> Overrides | Note:
     """Translate the keys vllm_importance_sampling_* and off_policy_mask_threshold together.
 
-    The result is the same for each of these keys and for use_vllm. With vLLM, trl corrects by default.
+    Each of these keys, and use_vllm, has this rule and gives the same result. With vLLM, trl corrects by default.
     """
     prefix, nodes = "vllm_importance_sampling_", list[dict[str, Any]]()
     if is_on(values.get(f"{prefix}correction", values.get("use_vllm", False))):

@@ -266,7 +266,8 @@ class RoleConfig:
     """A frozen model beside the actor: an entry of the key `roles`.
 
     With `num_engines` 0, Megatron computes log-probabilities of the sampled tokens under the model. Otherwise SGLang serves the
-    model to rewards. The role `teacher`, and each role with `teaches`, is a teacher, from which distillation learns.
+    model to rewards or to distillation. The role `teacher`, and each role with `teaches`, is a teacher, from which distillation
+    learns.
     """
 
     path: str | None = key(

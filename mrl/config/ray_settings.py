@@ -24,7 +24,7 @@ RESERVED: dict[str, str] = {
     "address": "use cluster.address",
     "num_cpus": "mrl gives Ray one CPU for each process of the run; remove it",
     "num_gpus": "Ray uses the GPUs that CUDA_VISIBLE_DEVICES names, and a Slurm job those of cluster.gpus_per_node; remove it",
-    "local_mode": "the processes of a run are always processes of their own; remove it",
+    "local_mode": "mrl never runs trainer ranks and workers inside the driver's process; remove it",
     "ignore_reinit_error": "a run calls ray.init only once; remove it",
     "include_dashboard": _DASHBOARD,
     "dashboard_host": _DASHBOARD,
@@ -59,7 +59,10 @@ def _function(file: str, name: str) -> ast.FunctionDef:
 
 @cache
 def init_parameters() -> dict[str, str]:
-    """Return argument of ray.init, without a leading underscore -> its type annotation. Ray reads some from **kwargs."""
+    """Return name of an argument of ray.init, without a leading underscore -> its type annotation.
+
+    Ray reads some arguments from **kwargs.
+    """
     init = _function("_private/worker.py", "init")
     found = {
         arg.arg: ast.unparse(arg.annotation or ast.Constant("")) for arg in (*init.args.args, *init.args.kwonlyargs)

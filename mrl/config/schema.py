@@ -295,8 +295,8 @@ class AlgorithmConfig:
     mask_truncated: bool = key(False, "Whether to exclude truncated responses from the loss.")
     resampling: Node | None = key(
         dict,
-        "Random choice of the trained responses by their rewards, with repetition (policy filtration). Default: none, so each "
-        "response is trained once.",
+        "Random draw, with replacement, of the training responses by their rewards (policy filtration). Default: none, so a step "
+        "trains on each response once.",
     )
     old_logprobs: OldLogprobs = key(
         OldLogprobs.recompute,
@@ -389,8 +389,8 @@ class TrainerConfig:
     )
     epochs: float | None = key(
         None,
-        "Number of passes over the training prompts. The run ends after the first step by which the steps have used this many "
-        "times the number of rows of data.train. Default: trainer.max_steps alone ends the run.",
+        "Number of passes over the training prompts. The run ends after the step in which the number of used prompts reaches "
+        "this many times the number of rows of data.train. Default: trainer.max_steps alone ends the run.",
         "passes",
         above=0,
     )

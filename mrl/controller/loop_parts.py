@@ -132,9 +132,9 @@ class StepMetrics:
 
     @classmethod
     def of(cls, recorded: Metrics, times: Metrics) -> Self:
-        """Return the StepMetrics of the metrics that the operations recorded, and of the times of the phases.
+        """Combine the metrics that the operations of a step recorded with the times of its phases.
 
-        The seconds that models worked at the same time are the metric `spent/overlap_s`.
+        The metric `spent/overlap_s` is the time that the step saved because models worked at the same time.
         """
         values = recorded | times
         updates = sum(values.get(f"spent/{name}_s", 0.0) for name in ("megatron", "critic"))
@@ -157,7 +157,7 @@ class StepMetrics:
 
 @dataclass
 class StepRecord:
-    """What the operations of the running step have done so far."""
+    """Results of the operations that the running step has called so far."""
 
     step: int = 0  # index of the step, from 0
     metrics: Metrics = field(default_factory=dict)
@@ -175,7 +175,7 @@ class StepRecord:
         self.step, self.metrics = step, dict(metrics)
 
     def reset(self) -> None:
-        """Forget what the step has done."""
+        """Remove all results of the step."""
         self.__init__(self.step)
 
     @property

@@ -1,4 +1,4 @@
-"""Two training steps that differ from `Trainer.train_step`. `trainer._target_` names one of them, or a function like them."""
+"""Two training steps that `trainer._target_` may name in place of `Trainer.train_step`: best_of_n and by_source."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,10 +26,7 @@ def best_of_n(trainer: Trainer, keep: int = 1, min_reward: float = float("-inf")
 
 
 def ranks_in_groups(rewards: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [B]: how many responses of the same group come before each response, in descending order of the reward.
-
-    Equal rewards stay in the order of the batch.
-    """
+    """Return the rank [B] of each response in its group: 0 for the largest reward. Equal rewards keep the order of the batch."""
     order = np.lexsort((np.arange(len(rewards)), -rewards, groups))
     sizes = GroupStatistics(groups[order]).sizes
     starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
@@ -52,7 +49,7 @@ class SourceAlgorithm:
 
 
 def by_source(trainer: Trainer, algorithms: Mapping[str, SourceAlgorithm]) -> None:
-    """Train the responses of each data source with an algorithm of its own. Each data source has its own optimizer steps.
+    """Train on the responses of each data source with an algorithm of its own. Each data source has its own optimizer steps.
 
     `algorithms`: name of a data source -> its algorithm. Raises ValueError for a row whose data source is not named.
     """

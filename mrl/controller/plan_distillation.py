@@ -23,7 +23,7 @@ from mrl.core.types import Rollouts
 def check_distillation(config: Config, algorithm: AlgorithmParts, models: Mapping[str, ModelPlan]) -> None:
     """Check the teachers of a Distillation loss: their vocabularies, and what a served teacher can compute.
 
-    `models`: the models that Megatron computes, by role, with the actor.
+    `models`: the models that Megatron runs, by role, including the actor.
     """
     distillation = algorithm.objective.distillation
     if distillation is None:
@@ -59,7 +59,7 @@ def _check_served(config: Config, distillation: Distillation, name: str, role: R
     if not distillation.top_k:
         raise ValueError(
             f"{key}: SGLang returns the most probable tokens, not the whole distribution; set algorithm.loss.top_k, such as 64, "
-            f"or leave roles.{name}.num_engines out, so that trainer ranks compute the teacher."
+            f"or remove roles.{name}.num_engines, so that trainer ranks run the teacher."
         )
     temperature = distillation.temperature or config.rollout.temperature
     if temperature != 1:
@@ -76,7 +76,7 @@ def _check_served(config: Config, distillation: Distillation, name: str, role: R
 
 
 def _tokens(folder: str) -> object:
-    """Return the tokens of the tokenizer in a folder, without tokens that were added later. None if they are unknown."""
+    """Return the vocabulary of the tokenizer in a folder, without added tokens. None: the folder does not have it."""
     path = Path(folder) / "tokenizer.json"
     return json.loads(path.read_text()).get("model", {}).get("vocab") if path.is_file() else None
 
@@ -104,9 +104,10 @@ def check_taught_sources(config: Config, algorithm: AlgorithmParts, sources: Ite
 def taught_responses(
     config: Config, name: str, data_source: Callable[[int], str]
 ) -> Callable[[Rollouts], NDArray[np.bool_]]:
-    """Return a function that returns [B]: whether the role `name` computes a response. Roles that are no teacher compute all.
+    """Return a function of Rollouts that returns a mask [B]: the responses for which the role `name` computes outputs.
 
-    `data_source` returns the data source of a row of the training prompts, and "offline" for a row of data.offline.path.
+    A teacher computes outputs for the responses that it teaches. Any other role computes outputs for all responses. `data_source`
+    returns the data source of a row of the training prompts, and "offline" for a row of data.offline.path.
     """
     teachers = teachers_of(config)
     own = set(teachers[name].teaches) if name in teachers else set()
@@ -120,7 +121,7 @@ def taught_responses(
 
 
 def output_layer_folders(config: Config, algorithm: AlgorithmParts, models: Mapping[str, ModelPlan]) -> dict[str, str]:
-    """Return teacher -> folder of its model, for distillation over the whole vocabulary. `models`: those beside the actor."""
+    """Return teacher -> folder of its model, for distillation over the whole vocabulary. `models`: models beside the actor."""
     distillation = algorithm.objective.distillation
     if distillation is None or distillation.top_k:
         return {}

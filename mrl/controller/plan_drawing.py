@@ -1,4 +1,4 @@
-"""What steps draw: how responses are sampled, the sampler of prompts, group sizes, rows of a file, and passes over the data."""
+"""Plan of the data of each step: sampling parameters, the sampler of prompts, group sizes, offline rows and epochs."""
 
 import json
 import math
@@ -21,11 +21,11 @@ from mrl.rollout.held_out import HeldOutEvaluation
 from mrl.tracking.console import show_warning
 
 TRUNCATING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-"""Key of the section rollout that leaves unlikely tokens out -> the value with which it leaves out none."""
+"""Key of the section rollout that restricts sampling to likely tokens -> value with which the key has no effect."""
 
 
 def plan_sampling(config: Config) -> SamplingParams:
-    """Return how the responses that steps train are sampled. Raises ValueError for an invalid value."""
+    """Return the sampling parameters of the training responses. Raises ValueError for an invalid value."""
     rollout = config.rollout
     node = {name: getattr(rollout, name) for name in SAMPLING_KEYS if name != "n"}
     return SamplingParams.of(node, "rollout", SamplingParams(rollout.max_response_tokens))
@@ -34,7 +34,7 @@ def plan_sampling(config: Config) -> SamplingParams:
 def check_sampling(
     config: Config, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation], vocab_size: int
 ) -> None:
-    """Raise ValueError if the engines cannot sample as the config says. `evaluations`: how held-out sets are sampled."""
+    """Raise ValueError if the engines cannot sample as the config says. `evaluations`: how held-out sets are evaluated."""
     sections = {f"data.test_sets.{next(iter(each.sets))}": each.sampling for each in evaluations} | {
         "rollout": sampling
     }
@@ -66,7 +66,7 @@ def tokenizer_args(
 
 
 def warn_of_sampling(config: Config, objective: Objective) -> None:
-    """Show what differs between the distribution that the engines sample from and the distribution that is trained.
+    """Warn if the engines sample from another distribution than the one whose log-probabilities training uses.
 
     SGLang returns log-probabilities at the sampling temperature, after the repetition penalty, and before top_p, top_k and min_p.
     So a correction by importance sampling compensates for the penalty, but not for tokens that are left out.
@@ -95,9 +95,9 @@ def prompt_stream(config: Config, train: PromptDataset, rules: DrawingRules) -> 
 
 
 def plan_drawing(config: Config, train: PromptDataset) -> DrawingRules:
-    """Build the sampler and the group sizes of the config, and let both decide about the first step.
+    """Build the sampler and the function of group sizes that the config names, and call both once, as for the first step.
 
-    Raises ValueError if one of them cannot be built, fails, or returns something that cannot be used.
+    Raises ValueError if one of them cannot be built, fails, or returns an invalid result.
     """
     sampler, sizes = config.data.sampler, config.rollout.group_sizes
     if sampler and not config.data.shuffle:

@@ -25,7 +25,7 @@ from mrl.tracking.console import show_warning
 logger = logging.getLogger(__name__)
 
 LIMITS = ("stop", "stop_token_ids", "max_response_tokens")
-"""Keys of a held-out set that say where a response ends. A set that has no other key of SAMPLING_KEYS is sampled by default."""
+"""Keys of a held-out set that say where a response ends. They do not replace the default evaluation: one sampled, one greedy."""
 
 
 def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
@@ -140,7 +140,7 @@ def _held_out_source(
 
 
 def find_unscored(reward: Reward) -> Callable[[PromptExample], str]:
-    """Return a function that says why no part of the reward scores responses to a row, or "" if one does."""
+    """Return a function that returns why the reward cannot score responses to a row, or "" if it can."""
     reasons: dict[tuple[str, str, str], str] = {}  # (data source, ability, style) -> reason
 
     def find_fault(example: PromptExample) -> str:

@@ -20,7 +20,7 @@ ROW_FORMS = ("responses", "pairs", "labels")
 
 @dataclass(frozen=True)
 class SupervisedObjective:
-    """What a supervised stage trains: the loss of the key sft.objective, with what the loss declares."""
+    """Objective of a supervised stage: the loss that sft.objective names, the form of its rows, and its output head."""
 
     loss: Any  # mrl.algorithms.losses.Loss, or ScoreLoss for a reward model
     form: RowForm  # form of the rows
@@ -28,7 +28,7 @@ class SupervisedObjective:
 
     @classmethod
     def of(cls, config: Config) -> "SupervisedObjective":
-        """Build the objective that `sft.objective` names. Raises ValueError if it is no loss, or reads unknown columns."""
+        """Build the objective that `sft.objective` names. Raises ValueError if it is not a loss, or reads unknown columns."""
         key = "sft.objective"
         loss = instantiate_callable(config.sft.objective, key)
         rows, head = getattr(loss, "rows", "responses"), getattr(loss, "head", "vocabulary")
@@ -36,7 +36,7 @@ class SupervisedObjective:
             raise ValueError(f"{key}: {type(loss).__name__}.rows={rows!r}; expected one of {', '.join(ROW_FORMS)}.")
         if head == "vocabulary" and not all(hasattr(loss, name) for name in ("uses_entropy", "zero_without_advantage")):
             raise ValueError(
-                f"{key}: {type(loss).__name__} is no loss; derive it from mrl.algorithms.losses.PolicyLoss or from a class in "
+                f"{key}: {type(loss).__name__} is not a loss; derive it from mrl.algorithms.losses.PolicyLoss or from a class in "
                 "mrl.algorithms.preference."
             )
         if missing := needs_of(loss) - {"ref_logprobs"}:
@@ -54,7 +54,7 @@ class SupervisedObjective:
 
     @property
     def weighting(self) -> TokenWeighting:
-        """What computes the token weights in the loss. All pairs, or all labelled responses, have the same weight."""
+        """Rule that computes the token weights in the loss. All pairs, or all labelled responses, have the same weight."""
         return TokenWeighting(token_mean if self.form.rows == "responses" else sequence_mean)
 
 

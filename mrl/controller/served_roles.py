@@ -1,4 +1,4 @@
-"""Models of the key `roles` that SGLang serves: their servers, their memory for the MemoryScheduler, and teachers among them."""
+"""Models of the key `roles` that SGLang serves to rewards or to distillation: their servers, and handles on the driver."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from mrl.workers.group import ComputedColumns, PendingCall
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that the rollout worker serves to rewards, as a model of the MemoryScheduler."""
+    """Handle with which the MemoryScheduler offloads and loads a served model. The rollout worker has its servers."""
 
     worker: Callable[[], RolloutWorkerHandle]  # returns the handle; the worker starts after this object is made
     name: str  # key in the section `roles`
@@ -38,7 +38,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """A teacher that SGLang serves. It computes its most probable tokens at the sampled tokens."""
+    """A teacher that SGLang serves. It computes its `top_k` most probable tokens at each sampled token."""
 
     worker: RolloutWorkerHandle
     name: str  # key in the section `roles`
@@ -47,7 +47,7 @@ class ServedTeacher:
     load: Callable[[str], None]  # loads a role to its devices
 
     def begin_teacher_outputs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
-        """Begin to compute what distillation reads of this model."""
+        """Begin to compute the outputs that distillation reads."""
         rows = np.flatnonzero(self.rows(rollouts))
         if not len(rows):
             return PendingCall(lambda: ComputedColumns({}, 0.0))
@@ -63,12 +63,12 @@ def on_slots(group: ServerGroup, placement: RolePlacement) -> ServerGroup:
 
 
 def served_roles(config: Config) -> dict[str, RoleConfig]:
-    """Return the models that SGLang serves to rewards, by name."""
+    """Return the models that SGLang serves to rewards or to distillation, by name."""
     return {name: role for name, role in roles_of(config).items() if role.is_served}
 
 
 def served_groups(config: Config, run_dir: str, colocated_roles: frozenset[frozenset[str]]) -> tuple[ServerGroup, ...]:
-    """Return the servers of the models that SGLang serves to rewards, without their slots."""
+    """Return the servers of all served models, without their slots."""
     shared = {name for roles in colocated_roles for name in roles}
     groups = []
     for name, role in served_roles(config).items():

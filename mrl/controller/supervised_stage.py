@@ -83,7 +83,7 @@ def store_warm_start(actor: WorkerGroup, config: Config, output: str) -> None:
 
 
 HELD_OUT_METRICS = {"loss": "loss/sft_held_out", "preference/accuracy": "preference/held_out_accuracy"}
-"""Sum in the report of an evaluation -> metric."""
+"""Name of a sum in the report of an evaluation -> metric."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class SupervisedStage:
         return replace(rows, block=block)
 
     def _in_batches(self, rows: SupervisedRows, sequences: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Divide sequences into batches of the size of an optimizer step, so that every call keeps the deadline of a call."""
+        """Divide sequences into batches of the size of an optimizer step, so that no call exceeds its deadline."""
         size = self.batch_size * rows.sequences_per_row
         return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
@@ -176,6 +176,6 @@ class SupervisedStage:
 
 
 def _loss_metrics(report: UpdateReport) -> Metrics:
-    """Return the metrics of the loss: averages over the tokens' loss weights."""
+    """Return the metrics of the loss: averages over tokens, weighted by the token weights of the loss."""
     weight = report.sums.get("weight", 0.0)
     return {name: value / weight for name, value in report.sums.items() if weight and name not in ACTOR_SUMS}

@@ -360,7 +360,7 @@ METRICS: dict[str, Metric] = {
     ),
     "distill/divergence": Metric(
         "nats",
-        "divergence between teacher and policy per sampled token (algorithm.loss.divergence), averaged in the way of the loss",
+        "divergence between teacher and policy per sampled token (algorithm.loss.divergence), averaged as the loss is",
         label="divergence",
         good="falls over the run",
     ),

@@ -294,8 +294,9 @@ TeacherOutputs = Mapping[str, NDArray]
 """What distillation reads of a teacher: several numbers for each of n sampled tokens, by name.
 
     hidden        [n, H] final hidden states of the teacher. NumPy has no bfloat16, so bfloat16 is stored as int16 with equal bits
-    top_logprobs  [n, k] log-probabilities of the teacher's k most probable tokens, in descending order
-    top_ids       [n, k] int32 ids of these tokens
+    top_logprobs  [n, k + 1] log-probabilities of the teacher's k most probable tokens, in descending order, and of all other
+                  tokens together
+    top_ids       [n, k] int32 ids of the k tokens
 """
 
 

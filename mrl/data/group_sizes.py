@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from mrl.data.samplers import PromptTable
 
-MOST = 8  # largest group of a function without the attribute `most`, as a multiple of rollout.responses_per_prompt
+MOST = 8  # default of the attribute `most` of a function, as a multiple of rollout.responses_per_prompt
 
 
 @dataclass(frozen=True, eq=False)
 class GroupSizeInputs:
-    """What a function knows when it decides the sizes of n groups."""
+    """Inputs of a function that decides the sizes of n groups."""
 
     rows: NDArray[np.int64]  # [n] rows of the prompts
     size: int  # rollout.responses_per_prompt: the mean of the sizes
@@ -56,7 +56,7 @@ class ByDifficulty:
 
     p is the pass rate of a prompt: its mean reward, with `worst` as 0 and `best` as 1. A prompt without rewards counts as
     p = 1/2. Each prompt gets `least` responses. The rest is shared in proportion to p (1 - p), but no prompt gets more than
-    `most`. With rewards of 0 or 1, p (1 - p) is the variance of the rewards of the prompt, without which a group teaches nothing.
+    `most`. With rewards of 0 or 1, p (1 - p) is the variance of the prompt's rewards. A group without variance gives no gradient.
     """
 
     least: int = 2
@@ -87,10 +87,11 @@ class ByDifficulty:
 
 
 def share_out(total: int, weights: NDArray[np.float64], least: int, most: int) -> NDArray[np.int64]:
-    """Return whole numbers [n] between `least` and `most`, nearly least + a share in proportion to `weights`; sum: `total`.
+    """Divide `total` into n whole numbers [n] between `least` and `most`.
 
-    What a number above `most` cannot take is shared among the others. Without any weight, all share equally. Among equal
-    remainders, the first numbers are rounded up.
+    Each number is `least` plus a share of the rest in proportion to `weights`, rounded. If a number would exceed `most`, the
+    excess is divided among the other numbers. If all weights are 0, the shares are equal. Among equal remainders, the first
+    numbers are rounded up.
     """
     sizes = np.full(len(weights), least, np.int64)
     while (missing := total - int(sizes.sum())) > 0:

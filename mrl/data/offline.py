@@ -1,4 +1,4 @@
-"""Offline rows: responses with rewards from a file, which steps train beside the responses that the engines sample."""
+"""Offline rows: responses from a file, on which steps train in addition to the responses that the engines sample."""
 
 import hashlib
 import math
@@ -14,7 +14,7 @@ from mrl.data.columns import read_messages, with_system_message
 from mrl.data.row_files import Row, RowError, column_value, read_all
 from mrl.data.tokenizer import ChatTemplate, Messages, encode_messages, encode_texts, load_tokenizer
 
-_ORDER_STREAM = 1 << 30  # last part of the seeds of the orders of rows; it differs from those of mrl.data.samplers
+_ORDER_STREAM = 1 << 30  # last number of the seeds that shuffle the groups; mrl.data.samplers uses other numbers
 
 
 class OfflineRow(NamedTuple):
@@ -42,8 +42,8 @@ class TokenLimits:
 class OfflineRows:
     """All rows of the file, in groups: the rows with the same prompt are one group.
 
-    Each step trains whole groups, in a random order that each pass over the file has of its own. The groups of a step depend only
-    on the seed and on the number of the step.
+    Each step trains on whole groups. Their order is random, and each pass over the file has a new order. The groups of a step
+    depend only on the seed and on the number of the step.
     """
 
     groups: list[list[OfflineRow]]
@@ -110,7 +110,7 @@ class OfflineRows:
         return hashlib.blake2b(repr(self.groups).encode(), digest_size=16).hexdigest()
 
     def of_step(self, step: int) -> list[list[OfflineRow]]:
-        """Return the groups that the step with this index trains, from 0: as many as fit into `rows_per_step` rows."""
+        """Return the groups of the step with this index, from 0: as many as fit into `rows_per_step` rows."""
         if step >= len(self._steps):
             self._steps[:] = self._plan(2 * step + 16)
         return [self.groups[index] for index in self._steps[step]]

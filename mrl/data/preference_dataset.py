@@ -4,9 +4,9 @@ Pairs have the columns `prompt`, `chosen` and `rejected`, and optionally `margin
 `chosen` and `rejected` is the prompt. Labelled rows have the columns `prompt`, `completion` and `label`. Both forms are those
 of TRL. Prompts and responses are texts or messages, as in a supervised row (mrl.data.supervised_dataset).
 
-A reward model reads the whole conversation, as the chat template renders it, and its score is read at the last token. In the
-data set, one more token follows each conversation: the end mark. It is the only token in the loss. A critic computes the value
-of a token from the token before it, so the value of the end mark is read at the last token of the conversation.
+A reward model reads the whole conversation, as the chat template renders it, and its score is read at the last token. The data
+set appends an end-of-sequence token, the end mark, to each conversation. The end mark is the only token in the loss. A critic
+computes the value of a token from the token before it, so the value of the end mark comes from the conversation's last token.
 """
 
 import math
@@ -50,7 +50,7 @@ def load_preferences(
         chat: replaces the chat template of the tokenizer.
         labelled: whether the rows have labels. Otherwise they are pairs.
         for_scores: whether a reward model reads the sequences.
-        mismatched: whether the data set also has each prompt with the response to another prompt, see `KTO`.
+        mismatched: whether the data set also has each prompt with the response to another prompt, for the loss `KTO`.
 
     Raises:
         ValueError: a row is invalid or exceeds `max_tokens`; the message names the file, the row and the reason. Or all rows have
@@ -89,7 +89,7 @@ def _read_pair(number: int, row: Row) -> PreferenceRow:
 
 
 def _has_prompt(response: Any) -> bool:
-    """Return whether the messages of a response begin with those of the prompt, as in some data sets that have both."""
+    """Return whether the messages of a response begin with those of the prompt, as in some data sets with a column `prompt`."""
     first = response[0] if isinstance(response, list) and response else None
     return isinstance(first, dict) and first.get("role") in ("system", "developer", "user")
 
@@ -161,7 +161,7 @@ def _render_conversation(tokenizer: Any, prompt: Messages, response: ResponseMes
 
 
 def _other_prompts(path: str | Path, prompts: list[Messages]) -> list[int]:
-    """Return, for each row, the index of the next row that has another prompt. After the last row follows the first one."""
+    """Return, for each row, the index of the next row with another prompt. The first row follows the last row."""
     first_other = next((n for n, prompt in enumerate(prompts) if prompt != prompts[0]), None)
     if first_other is None:
         raise ValueError(
@@ -179,7 +179,7 @@ def _other_prompts(path: str | Path, prompts: list[Messages]) -> list[int]:
 
 @dataclass(frozen=True)
 class RowForm:
-    """Form of the rows that a supervised objective trains."""
+    """Form of the rows on which a supervised objective trains."""
 
     rows: str = "responses"  # responses, pairs or labels: the columns of a row
     for_scores: bool = False  # whether a reward model reads the sequences

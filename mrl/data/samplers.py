@@ -1,4 +1,4 @@
-"""Samplers: they choose the training prompts that a run draws next. `data.sampler` names one of them, or your own.
+"""Samplers, which choose the training prompts that a run draws next. `data.sampler` names one of them, or your own.
 
 A sampler is a function of SamplerInputs and has no state of its own. What it needs to remember is in `SamplerInputs`, which a
 checkpoint contains, so a resumed run draws the same prompts as a run that was never interrupted.
@@ -17,7 +17,7 @@ from mrl.data.columns import PromptExample
 Rows = NDArray[np.int64]  # indices of rows of the data set
 
 _RANDOM_STREAM = 1 << 31
-"""Last part of the seeds of samplers. It differs from every index of a source, which is the last part of the seeds of orders."""
+"""Last number of the seeds of samplers. The seeds that shuffle the rows of a source end with its index, which is smaller."""
 
 WINDOW = 4  # number of groups over which the rewards of a prompt are averaged
 
@@ -137,7 +137,7 @@ class PromptHistory:
             self._num_rewards += 1
 
     def latest_rewards(self, rows: range, count: int) -> NDArray[np.float64]:
-        """Return `mean_reward` of the `count` rows in this range whose groups are the latest, the latest first."""
+        """Return `mean_reward` of the `count` rows of this range with the most recent rewards, the most recent row first."""
         latest = self.latest[rows.start : rows.stop]
         order = np.argsort(-latest, kind="stable")[:count]
         return self.mean_reward[rows.start : rows.stop][order[latest[order] >= 0]]
@@ -161,7 +161,7 @@ class PromptHistory:
 
 @dataclass(frozen=True, eq=False)
 class SamplerInputs:
-    """What a sampler knows when it chooses the next `count` rows."""
+    """Inputs of a sampler, which chooses the next `count` rows."""
 
     prompts: PromptTable
     count: int  # number of rows to choose

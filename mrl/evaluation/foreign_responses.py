@@ -40,8 +40,8 @@ class Layout:
     tool: str
     marks: frozenset[str]  # a file has this layout if it has these columns
     columns: ResponseColumns
-    prepare: Callable[[Row], Row] = dict  # returns the row with columns that `columns` names
-    # Several rows of the file have the same responses and differ in this column. Only those that equal the first row count.
+    prepare: Callable[[Row], Row] = dict  # adds the columns to a row that `columns` names and the file does not have
+    # Column in which rows with the same responses differ. Only rows with the first row's value are read. None: all rows are read
     repeated_by: str | None = None
 
 
@@ -100,8 +100,8 @@ def read_foreign_responses(path: Path, columns: Mapping[str, Any]) -> tuple[Json
     """Return the settings and the rows of responses, as `read_responses` does. `columns`: the config key evaluate.columns.
 
     `path` is a file, or a folder with files. A row has all responses to its prompt in a list, or one response as a text. In the
-    latter case, the rows with equal prompt, ground truth and data source belong together. The number of tokens and the reason
-    of the end of a response are null if the file does not have them.
+    latter case, the rows with equal prompt, ground truth and data source belong together. The number of tokens and the finish
+    reason of a response are null if the file does not have them.
 
     Raises ValueError with file, row and column if a row cannot be used.
     """
@@ -219,12 +219,12 @@ def _texts(value: Any, name: str) -> list[str]:
 
 
 def _count(value: Any, name: str) -> int:
-    """Return a number of tokens. Raises RowError if `value` is none."""
+    """Return a number of tokens. Raises RowError if `value` is not a whole number of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise RowError(name, f"expected a number of tokens, got {value!r:.80}.")
     return value
 
 
 def _source_name(file: Path) -> str:
-    """Return the data source of a file without a column data_source: its name, without the additions of the harnesses."""
+    """Return the data source of a file without a column data_source: its name, without the prefix and the time of harnesses."""
     return re.sub(r"^(samples|details)_|_\d{4}-\d\d-\d\dT[\d:.-]+$", "", file.stem)

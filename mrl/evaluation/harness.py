@@ -1,7 +1,7 @@
 """Runs the tasks of lm-evaluation-harness with mrl's engines (`evaluate.harness`).
 
-The harness is a program of the user, in an environment of its own. mrl starts engines and an endpoint with OpenAI's API, runs
-the harness as a child process, and reads the file of its results.
+The user installs the harness in an environment of its own. mrl starts engines and an endpoint with OpenAI's API, runs the
+harness as a child process, and reads the file of its results.
 """
 
 import asyncio
@@ -162,7 +162,7 @@ def run_harness(
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run the harness with the engine key as API key. Returns its exit status. It ends with this process."""
+    """Run the harness with the engine key as API key, and return its exit status. An exception also ends the harness."""
     process = subprocess.Popen(command, env=os.environ | {"OPENAI_API_KEY": engine_key()})
     try:
         return process.wait()
@@ -176,7 +176,7 @@ def _run(command: Sequence[str]) -> int:
 
 
 def read_results(content: Mapping[str, Any], confidence: float) -> list[HarnessResult]:
-    """Return the metrics in a results file of lm_eval. Intervals are normal, with the standard errors in the file."""
+    """Return the metrics in a results file of lm_eval. The intervals are normal intervals with the file's standard errors."""
     from scipy.stats import norm  # the import takes a second
 
     z, samples = float(norm.ppf((1 + confidence) / 2)), content.get("n-samples", {})

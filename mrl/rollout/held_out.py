@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: which prompts are sampled how, and the metrics of their scored responses."""
+"""Evaluation on held-out prompts: how each held-out set is sampled, and the metrics of the scored responses."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ class HeldOutEvaluation:
     # Name of a held-out set -> number of its first rows that are evaluated; None: all rows. The name of data.test is ""
     sets: Mapping[str, int | None]
     sampling: SamplingParams
-    # "sampled" and "greedy" end the names of the metrics. "": the set says how it is sampled, and the names have no ending
+    # Suffix of the metric names: "sampled" or "greedy"; "" (no suffix) for a set with a sampling of its own
     kind: str = ""
     reward: Reward | None = None  # None: the reward of the run
     has_total: bool = False  # whether there are metrics of all sets together
@@ -125,9 +125,9 @@ class HeldOutResponses:
 def correct_responses(scores: Sequence[Score]) -> list[bool] | None:
     """Return whether each response is correct; None if the reward does not say so.
 
-    A response is correct if the first part of its score whose name is in CORRECTNESS_PARTS is 1. If the score has no such part,
-    the score itself must be 1, and the reward says which responses are correct only if all these scores are 0 or 1. A
-    response that could not be scored is not correct.
+    A response is correct if the first part of its score whose name is in CORRECTNESS_PARTS is 1. If the score has no such part, a
+    response is correct if the score itself is 1; if one of these scores is neither 0 nor 1, the result is None. A response that
+    could not be scored is not correct.
     """
     correct = []
     for score in scores:

@@ -1,4 +1,4 @@
-"""The rows of data.offline.path as groups of a step, beside the groups that the engines sample."""
+"""The rows of data.offline.path as groups of a step, in addition to the groups that the engines sample."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from mrl.rollout.trajectory import Group, Sample, Trajectory
 
 
 def offline_groups(rows: OfflineRows | None, step: int) -> list[Group]:
-    """Return the groups of the file that the step with this index trains, from 0. The row of a sample is -1 - row of the file."""
+    """Return the groups of the file for the step with this index, from 0. Sample.row is -1 minus the row number in the file."""
     found = rows.of_step(step) if rows else []
     return [Group([_sample(row, step) for row in group]) for group in found]
 
@@ -39,7 +39,7 @@ def with_offline_column(block: TokenBlock, num_offline: int) -> TokenBlock:
 
 
 def known_rollout_logprobs(block: TokenBlock, old_logprobs: Column | None) -> Column:
-    """Return the rollout log-probabilities [R]. The old policy counts as the sampler of rows of the file without them."""
+    """Return the rollout log-probabilities [R]; for rows of the file without log-probabilities, the old log-probabilities."""
     if OFFLINE not in block.columns or old_logprobs is None:
         return block.rollout_logprobs
     is_unknown = (block.columns[OFFLINE] > 0) & np.isnan(block.rollout_logprobs)

@@ -1,4 +1,4 @@
-"""Top-k log-probabilities of sampled tokens under a teacher that SGLang serves."""
+"""The k most probable tokens, with log-probabilities, of a teacher that SGLang serves, at each sampled token."""
 
 import time
 from collections.abc import Callable, Sequence

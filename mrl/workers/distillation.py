@@ -1,4 +1,4 @@
-"""What a trainer rank computes for distillation: the outputs of a teacher, and the divergence of the policy from its teachers."""
+"""Computations of a trainer rank for distillation: outputs of a teacher, and the divergence of the policy from its teachers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class DivergenceHead:
     def __call__(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> list[Tensor]:
         """Return DIVERGENCE_OUTPUTS [local R] for hidden states [local R, H] and this rank's rows [V/tp, H] of the output layer.
 
-        Without top_k, only the first one. A token that no teacher teaches gets 0.
+        Without top_k, returns only the first of these outputs. A token that no teacher teaches gets 0.
         """
         return (self._top_k if self.distillation.top_k else self._whole_vocabulary)(hidden, weight, micro)
 
@@ -71,7 +71,7 @@ class DivergenceHead:
 
 
 def _rows(hidden: Tensor, index: Tensor) -> Tensor:
-    """Return the rows `index` of hidden states. The indices of one teacher ascend, so that those of all rows need no copy."""
+    """Return the rows `index` of hidden states. `index` is ascending, so if it names all rows, they need no copy."""
     return hidden if len(index) == len(hidden) else hidden.index_select(0, index)
 
 
@@ -99,7 +99,7 @@ def teacher_head(
 
 
 def as_teacher_outputs(output: Tensor, top_k: int | None) -> dict[str, NDArray]:
-    """Return the whole result [width, R] of `teacher_head` as arrays on the host, see mrl.core.types.TeacherOutputs."""
+    """Convert the result [width, R] of `teacher_head`, for all R tokens, to TeacherOutputs on the host (mrl.core.types)."""
     values = output.T.contiguous().cpu()
     if top_k is None:
         return {"hidden": (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()}
