@@ -6,6 +6,7 @@ Every mistake that a user can make is found here. Each function raises ValueErro
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mrl.algorithms.distillation import TEACHER_OUTPUTS
@@ -133,6 +134,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     step = plan_step(config)
     algorithm = build_algorithm(config, step.needs)
     _warn_of_unused_roles(config, algorithm)
+    check_served_folders(config)
     reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     _check_advantage_weights(algorithm, reward)
@@ -314,6 +316,16 @@ def check_served_roles(
             raise ValueError(
                 f"placement.pools: {name} shares devices with {', '.join(sorted(shared))}, but responses are scored while the "
                 "trainers work; use rollout.mode=sync without rollout.over_sample_rate, or give it a pool of its own."
+            )
+
+
+def check_served_folders(config: Config) -> None:
+    """Raise ValueError if a model that SGLang should serve has no folder of Hugging Face."""
+    for name, role in roles_of(config).items():
+        if role.is_served and not Path(str(role.path), "config.json").is_file():
+            raise ValueError(
+                f"roles.{name}.path={role.path}: there is no config.json in this folder; expected a Hugging Face folder of the "
+                "model that SGLang serves."
             )
 
 

@@ -9,7 +9,7 @@ from mrl.config import hydra_entry
 from mrl.config.validate import roles_of
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemoryState
 from mrl.controller.plan_models import build_pools, parallel_layout
-from mrl.controller.plan_train import check_served_roles
+from mrl.controller.plan_train import check_served_folders, check_served_roles
 from mrl.rewards import remote_models
 from mrl.rewards.by_source import BySource
 from mrl.rewards.remote_models import Judge
@@ -113,6 +113,14 @@ def test_rewards_of_held_out_sets_and_of_data_sources_may_call_served_roles():
     check_served_roles(config(*SERVED), rewards, frozenset())
     with pytest.raises(ValueError, match=f"^{key}: calls roles.judge, which SGLang does not serve"):
         check_served_roles(config(), rewards, frozenset())
+
+
+def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
+    served = config(f"roles.judge.path={tmp_path}", "roles.judge.num_engines=1", "roles.mine.path=missing")
+    with pytest.raises(ValueError, match="roles.judge.path=.*: there is no config.json in this folder"):
+        check_served_folders(served)
+    (tmp_path / "config.json").write_text("{}")
+    check_served_folders(served)
 
 
 class Model:
