@@ -262,6 +262,7 @@ class RolloutWorker:
             ],
             prompt_rewards=prompt_rewards(taken),
             num_offline=num_offline,
+            all_filtered=self._all_filtered,
             num_drawn_requests=self._pipeline.buffer.num_drawn,
             sampling_metrics={
                 **sampled.metrics(lambda row: self._source_names.get(self.train.data_source(row))),
@@ -304,7 +305,8 @@ class RolloutWorker:
         is_sampled = np.arange(len(scored.lengths)) < sum(len(group.samples) for group in self._collected[0])
         rejected = result.rejected | (self._all_filtered & is_sampled)
         handle = ray.put({**computed, **result.columns})
-        return AdvantageResult(handle, result.zero_advantage, rejected, result.metrics, result.counts)
+        has_returns = "returns" in result.columns
+        return AdvantageResult(handle, result.zero_advantage, rejected, result.metrics, result.counts, has_returns)
 
     def compute_teacher_outputs(
         self, block: TokenBlock, rows: NDArray[np.int64], teacher: str, top_k: int

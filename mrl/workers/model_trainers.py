@@ -135,7 +135,7 @@ class ActorTrainer:
             loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces its policy loss.
         """
         objective = self.objective if loss is None else self.objective.with_loss(loss)
-        advantages = _selected(advantages, rows, len(rollouts.groups))
+        advantages = _selected(advantages, rows, rollouts)
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
         objective = objective.with_coefs(coefs)
         updates = self.updates
@@ -149,7 +149,7 @@ class ActorTrainer:
         zero = np.concatenate([update.zero_advantage for update in updates])
         return {
             **_actor_metrics([report for update in updates for report in update.reports]),
-            "batch/zero_advantage_fraction": float(zero.mean()),
+            "batch/zero_advantage_fraction": float(zero.mean()) if len(zero) else 0.0,
             "optim/lr": updates[-1].lr,
         }
 
@@ -163,10 +163,12 @@ class ActorTrainer:
         return trained
 
 
-def _selected(advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, size: int) -> AdvantageResult:
-    """Return the advantages of B = `size` responses, of which the responses outside `rows` [B] are rejected too."""
+def _selected(advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, rollouts: Rollouts) -> AdvantageResult:
+    """Return the advantages of the B responses, of which the responses outside `rows` [B] are rejected too."""
     if advantages is None:
-        advantages = AdvantageResult(None, np.zeros(size, bool), np.zeros(size, bool), {})
+        size = len(rollouts.groups)
+        rejected = (np.arange(size) < rollouts.num_sampled) & rollouts.all_filtered
+        advantages = AdvantageResult(None, np.zeros(size, bool), rejected, {})
     return advantages if rows is None else replace(advantages, rejected=advantages.rejected | ~rows)
 
 
@@ -186,7 +188,7 @@ class CriticTrainer:
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
     ) -> PendingCall[Metrics]:
         """Begin the optimizer steps on all `rows` [B] that are not rejected. The targets are the returns."""
-        batch = train_batch(rollouts, _selected(advantages, rows, len(rollouts.groups)))
+        batch = train_batch(rollouts, _selected(advantages, rows, rollouts))
         call = self.updates.begin(self.group, batch, step, loss=self.loss)
         return call.then(lambda result: _critic_metrics(result[0]) | {"critic/lr": result[1]})
 
