@@ -36,6 +36,7 @@ from mrl.rollout.offline_groups import (
     offline_groups,
     with_given_advantages,
     with_offline_column,
+    with_offline_part,
 )
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
@@ -242,7 +243,7 @@ class RolloutWorker:
         columns: dict[str, Any] = control_columns([*groups, *offline])
         scored, num_offline = to_scored_batch([*groups, *offline]), sum(len(group.samples) for group in offline)
         if num_offline:
-            scored = with_given_advantages(scored, num_offline, self.spec.offline)
+            scored = with_given_advantages(with_offline_part(scored, num_offline), num_offline, self.spec.offline)
             block = with_offline_column(block, num_offline)
         self._collected, self._columns = (groups, scored, block), {}
         numbers = taken.numbers or taken.filtered_numbers
