@@ -46,6 +46,7 @@ from mrl.data.offline import OfflineRows
 from mrl.data.prompts import DrawingRules, PromptDataset, PromptStream
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
+from mrl.planner.run_memory import DEFAULT_MEM_FRACTION
 from mrl.rewards.remote_models import called_roles
 from mrl.rewards.reward_types import CombinedReward, Reward
 from mrl.rewards.scorer import check_reward
@@ -190,6 +191,8 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(evaluations).items()}
     teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()
     check_served_roles(config, rewards, plan.colocated_roles, teachers)
+    if plan.server_args["device"] == "cuda":
+        check_memory_fractions(config, plan.colocated_roles)
     check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
@@ -316,6 +319,22 @@ def check_served_roles(
             raise ValueError(
                 f"placement.pools: {name} shares devices with {', '.join(sorted(shared))}, but responses are scored while the "
                 "trainers work; use rollout.mode=sync without rollout.over_sample_rate, or give it a pool of its own."
+            )
+
+
+def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[str]]) -> None:
+    """Raise ValueError if servers that are in the memory of the same GPUs together claim more than all of it."""
+    sglang = {f"roles.{name}.sglang": (name, role.sglang) for name, role in roles_of(config).items() if role.is_served}
+    for roles in colocated_roles:
+        fractions = {
+            f"{section}.mem_fraction_static": settings.get("mem_fraction_static") or DEFAULT_MEM_FRACTION
+            for section, (role, settings) in ({"sglang": (ENGINES, config.sglang)} | sglang).items()
+            if role in roles
+        }
+        if len(fractions) > 1 and sum(fractions.values()) >= 1:
+            raise ValueError(
+                f"{', '.join(f'{key}={value:g}' for key, value in fractions.items())}: these servers share GPUs "
+                "(placement.pools) and are in their memory at the same time; set fractions whose sum is below 1."
             )
 
 

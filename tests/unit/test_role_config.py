@@ -9,7 +9,7 @@ from mrl.config import hydra_entry
 from mrl.config.validate import roles_of
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemoryState
 from mrl.controller.plan_models import build_pools, parallel_layout
-from mrl.controller.plan_train import check_served_folders, check_served_roles
+from mrl.controller.plan_train import check_memory_fractions, check_served_folders, check_served_roles
 from mrl.rewards import remote_models
 from mrl.rewards.by_source import BySource
 from mrl.rewards.remote_models import Judge
@@ -121,6 +121,15 @@ def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
         check_served_folders(served)
     (tmp_path / "config.json").write_text("{}")
     check_served_folders(served)
+
+
+def test_servers_that_share_gpus_claim_less_than_their_whole_memory():
+    together = frozenset({frozenset({"judge", "engines", "actor"})})
+    with pytest.raises(ValueError, match="sglang.mem_fraction_static=0.8, roles.judge.sglang.mem_fraction_static=0.8: these"):
+        check_memory_fractions(config(*SERVED), together)
+    check_memory_fractions(config(*SERVED), frozenset({frozenset({"judge", "critic"})}))
+    fractions = ["sglang.mem_fraction_static=0.6", "roles.judge.sglang.mem_fraction_static=0.3"]
+    check_memory_fractions(config(*SERVED, *fractions), together)
 
 
 class Model:
