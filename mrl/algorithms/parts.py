@@ -108,6 +108,11 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
         needs |= {"old_logprobs"}
     if algorithm.old_logprobs == "rollout":
         needs -= {"old_logprobs"}
+        if getattr(advantage, "correction", None):
+            raise ValueError(
+                "algorithm.old_logprobs=rollout makes the engine's policy the old policy, so algorithm.advantage.correction has "
+                "nothing to correct; remove it, or set algorithm.old_logprobs=recompute."
+            )
     if reward_penalty and not getattr(advantage, "uses_token_rewards", True):
         raise ValueError(
             f"algorithm.kl_in_reward: {plug_in_name(advantage)} does not use token rewards; use algorithm.kl_in_loss."
