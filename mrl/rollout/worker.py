@@ -119,8 +119,9 @@ class RolloutWorker:
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait until every engine and every served model takes requests; return the URLs of all engines."""
+        deadline = time.monotonic() + timeout_s
         urls = self.engines.wait_ready(timeout_s)
-        self.served.wait_ready(timeout_s)
+        self.served.wait_ready(deadline - time.monotonic())
         return urls
 
     def replace_engines(self, urls: list[str], timeout_s: float) -> list[str]:

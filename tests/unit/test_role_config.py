@@ -254,6 +254,24 @@ def test_closing_ends_the_servers_and_the_thread_that_watches_them(served):
     assert not any(thread.name == "served models" for thread in threading.enumerate())
 
 
+def test_the_servers_of_all_models_become_ready_within_one_timeout(monkeypatch):
+    timeouts = []
+
+    def wait_ready(servers: FakeServers, timeout_s: float) -> None:
+        timeouts.append(timeout_s)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(served_models, "EngineServers", FakeServers)
+    monkeypatch.setattr(FakeServers, "wait_ready", wait_ready)
+    settings = dict(run_dir="d", arguments={}, model_path="m", count=1, tp_size=1, seed=0, max_replacements=1)
+    models = ServedModels([ServerGroup(name=name, **settings) for name in ("judge", "critic_model")], max_restarts=2)
+    models.wait_ready(30.0)
+    models.close()
+    assert timeouts[0] <= 30 and timeouts[1] <= 29.9
+    for name in ("judge", "critic_model"):
+        remote_models.set_servers(name, [])
+
+
 def test_a_replacement_that_is_not_ready_in_time_is_used_as_soon_as_it_is_ready(served, monkeypatch):
     models, servers = served
     failures = iter([TimeoutError("it still loads its weights")])
