@@ -14,6 +14,7 @@ from mrl.algorithms.objective import Objective, TokenWeighting
 from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Rollouts, TrainBatch, UpdateReport
+from mrl.core.user_code import plug_in_name
 from mrl.workers.dp_partition import Packing, split_mini_batches, step_weights
 from mrl.workers.group import ComputedColumns, PendingCall, WorkerGroup
 from mrl.workers.worker import TrainWorker
@@ -133,8 +134,15 @@ class ActorTrainer:
             coefs: name of a term of the loss (kl_loss, entropy) -> its coefficient.
             rows: [B] the rows that count in the loss. Default: all rows.
             loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces its policy loss.
+
+        Raises ValueError if `advantages` is None and the loss reads advantages.
         """
         objective = self.objective if loss is None else self.objective.with_loss(loss)
+        if advantages is None and getattr(objective.policy, "zero_without_advantage", False):
+            raise ValueError(
+                f"trainer._target_: update() got no estimates, but the loss {plug_in_name(objective.policy)} is 0 without "
+                "advantages; pass the result of estimate(), or a loss such as CrossEntropy()."
+            )
         advantages = _selected(advantages, rows, rollouts)
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
         objective = objective.with_coefs(coefs)

@@ -5,7 +5,7 @@ import pytest
 
 from mrl.algorithms.corrections import MISMATCH_SUMS
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.losses import PPOClip
+from mrl.algorithms.losses import CrossEntropy, PPOClip
 from mrl.algorithms.objective import Objective, TokenWeighting
 from mrl.algorithms.parts import Coefficients
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
@@ -67,8 +67,13 @@ def update(
         OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), TokenWeighting(), mini_batches, epochs
     )
     policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
-    estimates = None if all_filtered else result
-    return policy.metrics([policy.begin_update(rollouts, estimates, step=2, coefs={}, rows=rows).result()]), group
+    if all_filtered:
+        with pytest.raises(ValueError, match=r"update\(\) got no estimates, but the loss PPOClip is 0 without"):
+            policy.begin_update(rollouts, None, step=2, coefs={}, rows=rows)
+        call = policy.begin_update(rollouts, None, step=2, coefs={}, rows=rows, loss=CrossEntropy())
+    else:
+        call = policy.begin_update(rollouts, result, step=2, coefs={}, rows=rows)
+    return policy.metrics([call.result()]), group
 
 
 def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():
