@@ -39,6 +39,7 @@ def test_a_role_has_a_column_and_the_layout_of_the_actor_except_for_its_own_size
     [
         (["roles.actor.path=x"], "roles.actor: expected a name"),
         (["roles.Judge.path=x"], "roles.Judge: expected a name"),
+        (["roles.engine.path=x"], "roles.engine: expected a name"),
         (["roles.judge.pth=x"], "unknown key 'roles.judge.pth'; did you mean 'path'"),
         (["roles.judge=x"], "roles.judge='x': expected the fields of a model"),
         (["roles.judge.num_engines=-1"], "roles.judge.num_engines=-1: must be 0 or more"),
