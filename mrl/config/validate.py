@@ -291,7 +291,7 @@ _SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.
 
 MODEL_ROLES = ("actor", "critic", "engines")
 """Roles that other sections of the config describe."""
-_TAKEN_NAMES = (*MODEL_ROLES, "engine", "trainer")  # logs and hang reports call engines and ranks of the actor engine and trainer
+_TAKEN_NAMES = (*MODEL_ROLES, "engine", "trainer")  # the last two are in names of processes and logs
 REFERENCE = "reference"  # name of the role that computes ref_logprobs
 TEACHER = "teacher"  # name of the role that teaches all prompts that no other role teaches
 
