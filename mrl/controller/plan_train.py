@@ -39,7 +39,7 @@ from mrl.controller.plan_models import (
 )
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
 from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
-from mrl.controller.step_plan import StepPlan, plan_step
+from mrl.controller.step_plan import StepPlan, check_step_sources, plan_step
 from mrl.core.types import OFFLINE
 from mrl.core.user_code import plug_in_name
 from mrl.data.offline import OfflineRows
@@ -154,6 +154,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     train, test = load_prompt_datasets(config, actor, reward, evaluations)
     sources = [train.data_source(row) for row in range(len(train))] + ([OFFLINE] if config.data.offline.path else [])
     check_taught_sources(config, algorithm, sources)
+    check_step_sources(step, sources)
     rules = plan_drawing(config, train)
     check_epochs(config, len(train))
     warm_start = config.sft if config.sft.train and not finished_warm_start else None

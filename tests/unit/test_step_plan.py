@@ -10,7 +10,7 @@ from test_fit import World, trainer
 from mrl.algorithms.advantages import GAE, GRPO
 from mrl.config import hydra_entry
 from mrl.controller.own_steps import SourceAlgorithm, best_of_n, by_source, ranks_in_groups
-from mrl.controller.step_plan import plan_step
+from mrl.controller.step_plan import check_step_sources, plan_step
 from mrl.controller.trainer import Trainer
 from mrl.core.run_errors import ProcessesLostError
 
@@ -197,3 +197,13 @@ def test_by_source_trains_each_source_with_its_own_algorithm():
     assert recorder.updates == [((first, "A", "LA"), first, "LA"), ((second, "B", "LB"), second, "LB")]
     with pytest.raises(ValueError, match="no algorithm for the data source 'b'"):
         by_source(recorder, {"a": SourceAlgorithm("A", "LA")})
+
+
+def test_by_source_without_an_algorithm_for_a_data_source_is_refused_before_the_run_starts():
+    parts = "{a: {_target_: mrl.controller.own_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GRPO}, "
+    parts += "loss: {_target_: mrl.algorithms.losses.PPOClip}}}"
+    plan = planned("trainer._target_=mrl.controller.own_steps.by_source", f"trainer.arguments.algorithms={parts}")
+    check_step_sources(plan, ["a", "a"])
+    with pytest.raises(ValueError, match="no algorithm for the data source 'offline'"):
+        check_step_sources(plan, ["a", "offline"])
+    check_step_sources(planned(), ["b"])
