@@ -316,6 +316,12 @@ def check_served_roles(
         if name not in called and name not in teachers:
             show_warning(f"roles.{name}: no reward calls this model; name it in the argument `role` of a reward.")
         shared = {other for roles in colocated_roles if name in roles for other in roles} - {name, ENGINES, *served}
+        off = [each for each in ("enable_memory_saver", "enable_weights_cpu_backup") if role.sglang.get(each) is False]
+        if shared and off:
+            raise ValueError(
+                f"roles.{name}.sglang.{off[0]}=false: {name} shares devices with {', '.join(sorted(shared))}, so its weights "
+                f"leave the GPUs while they work; leave {off[0]} out."
+            )
         if shared and (config.rollout.staleness or config.rollout.over_sample_rate):
             raise ValueError(
                 f"placement.pools: {name} shares devices with {', '.join(sorted(shared))}, but responses are scored while the "

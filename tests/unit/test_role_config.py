@@ -94,6 +94,12 @@ SERVED = ["roles.judge.path=x", "roles.judge.num_engines=1"]
             {frozenset({"judge", "critic"})},
             "judge shares devices with critic, but responses are scored while the trainers work",
         ),
+        (
+            [*SERVED, "roles.judge.sglang.enable_memory_saver=false"],
+            Judge(role="judge"),
+            {frozenset({"judge", "critic"})},
+            "roles.judge.sglang.enable_memory_saver=false: judge shares devices with critic",
+        ),
     ],
 )
 def test_a_served_role_that_cannot_work_is_refused(overrides, reward, colocated, message):
