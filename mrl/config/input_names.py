@@ -109,7 +109,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
 def _with_fetched_tokenizers(node: Any, fetched: Mapping[str, str]) -> Any:
     """Return a node with local folders as the tokenizers of its rewards.
 
-    The tokenizer of the reward RewardModel is the folder of the role that it calls. `fetched`: path of a role in the config -> its
+    The reward RewardModel reads the tokenizer of the role that it calls. `fetched`: path of a role in the config -> its
     local path.
     """
     if isinstance(node, dict):
