@@ -6,7 +6,7 @@ The rollout log has all responses, but only of the steps since the last checkpoi
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class SampleFile:
         if step <= self._last:
             self._lines.rewind(step - 1)
         self._last = step
-        self._lines.write(step, {"samples": [asdict(sample) for sample in samples]})
+        self._lines.write(step, {"samples": samples})
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[int, list[TextSample]]]:

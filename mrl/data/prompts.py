@@ -121,6 +121,10 @@ class PromptDataset:
         """Return the text of each response, without special tokens."""
         return tokenization.decode(self.model_path, responses)
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token by itself, without special tokens."""
+        return tokenization.token_texts(self.model_path, token_ids)
+
     def messages(self, row: int) -> Messages:
         """Return the messages of a prompt, including the system message."""
         return self.examples[row].messages

@@ -109,6 +109,19 @@ def decode(folder: str, responses: Sequence[Sequence[int]]) -> list[str]:
     return _decoder(folder).batch_decode(responses, skip_special_tokens=True)
 
 
+@cache
+def _known_token_texts(folder: str) -> dict[int, str]:
+    return {}
+
+
+def token_texts(folder: str, token_ids: Sequence[int]) -> list[str]:
+    """Return the text of each token by itself, without special tokens. Decodes a token only once per process."""
+    known = _known_token_texts(folder)
+    missing = [token for token in dict.fromkeys(token_ids) if token not in known]
+    known.update(zip(missing, decode(folder, [[token] for token in missing]), strict=True))
+    return [known[token] for token in token_ids]
+
+
 def check_vocabulary(rows: list[list[int]], vocab_size: int) -> None:
     """Raise ValueError if a row has a token id of `vocab_size` or more."""
     largest = max((max(ids) for ids in rows if ids), default=0)

@@ -1,6 +1,7 @@
 """Text samples: the responses that samples.jsonl keeps, with the text, log-probability and advantage of each token."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,19 +81,19 @@ def _token_lists(trajectory: Trajectory, data: PromptDataset, columns: Mapping[s
     if total > MAX_TOKENS:
         kept = [*kept[: MAX_TOKENS // 2], *kept[total - MAX_TOKENS // 2 :]]
     sampled = trajectory.sampled or [True] * total
-    position = np.cumsum(sampled) - 1  # index of each sampled token in a column
+    position = (np.cumsum(sampled) - 1).tolist()  # index of each sampled token in a column
     spans = trajectory.versions or ((trajectory.weight_version, trajectory.num_sampled),)
     versions = [version for version, tokens in spans for _ in range(tokens)]
 
     def values(column: Sequence[float] | Column | None) -> list[float | None]:
-        known = [column is not None and sampled[index] for index in kept]
-        return [
-            _rounded(column[position[index]]) if is_known and column is not None else None
-            for index, is_known in zip(kept, known, strict=True)
-        ]
+        if column is None:
+            return [None] * len(kept)
+        rounded = np.round(np.asarray(column, np.float64), DIGITS).tolist()
+        found = [rounded[position[index]] if sampled[index] else math.nan for index in kept]
+        return [None if math.isnan(value) else value for value in found]
 
     return dict(
-        tokens=data.decode([[trajectory.token_ids[index]] for index in kept]),
+        tokens=data.token_texts([trajectory.token_ids[index] for index in kept]),
         trained=[int(sampled[index]) for index in kept],
         logprobs=values(trajectory.logprobs),
         trainer_logprobs=values(columns.get("old_logprobs")),
@@ -100,8 +101,3 @@ def _token_lists(trajectory: Trajectory, data: PromptDataset, columns: Mapping[s
         versions=[versions[position[index]] if sampled[index] else None for index in kept],
         omitted_tokens=total - len(kept),
     )
-
-
-def _rounded(value: float) -> float | None:
-    """Return a number for JSON, rounded. An unknown value (NaN) is None."""
-    return None if np.isnan(value) else round(float(value), DIGITS)

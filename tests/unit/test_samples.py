@@ -176,6 +176,7 @@ def worker_data(source=""):
     """Stands for a PromptDataset whose tokens decode to their numbers."""
     return SimpleNamespace(
         decode=lambda rows: [" ".join(map(str, row)) for row in rows],
+        token_texts=lambda token_ids: list(map(str, token_ids)),
         data_source=lambda row: source,
         ground_truth=lambda row: {4: "7", 5: ["1", "2"]}.get(row, ""),
     )
