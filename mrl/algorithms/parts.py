@@ -168,7 +168,9 @@ def _check_role_columns(config: Config, needs: frozenset[str]) -> None:
                 )
             continue
         if name in teachers and expected in needs and role.column != expected:
-            raise ValueError(f"{key}.column={role.column}: the algorithm reads {expected} of each teacher; remove column.")
+            raise ValueError(
+                f"{key}.column={role.column}: the algorithm reads {expected} of each teacher; remove column."
+            )
         other = computed_by.setdefault(role.column, name)
         is_taken = other != name and not {name, other} <= teachers.keys()
         if is_taken or role.column in COLUMNS - ({"ref_logprobs"} if name == REFERENCE else set()):

@@ -186,17 +186,23 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         resume=resume,
         others=others,
     )
+    _check_whole_plan(plan)
+    logger.info("pools: %s", plan.pools)
+    return plan
+
+
+def _check_whole_plan(plan: TrainPlan) -> None:
+    """Raise ValueError if parts of the plan do not fit together."""
+    config, algorithm = plan.config, plan.algorithm
     check_profile(config, max(model.dims.world_size for model in plan.models.values()), plan.num_steps)
     check_time_sharing(config, plan.colocated_roles)
-    rewards = {"reward": reward}
-    rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(evaluations).items()}
+    rewards = {"reward": plan.reward}
+    rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(plan.evaluations).items()}
     teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()
     check_served_roles(config, rewards, plan.colocated_roles, teachers)
     if plan.server_args["device"] == "cuda":
         check_memory_fractions(config, plan.colocated_roles)
-    check_learning(config, algorithm, len(train))
-    logger.info("pools: %s", plan.pools)
-    return plan
+    check_learning(config, algorithm, len(plan.train))
 
 
 def actor_holds_reference(needs: frozenset[str], others: Mapping[str, ModelPlan]) -> bool:

@@ -223,7 +223,9 @@ class Rollouts:
     # (row in the data set, mean reward) of each sampled group, including those that the rollout filter rejected
     prompt_rewards: Sequence[tuple[int, float]] = ()
     num_offline: int = 0  # number of responses from data.offline.path
-    all_filtered: bool = False  # whether the rollout filter rejected all sampled groups, so that no update may train them
+    all_filtered: bool = (
+        False  # whether the rollout filter rejected all sampled groups, so that no update may train them
+    )
     sampling_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
     # teacher -> where the outputs are that distillation reads
     teachers: Mapping[str, Sequence["TeacherPart"]] = field(default_factory=dict)

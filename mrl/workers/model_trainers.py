@@ -171,7 +171,9 @@ class ActorTrainer:
         return trained
 
 
-def _selected(advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, rollouts: Rollouts) -> AdvantageResult:
+def _selected(
+    advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, rollouts: Rollouts
+) -> AdvantageResult:
     """Return the advantages of the B responses, of which the responses outside `rows` [B] are rejected too."""
     if advantages is None:
         size = len(rollouts.groups)

@@ -257,11 +257,23 @@ def test_data_sources_without_a_teacher_or_with_two_are_refused(tmp_path, overri
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([SERVED], "roles.teacher.num_engines=1: the algorithm reads teacher_logprobs, .* or use algorithm=distill_top_k"),
+        (
+            [SERVED],
+            "roles.teacher.num_engines=1: the algorithm reads teacher_logprobs, .* or use algorithm=distill_top_k",
+        ),
         ([*SEVERAL, "++roles.math.num_engines=1"], "roles.math.num_engines=1: the algorithm reads teacher_logprobs"),
-        ([*SEVERAL, "++roles.teacher.column=x"], "roles.teacher.column=x: the algorithm reads teacher_logprobs of each"),
-        (["++roles.mine.path=m", "++roles.mine.column=teacher_logprobs"], "roles.mine.column=.*: roles.teacher computes"),
-        (["++roles.mine.path=m", "++roles.mine.column=ref_logprobs"], "column=ref_logprobs: the run computes this column"),
+        (
+            [*SEVERAL, "++roles.teacher.column=x"],
+            "roles.teacher.column=x: the algorithm reads teacher_logprobs of each",
+        ),
+        (
+            ["++roles.mine.path=m", "++roles.mine.column=teacher_logprobs"],
+            "roles.mine.column=.*: roles.teacher computes",
+        ),
+        (
+            ["++roles.mine.path=m", "++roles.mine.column=ref_logprobs"],
+            "column=ref_logprobs: the run computes this column",
+        ),
         (["++roles.old.path=m"], "roles.old.column=old_logprobs: the run computes this column already"),
     ],
 )

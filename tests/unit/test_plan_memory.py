@@ -139,7 +139,10 @@ def test_servers_that_share_gpus_are_in_memory_at_the_same_time(tmp_path):
     memory = memory_of(config_of("Qwen3-8B", tmp_path, *shared, *served))
     (rollout,) = [moment for moment in memory.phases if moment.phase == "rollout"]
     assert rollout.role == "reward_model, engines" and not rollout.fits
-    assert rollout.parts["reward_model: weights and kv cache"] == int(0.8 * rollout.limit) and rollout.parts["kv cache"] > 0
+    assert (
+        rollout.parts["reward_model: weights and kv cache"] == int(0.8 * rollout.limit)
+        and rollout.parts["kv cache"] > 0
+    )
     apart = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8", *served))
     assert {m.role for m in apart.phases if m.phase == "rollout"} == {"reward_model", "engines"} and apart.fits
 

@@ -124,7 +124,7 @@ def test_rewards_of_held_out_sets_and_of_data_sources_may_call_served_roles():
 
 def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
     served = config(f"roles.judge.path={tmp_path}", "roles.judge.num_engines=1", "roles.mine.path=missing")
-    with pytest.raises(ValueError, match="roles.judge.path=.*: there is no config.json in this folder"):
+    with pytest.raises(ValueError, match=r"roles\.judge\.path=.*: there is no config\.json in this folder"):
         check_served_folders(served)
     (tmp_path / "config.json").write_text("{}")
     check_served_folders(served)
@@ -132,7 +132,9 @@ def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
 
 def test_servers_that_share_gpus_claim_less_than_their_whole_memory():
     together = frozenset({frozenset({"judge", "engines", "actor"})})
-    with pytest.raises(ValueError, match="sglang.mem_fraction_static=0.8, roles.judge.sglang.mem_fraction_static=0.8: these"):
+    with pytest.raises(
+        ValueError, match=r"sglang\.mem_fraction_static=0\.8, roles\.judge\.sglang\.mem_fraction_static=0\.8: these"
+    ):
         check_memory_fractions(config(*SERVED), together)
     check_memory_fractions(config(*SERVED), frozenset({frozenset({"judge", "critic"})}))
     fractions = ["sglang.mem_fraction_static=0.6", "roles.judge.sglang.mem_fraction_static=0.3"]
