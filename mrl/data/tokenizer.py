@@ -118,7 +118,8 @@ def token_texts(folder: str, token_ids: Sequence[int]) -> list[str]:
     """Return the text of each token by itself, without special tokens. Decodes a token only once per process."""
     known = _known_token_texts(folder)
     missing = [token for token in dict.fromkeys(token_ids) if token not in known]
-    known.update(zip(missing, decode(folder, [[token] for token in missing]), strict=True))
+    if missing:
+        known.update(zip(missing, decode(folder, [[token] for token in missing]), strict=True))
     return [known[token] for token in token_ids]
 
 
