@@ -62,7 +62,9 @@ def test_each_process_of_a_run_with_two_pools_has_its_own_slot(quickstart, tmp_p
     assert train != serve and [held for _, held in ranks] == [{"0"}, {"1"}] and slot == {"0"}
 
 
-OF_NODES = dict(NCCL_SOCKET_IFNAME="bond7", NCCL_IB_HCA="mlx5_0")  # variables with which the nodes of `nodes` are started
+OF_NODES = dict(
+    NCCL_SOCKET_IFNAME="bond7", NCCL_IB_HCA="mlx5_0"
+)  # variables with which the nodes of `nodes` are started
 OF_DRIVER = dict(NCCL_SOCKET_IFNAME="eth0", NCCL_IB_HCA="mlx5_1", NCCL_ALGO="Ring")
 
 
