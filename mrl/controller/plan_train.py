@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.hf_config import HFConfig
 from mrl.algorithms.distillation import TEACHER_OUTPUTS
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
 from mrl.config.instantiate import instantiate, instantiate_callable
+from mrl.config.process_schema import RoleConfig
 from mrl.config.schema import Config, SftConfig
 from mrl.config.validate import REFERENCE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
@@ -47,12 +49,17 @@ from mrl.data.prompts import DrawingRules, PromptDataset, PromptStream
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
 from mrl.planner.run_memory import DEFAULT_MEM_FRACTION
-from mrl.rewards.remote_models import called_roles
-from mrl.rewards.reward_types import CombinedReward, Reward
+from mrl.rewards.remote_models import RewardModel, called_roles
+from mrl.rewards.reward_types import CombinedReward, Reward, single_rewards
 from mrl.rewards.scorer import check_reward
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
+from mrl.rollout.engines.server_args import (
+    DETERMINISTIC,
+    REWARD_MODELS,
+    check_server_args,
+    default_server_args,
+)
 from mrl.rollout.held_out import HeldOutEvaluation, rewards_of_sets
 from mrl.tracking.backends import check_installed
 from mrl.tracking.console import show_warning
@@ -304,7 +311,7 @@ def check_served_roles(
     colocated_roles: frozenset[frozenset[str]],
     teachers: Collection[str] = (),
 ) -> None:
-    """Raise ValueError if rewards call roles that are not served, or if a served role cannot share its devices.
+    """Raise ValueError if rewards call roles that SGLang does not or cannot serve, or if a served role cannot share its devices.
 
     `rewards`: config key -> reward, for the reward of the run and those of held-out sets. `teachers`: roles from which the loss
     learns. A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this
@@ -317,6 +324,7 @@ def check_served_roles(
             f"{called[missing[0]]}: calls roles.{missing[0]}, which SGLang does not serve; set roles.{missing[0]}.path and "
             f"roles.{missing[0]}.num_engines."
         )
+    _check_reward_models(rewards.values(), served)
     for name, role in served.items():
         check_server_args(role.sglang, f"roles.{name}.sglang")
         if name not in called and name not in teachers:
@@ -359,6 +367,20 @@ def check_served_folders(config: Config) -> None:
                 f"roles.{name}.path={role.path}: there is no config.json in this folder; expected a Hugging Face folder of the "
                 "model that SGLang serves."
             )
+
+
+def _check_reward_models(rewards: Collection[Reward], served: Mapping[str, RoleConfig]) -> None:
+    """Raise ValueError if a reward calls a served role that is no reward model with one output, or none that SGLang has."""
+    singles = [each for reward in rewards for each in single_rewards(reward)]
+    for name in sorted({each.role for each in singles if isinstance(each, RewardModel)} & served.keys()):
+        hf = HFConfig.load(served[name].path or "")
+        if hf.architecture not in REWARD_MODELS:
+            raise ValueError(
+                f"roles.{name}.path={served[name].path}: a run cannot serve {hf.architecture} as a reward model; expected one of "
+                f"{', '.join(REWARD_MODELS)}. Another one needs a server of your own, which reward=reward_model calls."
+            )
+        if hf.is_reward_model:  # in SGLang, the others always have one output
+            hf.check_one_output()
 
 
 def _check_prompt_position(resume: ResumePoint, stream: PromptStream) -> None:

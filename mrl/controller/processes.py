@@ -32,10 +32,10 @@ from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import cluster_hosts, ray_cluster
 from mrl.placement.resource_pools import Pools
-from mrl.rollout.engines.server_args import memory_saver_args, nccl_environment
+from mrl.rollout.engines.server_args import NCCL_VARIABLES, memory_saver_args, nccl_environment
 from mrl.rollout.manager import RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec
-from mrl.tracking.console import Startup
+from mrl.tracking.console import Startup, show_warning
 from mrl.workers.group import WorkerGroup
 from mrl.workers.worker import TrainWorker
 
@@ -284,10 +284,21 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
 def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
     """Return the variables of NCCL that trainer ranks and engines have in common, if they may join common NCCL groups.
 
-    Roles that share a pool never join a common group. NCCL then keeps its defaults in the trainer ranks.
+    Roles that share a pool never join a common group. NCCL then keeps its defaults in the trainer ranks. If a variable of this
+    process has another value than the run needs, a warning says so.
     """
     engines, actor = pools.by_role.get("engines"), pools.by_role["actor"]
-    return nccl_environment(config.sglang, os.environ) if engines not in (None, actor) else {}
+    if engines in (None, actor):
+        return {}
+    variables = nccl_environment(config.sglang, os.environ)
+    for name, value in variables.items():
+        if (given := os.environ.get(name, value)) != value:
+            chosen = next(f"sglang.{key}=true" for key in NCCL_VARIABLES[name] if config.sglang.get(key))
+            show_warning(
+                f"{name}={given} is replaced by {value} in all processes of the run: with {chosen}, SGLang sets it to {value}, "
+                "and trainer ranks and engines must have the same value."
+            )
+    return variables
 
 
 MAX_PAUSE_S = 60.0  # longest time that the driver waits before it restarts lost processes

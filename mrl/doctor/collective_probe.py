@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mrl.core.installation import python_path
+from mrl.core.network_variables import INTERFACE_VARIABLES, LOOPBACK
 from mrl.doctor.host_facts import CollectiveResult
 
 START_TIMEOUT_S = 60.0  # time for a child process to import torch from a slow disk
@@ -33,7 +34,7 @@ class CollectivePlan:
     hosts: list[str]  # name of each rank's host, in rank order
     # process group -> its ranks; the group `world` of all ranks is tested in addition
     groups: dict[str, list[int]] = field(default_factory=dict)
-    single_host: bool = False  # all ranks are on this host, so gloo uses the loopback interface
+    single_host: bool = False  # all ranks are on this host, so NCCL and gloo use the loopback interface
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def run_ranks(plan: CollectivePlan, ranks: Sequence[int], timeout_s: float) -> l
     """
     environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     if plan.single_host:
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment = dict.fromkeys(INTERFACE_VARIABLES.values(), LOOPBACK) | environment
     with tempfile.TemporaryDirectory(prefix="mrl-doctor-") as folder, contextlib.ExitStack() as stack:
         children = {}
         for device, rank in enumerate(ranks):

@@ -27,6 +27,7 @@ from mrl.config.process_schema import ClusterConfig
 from mrl.config.ray_settings import init_arguments
 from mrl.config.secrets import ENGINE_KEY, ENGINE_KEYS, engine_key
 from mrl.core.installation import import_environment, python_path
+from mrl.core.network_variables import INTERFACE_VARIABLES, LOOPBACK, interface_variables, network_variables
 from mrl.core.run_errors import ProcessesLostError
 from mrl.core.shutdown import shutdown_deadline
 from mrl.placement.ray_folder import private_ray_folder
@@ -65,8 +66,9 @@ def ray_cluster(
 
     Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
     number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
-    independently of the number of cores. `variables`: further environment variables of every process of the run. Raises
-    ProcessesLostError if the local cluster does not start, and ValueError if the folder for its files would not be private.
+    independently of the number of cores. `variables`: further environment variables of every process of the run, which
+    also gets the network variables of this process. Raises ProcessesLostError if the local cluster does not start, and ValueError
+    if the folder for its files would not be private.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # generates the key, so that every process of the run inherits the same key
@@ -77,11 +79,10 @@ def ray_cluster(
     process_env = PROCESS_ENV | {"OMP_NUM_THREADS": str(cluster.cpu_threads)}
     further = import_environment() | dict(variables or {})
     if cluster.address:
-        env = process_env | further | {"PYTHONPATH": python_path()}
-        # A function sets the key in each worker process: a variable in `env_vars` would appear in Ray's logs.
+        env = process_env | network_variables(os.environ) | further | {"PYTHONPATH": python_path()}
         ray.init(
             address=cluster.address,
-            runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()},
+            runtime_env={"env_vars": env, "worker_process_setup_hook": _worker_setup()},
             job_config=_RunJobConfig(),
             **settings,
         )
@@ -152,7 +153,7 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _restrict_to_loopback() -> None:
-    """Bind the local cluster and its gloo sockets to the loopback interface, and set an authentication token for Ray.
+    """Bind the local cluster, and the sockets of NCCL and gloo, to the loopback interface, and set Ray's authentication token.
 
     Ray has a setting, meant for the firewalls of Windows and macOS, that binds a cluster to loopback. Ray reads this setting on
     import. So this function changes the setting both in Ray's module and in the environment of child processes. Ray also requires
@@ -161,19 +162,27 @@ def _restrict_to_loopback() -> None:
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in INTERFACE_VARIABLES.values():
+        os.environ.setdefault(name, LOOPBACK)
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def _key_setter() -> Callable[[], None]:
-    """Return a function that sets the engine keys. Each worker process of an existing cluster runs the function first."""
+def _worker_setup() -> Callable[[], None]:
+    """Return a function that each worker process of an existing cluster runs first. It sets variables of the worker process.
+
+    The engine keys are not in `env_vars` of the runtime environment, because they would appear in Ray's logs. The names of
+    network interfaces are not there, because a node on which Ray was started with such a name keeps it.
+    """
     keys = {ENGINE_KEY: engine_key()} | {name: os.environ[name] for name in (ENGINE_KEYS,) if name in os.environ}
+    interfaces = interface_variables(os.environ)
 
-    def set_engine_key() -> None:
+    def set_variables() -> None:
         os.environ.update(keys)
+        for name, value in interfaces.items():
+            os.environ.setdefault(name, value)
 
-    return set_engine_key
+    return set_variables
 
 
 def missing_nodes(expected: Collection[str], alive: Callable[[], Collection[str]], timeout_s: float) -> list[str]:

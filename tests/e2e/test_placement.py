@@ -1,6 +1,7 @@
 """Processes run where the pools place them: on CPU slots of one machine, and engines on the nodes of a cluster."""
 
 import math
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from live_engines import max_logprob_difference
 from mrl_runs import descendants, is_alive, select_processes, wait_until
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import Qwen3ForCausalLM
 
 from mrl.config import hydra_entry
@@ -60,13 +62,26 @@ def test_each_process_of_a_run_with_two_pools_has_its_own_slot(quickstart, tmp_p
     assert train != serve and [held for _, held in ranks] == [{"0"}, {"1"}] and slot == {"0"}
 
 
+OF_NODES = dict(
+    NCCL_SOCKET_IFNAME="bond7", NCCL_IB_HCA="mlx5_0"
+)  # variables with which the nodes of `nodes` are started
+OF_DRIVER = dict(NCCL_SOCKET_IFNAME="eth0", NCCL_IB_HCA="mlx5_1", NCCL_ALGO="Ring")
+
+
 @pytest.fixture
 def nodes(monkeypatch):
-    """A Ray cluster with a head without GPUs and two nodes that claim one GPU each; this process is the driver."""
+    """A Ray cluster with a head without GPUs and two nodes that claim one GPU each; this process is the driver.
+
+    The nodes are started with another interface and other settings of NCCL than the driver has.
+    """
     from ray.cluster_utils import Cluster
 
+    for name, value in OF_NODES.items():
+        monkeypatch.setenv(name, value)
     made = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, num_gpus=0, include_dashboard=False))
     found = [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+    for name, value in OF_DRIVER.items():
+        monkeypatch.setenv(name, value)
     try:
         with ray_cluster(ClusterConfig(address=made.address)):
             yield made, {node.node_id: node for node in found}
@@ -110,6 +125,7 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         assert server.alive() and server.cpu_seconds() > 0
         (main, *_) = processes = serving(by_id[slot.node])
         assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
+        assert {name: main.environ().get(name) for name in OF_DRIVER} == OF_DRIVER | {"NCCL_SOCKET_IFNAME": "bond7"}
         made.remove_node(by_id[slot.node], allow_graceful=False)
         wait_until(lambda: not server.alive(), 60)
         wait_until(lambda: not select_processes(processes, is_alive), 60)
@@ -124,6 +140,13 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         replacement.stop()
         assert left, "the raylet of the other node has started the replacement"
         assert not select_processes(left, is_alive) and not replacement.alive()
+
+
+def test_processes_of_an_existing_cluster_get_the_drivers_settings_of_nccl_and_the_interface_of_their_node(nodes):
+    read = ray.remote(lambda: {name: os.environ.get(name) for name in OF_DRIVER})
+    for node in nodes[1]:
+        on_node = read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        assert ray.get(on_node.remote(), timeout=120) == OF_DRIVER | {"NCCL_SOCKET_IFNAME": "bond7"}
 
 
 def test_pools_that_do_not_fit_raise_an_error_at_once_or_at_the_deadline(nodes):

@@ -8,6 +8,8 @@ import tempfile
 
 import pytest
 
+from mrl.checkpoint.run_dir import RUN_RECORD
+
 pytestmark = pytest.mark.extended
 
 SCRIPT = """
@@ -24,15 +26,34 @@ print("RESULT", json.dumps(dict(
     prompts=evaluation.summaries[-1]["prompts"])))
 """
 IN_RAY = """
-import json, sys
+import json, sys, time
 import ray
+from ray._private.state import actors  # the public list of actors needs Ray's dashboard
 import mrl
 
+@ray.remote(num_cpus=0)
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def add(self):
+        self.count += 1
+        return self.count
+
 ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
-node = ray.get_runtime_context().get_node_id()
+here, counter = ray.get_runtime_context(), Counter.remote()
+ray.get(counter.add.remote())
 result = mrl.train([*sys.argv[1:], "trainer.max_steps=1", "trainer.save=false"])
-alive = ray.get(ray.remote(lambda: 1).remote())
-print("RESULT", json.dumps(dict(steps=len(result.metrics), alive=alive, same=node == ray.get_runtime_context().get_node_id())))
+
+def of_the_run():
+    return [actor for actor in actors().values() if actor["JobID"] != here.get_job_id()]
+
+end = time.monotonic() + 60  # Ray ends the actors of a driver soon after the driver has ended
+while (left := [actor for actor in of_the_run() if actor["State"] != "DEAD"]) and time.monotonic() < end:
+    time.sleep(0.2)
+print("RESULT", json.dumps(dict(
+    steps=len(result.metrics), address=here.gcs_address, actors=sorted({actor["ActorClassName"] for actor in of_the_run()}),
+    left=len(left), count=ray.get(counter.add.remote(), timeout=60))))
 """
 
 
@@ -56,5 +77,10 @@ def test_a_script_trains_evaluates_and_converts(quickstart, tmp_path):
 
 
 def test_a_run_joins_the_ray_that_a_script_has_initialised(quickstart, tmp_path):
-    assert run_script(IN_RAY, tmp_path, *quickstart) == dict(steps=1, alive=1, same=True)
-    assert "cluster" in (tmp_path / "mine" / "hydra" / "config.yaml").read_text()
+    """Its processes are actors of the script's Ray, which goes on with the script's own actors after the run."""
+    result = run_script(IN_RAY, tmp_path, *quickstart)
+    assert result["steps"] == 1
+    record = json.loads((tmp_path / "mine" / RUN_RECORD).read_text())
+    assert record["config"]["cluster"]["address"] == result["address"]
+    assert {"TrainWorker", "RolloutWorker"} <= set(result["actors"])
+    assert (result["left"], result["count"]) == (0, 2)

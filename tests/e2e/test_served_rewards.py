@@ -1,4 +1,4 @@
-"""Rewards from real SGLang servers: a reward model scores as with Transformers, and a judge answers over HTTP."""
+"""Rewards from real SGLang servers: a reward model scores as with Transformers, and a judge grades over HTTP and in a run."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mrl_runs import is_alive, select_processes, wait_until
 
 from mrl.config.secrets import ENGINE_KEY
+from mrl.core.sample_file import read_samples
 from mrl.data.tokenizer import byte_tokenizer
+from mrl.hang_report.process_registry import REGISTRY_NAME_ENV
 from mrl.rewards.remote_models import Judge, RewardModel
 from mrl.rewards.reward_types import Response, Turn
 from mrl.rewards.scorer import Scorer
@@ -56,9 +59,9 @@ def served(folder: Path, log: Path, **more):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 def test_a_reward_model_scores_as_with_transformers(tmp_path, family):
-    """Qwen3 scores differ by a constant: in SGLang its head has a bias, which no checkpoint sets."""
+    """Qwen2 and Qwen3 scores differ by a constant: in SGLang their heads have a bias, which no checkpoint sets."""
     model = make_model(tmp_path / "model", family, "SequenceClassification")
     prompt = [dict(role="user", content="2 + 2?")]
     responses = [Response("s", text, "4", prompt=prompt) for text in TEXTS]
@@ -93,3 +96,60 @@ def test_a_judge_grades_responses_over_http(tmp_path):
     assert any(s.failure is None and 0 <= s.value <= 1 for s in graded)
     assert all("the judge's answer has no match of Final grade" in s.failure for s in ungraded)
     assert "answered 400" in refused.failure
+
+
+QUESTION = "Grade {response} as an answer; {ground_truth} is right."
+JUDGE = [
+    "reward=served_judge",
+    f'reward.template="{QUESTION}"',
+    'reward.pattern="([0-9])"',
+    "reward.high=9.0",
+    "reward.max_tokens=1",
+]
+
+
+def make_judge(folder: Path):
+    """Write a tiny model that answers every question with a digit, and return the model.
+
+    The output weights of the digits are five random vectors and their negatives, and all others are 0. So the largest logit is
+    always that of a digit.
+    """
+    model, digits = make_model(folder, "Qwen3", "CausalLM"), byte_tokenizer().convert_tokens_to_ids(list("0123456789"))
+    rows = torch.randn(len(digits) // 2, SIZES["hidden_size"])
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[digits] = torch.cat([rows, -rows])
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def greedy_digit(model, question: str) -> int:
+    """Return the digit with which a model of `make_judge` answers a question, as Transformers computes it."""
+    tokenizer, message = byte_tokenizer(), dict(role="user", content=question)
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return int(tokenizer.decode([model(torch.tensor([ids])).logits[0, -1].argmax().item()]))
+
+
+def test_a_run_serves_a_judge_whose_answers_are_the_rewards(start_mrl, quickstart, tmp_path):
+    judge = make_judge(tmp_path / "judge")
+    overrides = [*quickstart, *JUDGE, f"roles.judge.path={tmp_path / 'judge'}", "tracking.samples_per_step=24"]
+    run = start_mrl("train", *overrides, "trainer.max_steps=2", "trainer.save=false")
+
+    def servers() -> list:
+        return select_processes(run.tagged(), lambda process: process.environ().get(REGISTRY_NAME_ENV) == "judge_0")
+
+    wait_until(lambda: servers() or run.process.poll() is not None)
+    started = servers()
+    run.finish(400)
+    assert run.process.returncode == 0 and started, run.output()
+    steps = dict(read_samples(run.folder))
+    for metrics, samples in zip(run.metrics(), steps.values(), strict=True):
+        questions = [QUESTION.format(response=one.response, ground_truth=one.ground_truth) for one in samples]
+        expected = [greedy_digit(judge, question) / 9 for question in questions]
+        assert [one.reward for one in samples] == pytest.approx(expected) and len(samples) == 24
+        assert len(set(expected)) > 1, "equal rewards would prove nothing"
+        assert metrics["reward/failed_fraction"] == 0 and metrics["reward/mean"] == pytest.approx(np.mean(expected))
+    assert len(steps) == 2 and (run.folder / "logs/judge_0.log").exists()
+    assert not select_processes(started, is_alive) and run.leftovers() == []

@@ -16,7 +16,7 @@ from simulated_hosts import matrix
 from mrl.commands import doctor
 from mrl.doctor.checks.gpu_checks import check_gpus
 from mrl.doctor.checks.host_checks import check_memory
-from mrl.doctor.checks.network_checks import NO_COMMON_INTERFACE, check_collectives, fix_interfaces
+from mrl.doctor.checks.network_checks import NO_COMMON_INTERFACE, check_collectives, check_interfaces, fix_interfaces
 from mrl.doctor.checks.software_checks import describe_libraries
 from mrl.doctor.checks.storage_checks import check_disk
 from mrl.doctor.collective_probe import CollectivePlan, RankResult, combine_results, multi_host_groups, run_ranks
@@ -164,6 +164,19 @@ def test_the_fix_for_interfaces_names_an_interface_that_all_hosts_reach(here):
     failures = [PeerConnection("b", address, "any", "timed out") for address in ("10.0.0.2", "10.1.0.2")]
     isolated = replace(a, connections=failures)
     assert fix_interfaces(ClusterFacts([isolated, b])) == NO_COMMON_INTERFACE
+
+
+def test_a_broken_interface_is_no_error_for_a_run_that_uses_loopback(here):
+    interfaces = [NetworkInterface("lo", "127.0.0.1"), NetworkInterface("eth0", "10.0.0.1", problem="timed out")]
+    gpus = HostGpus(cards=[GpuCard(0, "H100", 80 * 10**9, 0, "580")])
+    network, machine = replace(here.network, interfaces=interfaces), replace(here.machine, slurm_job=None)
+    host = replace(here, gpus=gpus, network=network, machine=machine, environment={})
+    assert list(check_interfaces(ClusterFacts([host], Requirements()))) == []
+    chosen = replace(host, environment={"NCCL_SOCKET_IFNAME": "eth0"})
+    job = replace(host, machine=replace(machine, slurm_job="7"))
+    for facts in (ClusterFacts([chosen]), ClusterFacts([job]), ClusterFacts([host], Requirements(address="a:6379"))):
+        (finding,) = check_interfaces(facts)
+        assert "NCCL would open its connections on eth0 (10.0.0.1)" in finding.what
 
 
 def test_links_between_gpus_are_parsed_from_the_topology_matrix():

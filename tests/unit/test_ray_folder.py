@@ -89,24 +89,6 @@ def test_a_local_cluster_writes_into_the_private_folder(short_folder, monkeypatc
     assert given["_temp_dir"] == str(short_folder / f"mrl-ray-{os.getuid()}/r")
 
 
-@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
-def test_every_process_of_a_run_gets_the_runs_variables(short_folder, monkeypatch, address):
-    """A local cluster inherits them from this process. An existing cluster gets them in the runtime environment."""
-    given = {}
-
-    def init(**options):
-        given.update(os.environ if address is None else options["runtime_env"]["env_vars"])
-        raise ValueError("no cluster in this test")
-
-    monkeypatch.setattr(ray_cluster.ray, "init", init)
-    monkeypatch.setattr(ray_cluster, "_restrict_to_loopback", lambda: None)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    cluster = ray_cluster.ray_cluster(ClusterConfig(address=address), 1, {"NCCL_CUMEM_ENABLE": "0"})
-    with pytest.raises(ValueError, match="no cluster in this test"), cluster:
-        pass
-    assert given["NCCL_CUMEM_ENABLE"] == "0" and "NCCL_CUMEM_ENABLE" not in os.environ
-
-
 def test_a_local_cluster_gets_an_object_store_of_that_size(short_folder, monkeypatch):
     given = {}
 

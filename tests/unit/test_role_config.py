@@ -1,20 +1,26 @@
 """The key `roles`: frozen models beside the actor, and models that SGLang serves to rewards."""
 
+import json
 import threading
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
 from mrl.config import hydra_entry
 from mrl.config.validate import roles_of
+from mrl.controller import plan_train
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemoryState
-from mrl.controller.plan_models import build_pools, parallel_layout
+from mrl.controller.plan_models import build_pools, parallel_layout, plan_models
 from mrl.controller.plan_train import check_memory_fractions, check_served_folders, check_served_roles
+from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards import remote_models
 from mrl.rewards.by_source import BySource
-from mrl.rewards.remote_models import Judge
+from mrl.rewards.remote_models import Judge, RewardModel
 from mrl.rewards.rule_based import MathVerify
 from mrl.rollout import served_models
+from mrl.rollout.engines.server_args import REWARD_MODELS
 from mrl.rollout.served_models import ServedModelError, ServedModels
 from mrl.rollout.spec import ServerGroup
 from parallel.dims import ParallelDims
@@ -139,6 +145,45 @@ def test_servers_that_share_gpus_claim_less_than_their_whole_memory():
     check_memory_fractions(config(*SERVED), frozenset({frozenset({"judge", "critic"})}))
     fractions = ["sglang.mem_fraction_static=0.6", "roles.judge.sglang.mem_fraction_static=0.3"]
     check_memory_fractions(config(*SERVED, *fractions), together)
+
+
+def reward_model(folder: Path, **fields: object) -> RewardModel:
+    """Write the config and the tokenizer of a model, and return a reward that scores with the served role `reward_model`."""
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return RewardModel(role="reward_model", tokenizer=str(folder))
+
+
+ONE_OUTPUT = dict(id2label={"0": "score"})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "outputs", "message"),
+    [
+        *((name, ONE_OUTPUT, None) for name in REWARD_MODELS),
+        ("Qwen2ForRewardModel", {}, None),
+        ("Qwen3MoeForSequenceClassification", ONE_OUTPUT, "cannot serve Qwen3MoeForSequenceClassification as a"),
+        ("Glm4MoeForSequenceClassification", ONE_OUTPUT, "cannot serve Glm4MoeForSequenceClassification as a"),
+        ("Qwen3ForCausalLM", {}, "a run cannot serve Qwen3ForCausalLM as a reward model"),
+        ("Qwen3ForSequenceClassification", {}, "has 2 outputs; expected a reward model"),
+    ],
+)
+def test_a_reward_model_that_a_run_cannot_serve_is_refused_before_the_start(tmp_path, architecture, outputs, message):
+    reward = BySource({"math": MathVerify()}, default=reward_model(tmp_path, architectures=[architecture], **outputs))
+    composed = config(f"roles.reward_model.path={tmp_path}", "roles.reward_model.num_engines=1")
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_served_roles(composed, {"reward": reward}, frozenset())
+
+
+def test_a_role_that_nothing_reads_gets_a_warning_and_is_not_started(tiny_qwen3, own_records):
+    overrides = [f"model.path={tiny_qwen3()}", "sft.train=null", "algorithm.kl_in_loss.coef=0.01"]
+    composed = config(*overrides, "roles.reference.parallel.tp=1", "roles.mine.parallel.tp=1")
+    algorithm = plan_train.algorithm_of(composed)
+    plan_train._warn_of_unused_roles(composed, algorithm)
+    assert [record.getMessage() for record in own_records()] == [
+        "roles.mine: is not started, because no part of the algorithm reads the column mine_logprobs."
+    ]
+    assert plan_models(composed, algorithm.needs, weights=False).keys() == {"actor", "reference"}
 
 
 class Model:

@@ -13,6 +13,7 @@ from mrl.rollout.engines.server_args import (
     DUMP_VARIABLE,
     NCCL_VARIABLES,
     RESERVED_ARGS,
+    REWARD_MODELS,
     check_server_args,
     default_server_args,
     memory_saver_args,
@@ -39,6 +40,15 @@ def test_an_unknown_argument_is_refused_with_its_nearest_match():
 def test_arguments_that_mrl_sets_are_refused(name):
     with pytest.raises(ValueError, match=rf"sglang\.{name}=1 is set by mrl; "):
         check_server_args({name: 1})
+
+
+@pytest.mark.parametrize("name", REWARD_MODELS)
+def test_sglang_has_the_reward_models_that_a_run_serves(name):
+    from sglang.srt.configs.model_config import is_generation_model
+
+    files = Path(find_spec("sglang").submodule_search_locations[0], "srt/models").glob("*.py")
+    assert sum(f"\nclass {name}(" in file.read_text() for file in files) == 1
+    assert not is_generation_model([name]), "SGLang knows that it is no language model"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
+from mrl.core.network_variables import INTERFACE_VARIABLES, LOOPBACK
 from mrl.doctor.findings import DoctorFinding, error, format_hosts, warning
 from mrl.doctor.host_facts import ClusterFacts, HostFacts, most_common, outliers
 from mrl.hang_report.network_interfaces import (
@@ -20,7 +21,6 @@ PORT_NAMES = {"ray": "6379 (Ray's head)", "engine": "20000-32000 (engines)"}
 MIN_OUTGOING_PORTS = 10_000  # fewer ports for outgoing connections are a warning
 SET_PORT_RANGE = 'sysctl -w net.ipv4.ip_local_port_range="32768 60999"'
 NO_COMMON_INTERFACE = "ask the network's administrator: no interface is reachable from all hosts"
-INTERFACE_VARIABLES = {"NCCL": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}
 
 
 def failed_connections(cluster: ClusterFacts, host: str, address: str) -> dict[str, str]:
@@ -173,16 +173,23 @@ def check_interfaces(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
     NCCL's choice is checked on hosts with GPUs, gloo's choice if there are several hosts.
     """
+    default = LOOPBACK if _starts_local_ray(cluster) else ""
     for host in cluster.hosts:
         chosen: dict[str, NetworkInterface | None] = {}
         if host.gpus.cards:
-            variable = host.environment.get(INTERFACE_VARIABLES["NCCL"], "")
+            variable = host.environment.get(INTERFACE_VARIABLES["NCCL"], default)
             chosen["NCCL"] = next(iter(nccl_interfaces(host.network.interfaces, variable)), None)
         if cluster.multi_host:
             variable = host.environment.get(INTERFACE_VARIABLES["gloo"], "")
             chosen["gloo"] = gloo_interface(host.network.interfaces, host.network.own_addresses, variable)
         for library, interface in chosen.items():
             yield from _check_interface(cluster, host, library, interface)
+
+
+def _starts_local_ray(cluster: ClusterFacts) -> bool:
+    """Return whether the run starts Ray on one host, on loopback. A Slurm job starts Ray on the address of its node."""
+    address = cluster.requirements.address if cluster.requirements else None
+    return not (cluster.multi_host or address or any(host.machine.slurm_job for host in cluster.hosts))
 
 
 def _check_interface(

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from mrl.core.installation import DATA_ROOT, PACKAGE_ROOT
+from mrl.core.network_variables import NETWORK_PREFIXES
 from mrl.doctor.host_facts import FolderFacts, ProcessorAndMemory, RayToken, SoftwareFacts
 
 CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
@@ -31,15 +32,13 @@ APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")  # compiled module
 
 # name of a resource limit -> its constant in the module resource
 LIMITS = dict(nofile=resource.RLIMIT_NOFILE, nproc=resource.RLIMIT_NPROC, memlock=resource.RLIMIT_MEMLOCK)
-# environment variables that are read: all with these prefixes, these variables, and these proxy variables
-VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
+# environment variables that are read: all with NETWORK_PREFIXES, these variables, and these proxy variables
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_DEVICE_ORDER",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
-    "TORCH_DISTRIBUTED_DEBUG",
     "HF_HUB_OFFLINE",
 )
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -127,7 +126,7 @@ def read_environment() -> dict[str, str]:
     The value of a proxy variable is replaced by "set", because it may contain a password. Only no_proxy keeps its value.
     """
     found = {
-        name: value for name, value in os.environ.items() if name.startswith(VARIABLE_PREFIXES) or name in VARIABLES
+        name: value for name, value in os.environ.items() if name.startswith(NETWORK_PREFIXES) or name in VARIABLES
     }
     for name in PROXIES:
         value = os.environ.get(name) or os.environ.get(name.upper())

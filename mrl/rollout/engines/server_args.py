@@ -33,6 +33,13 @@ RESERVED_ARGS: dict[str, str] = {
 """Argument that mrl sets -> what a user must do instead."""
 
 
+REWARD_MODELS = (
+    *("LlamaForSequenceClassification", "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"),
+    *("Gemma2ForSequenceClassification", "InternLM2ForRewardModel", "Qwen2ForRewardModel", "Qwen3ForRewardModel"),
+)
+"""Architectures of the reward models that a run serves. Tests compare the scores of the first three with Transformers."""
+
+
 @cache
 def server_arg_names() -> frozenset[str]:
     """Return the names of all fields of SGLang's ServerArgs.

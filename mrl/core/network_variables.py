@@ -1,0 +1,29 @@
+"""Network variables: environment variables of NCCL, gloo, UCX and torch.distributed.
+
+They decide how the processes of a run connect to each other. All processes have the same ones, except for names of interfaces.
+"""
+
+from collections.abc import Mapping
+
+NETWORK_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_DEBUG", "GLOO_", "UCX_")
+"""Beginnings of the names of network variables."""
+
+INTERFACE_VARIABLES = {"NCCL": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}
+"""Library -> the variable that names its network interfaces. On different hosts, interfaces may have different names."""
+
+LOOPBACK = "lo"
+"""Value of INTERFACE_VARIABLES in a run that starts Ray on this machine: its processes are all on one host."""
+
+
+def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the network variables of an environment, except INTERFACE_VARIABLES."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(NETWORK_PREFIXES) and name not in INTERFACE_VARIABLES.values()
+    }
+
+
+def interface_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment that are in INTERFACE_VARIABLES."""
+    return {name: environment[name] for name in INTERFACE_VARIABLES.values() if name in environment}
