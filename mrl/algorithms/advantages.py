@@ -352,10 +352,19 @@ class OptimalTokenBaseline:
     With `zero_tail`, B[t] is 0 if only one response of the group has a token t. Without `zero_tail`, the advantage of such a
     token is 0. With `correction`, the terms of W are multiplied by the squares of the weights of this correction, for samples
     of another policy than the old policy. A token whose old log-probability is NaN adds 0 to W.
+
+    Raises ValueError for a `correction` with numerator=current.
     """
 
     zero_tail: bool = True
     correction: ImportanceSampling | None = None  # None: the samples are from the old policy
+
+    def __post_init__(self) -> None:
+        if self.correction and self.correction.numerator == "current":
+            raise ValueError(
+                "correction.numerator='current': baselines are computed before the optimizer steps, from the weights of the old "
+                "policy; use numerator=old."
+            )
 
     @property
     def needs(self) -> frozenset[str]:

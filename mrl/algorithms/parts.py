@@ -20,7 +20,7 @@ from mrl.algorithms.losses import ValueLossFunction
 from mrl.algorithms.objective import AGGREGATIONS, EntropyBonus, Objective, TokenWeighting
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import AlgorithmConfig, Config, Node
-from mrl.config.validate import roles_of, teachers_of
+from mrl.config.validate import REFERENCE, TEACHER, roles_of, teachers_of
 from mrl.core.user_code import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
@@ -108,12 +108,18 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
         needs |= {"old_logprobs"}
     if algorithm.old_logprobs == "rollout":
         needs -= {"old_logprobs"}
+        if getattr(advantage, "correction", None):
+            raise ValueError(
+                "algorithm.old_logprobs=rollout makes the engine's policy the old policy, so algorithm.advantage.correction has "
+                "nothing to correct; remove it, or set algorithm.old_logprobs=recompute."
+            )
     if reward_penalty and not getattr(advantage, "uses_token_rewards", True):
         raise ValueError(
             f"algorithm.kl_in_reward: {plug_in_name(advantage)} does not use token rewards; use algorithm.kl_in_loss."
         )
     role_columns = {role.column for role in roles_of(config).values() if not role.is_served}
     _check_distillation(config, objective, needs)
+    _check_role_columns(config, needs)
     _check_needs(needs, advantage, COLUMNS | role_columns | TEACHER_OUTPUTS)
     group_filter = config.rollout.filter
     rollout_filter = instantiate_callable(group_filter, "rollout.filter", ["rewards"]) if group_filter else None
@@ -146,6 +152,30 @@ def _check_needs(needs: frozenset[str], advantage: Advantage, columns: frozenset
             "algorithm.loss or algorithm.correction needs values of a critic, but algorithm.advantage computes no returns that "
             "the critic could learn; choose an advantage estimator that computes returns, such as GAE."
         )
+
+
+def _check_role_columns(config: Config, needs: frozenset[str]) -> None:
+    """Raise ValueError if no model or several models would compute a column for the same responses."""
+    teachers, computed_by = teachers_of(config), dict[str, str]()
+    for name, role in roles_of(config).items():
+        key, expected = f"roles.{name}", f"{TEACHER if name in teachers else name}_logprobs"
+        if role.is_served:
+            if expected in needs:
+                hint = ", or use algorithm=distill_top_k" if name in teachers else ""
+                raise ValueError(
+                    f"{key}.num_engines={role.num_engines}: the algorithm reads {expected}, which trainer ranks compute, not "
+                    f"SGLang; leave num_engines out{hint}."
+                )
+            continue
+        if name in teachers and expected in needs and role.column != expected:
+            raise ValueError(f"{key}.column={role.column}: the algorithm reads {expected} of each teacher; remove column.")
+        other = computed_by.setdefault(role.column, name)
+        is_taken = other != name and not {name, other} <= teachers.keys()
+        if is_taken or role.column in COLUMNS - ({"ref_logprobs"} if name == REFERENCE else set()):
+            raise ValueError(
+                f"{key}.column={role.column}: {f'roles.{other}' if is_taken else 'the run'} computes this column already; choose "
+                f"another name, such as {key}.column=my_logprobs."
+            )
 
 
 def _check_distillation(config: Config, objective: Objective, needs: frozenset[str]) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -81,24 +81,45 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
     def supervised(name: str | None, split: str) -> str | None:
         return one_file(name, f"sft.{split}", split)
 
+    given = config.roles
+    roles = {name: role(node, f"roles.{name}.path") for name, node in given.items()}
+    fetched = {given[name]["path"]: node["path"] for name, node in roles.items() if node != given[name]}
+    test_sets = _map_files(config.data.test_sets, lambda names, key: files(names, f"data.test_sets.{key}", "test"))
     data = replace(
         config.data,
         train=files(config.data.train, "data.train", "train"),
         test=files(config.data.test, "data.test", "test"),
         mixture=_map_files(config.data.mixture, lambda names, key: files(names, f"data.mixture.{key}", "train")),
-        test_sets=_map_files(config.data.test_sets, lambda names, key: files(names, f"data.test_sets.{key}", "test")),
+        test_sets=_with_fetched_tokenizers(test_sets, fetched),
         offline=replace(config.data.offline, path=one_file(config.data.offline.path, "data.offline.path", "train")),
     )
     base = config.generate.base
     return replace(
         config,
+        reward=_with_fetched_tokenizers(config.reward, fetched),
         generate=replace(config.generate, base=resolve_model(base, "generate.base", weights) if base else base),
         model=model(config.model, "model.path"),
         critic=model(config.critic, "critic.path"),
-        roles={name: role(node, f"roles.{name}.path") for name, node in config.roles.items()},
+        roles=roles,
         sft=replace(config.sft, train=supervised(config.sft.train, "train"), test=supervised(config.sft.test, "test")),
         data=data,
     )
+
+
+def _with_fetched_tokenizers(node: Any, fetched: Mapping[str, str]) -> Any:
+    """Return a node with local folders as the tokenizers of its rewards.
+
+    The tokenizer of the reward RewardModel is the folder of the role that it calls. `fetched`: path of a role in the config -> its
+    local path.
+    """
+    if isinstance(node, dict):
+        return {
+            name: fetched.get(value, value)
+            if name == "tokenizer" and isinstance(value, str)
+            else _with_fetched_tokenizers(value, fetched)
+            for name, value in node.items()
+        }
+    return [_with_fetched_tokenizers(each, fetched) for each in node] if isinstance(node, list) else node
 
 
 def _map_files(sources: Node, resolve: Callable[[list[str], str], list[str]]) -> Node:

@@ -291,6 +291,7 @@ _SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.
 
 MODEL_ROLES = ("actor", "critic", "engines")
 """Roles that other sections of the config describe."""
+_TAKEN_NAMES = (*MODEL_ROLES, "engine", "trainer")  # the last two are in names of processes and logs
 REFERENCE = "reference"  # name of the role that computes ref_logprobs
 TEACHER = "teacher"  # name of the role that teaches all prompts that no other role teaches
 
@@ -338,9 +339,9 @@ def token_budgets(config: Config, role: str) -> TokenBudgets:
 
 def _role(name: str, node: Any) -> RoleConfig:
     key = f"roles.{name}"
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in MODEL_ROLES:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in _TAKEN_NAMES:
         raise ValueError(
-            f"{key}: expected a name of a-z, 0-9 and _ that begins with a letter and is none of {', '.join(MODEL_ROLES)}."
+            f"{key}: expected a name of a-z, 0-9 and _ that begins with a letter and is none of {', '.join(_TAKEN_NAMES)}."
         )
     if not isinstance(node, dict):
         raise ValueError(f"{key}={node!r}: expected the fields of a model, as in {key}.path=FOLDER.")

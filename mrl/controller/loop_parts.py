@@ -164,9 +164,8 @@ class StepRecord:
     rollouts: Rollouts | None = None  # result of `generate`; None before
     teachers: dict[str, Sequence[TeacherPart]] = field(default_factory=dict)  # outputs of the teachers, from `score`
     updates: list[ActorUpdate] = field(default_factory=list)
-    has_trained: bool = (
-        False  # whether an update has begun; the trainers may then have newer weights than before the step
-    )
+    # Whether an update has begun; the trainers may then have newer weights than before the step
+    has_trained: bool = False
     pushed: bool = False  # whether the engines have the weights of the step
 
     def begin(self, step: int, metrics: Metrics) -> None:

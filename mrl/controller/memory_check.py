@@ -215,7 +215,7 @@ def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
             if (tokens := getattr(getattr(config, section), name)) and tokens > 1:
                 yield _set_values(config, section, **{name: tokens // 2})
     for role, node in config.roles.items():
-        if tokens := node.get("max_tokens_per_micro_batch"):
+        if (tokens := node.get("max_tokens_per_micro_batch")) and tokens > 1:
             smaller = dict(config.roles) | {role: dict(node) | dict(max_tokens_per_micro_batch=tokens // 2)}
             yield (f"roles.{role}.max_tokens_per_micro_batch={tokens // 2}",), replace(config, roles=smaller)
 

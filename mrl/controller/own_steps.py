@@ -1,6 +1,6 @@
 """Two training steps that `trainer._target_` may name in place of `Trainer.train_step`: best_of_n and by_source."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,12 @@ class SourceAlgorithm:
         return needs_of(self.advantage) | needs_of(self.loss)
 
 
+def check_sources(algorithms: Mapping[str, SourceAlgorithm], sources: Iterable[str]) -> None:
+    """Raise ValueError if `algorithms` has none for one of the data sources."""
+    if unknown := sorted(set(sources) - set(algorithms)):
+        raise ValueError(f"trainer.arguments.algorithms: no algorithm for the data source {unknown[0]!r}.")
+
+
 def by_source(trainer: Trainer, algorithms: Mapping[str, SourceAlgorithm]) -> None:
     """Train on the responses of each data source with an algorithm of its own. Each data source has its own optimizer steps.
 
@@ -55,8 +61,7 @@ def by_source(trainer: Trainer, algorithms: Mapping[str, SourceAlgorithm]) -> No
     """
     rollouts = trainer.generate()
     sources = trainer.data_sources(rollouts)
-    if unknown := set(sources.tolist()) - set(algorithms):
-        raise ValueError(f"trainer.arguments.algorithms: no algorithm for the data source {sorted(unknown)[0]!r}.")
+    check_sources(algorithms, sources.tolist())
     columns = trainer.score(rollouts)
     for source, parts in algorithms.items():
         rows = sources == source

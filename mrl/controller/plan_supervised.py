@@ -44,6 +44,11 @@ class SupervisedObjective:
                 f"{key}: {type(loss).__name__} needs {', '.join(sorted(missing))}, but supervised training computes only "
                 "ref_logprobs; choose another loss."
             )
+        if head == "vocabulary" and loss.zero_without_advantage:
+            raise ValueError(
+                f"{key}: {type(loss).__name__} is 0 without advantages, which supervised training does not have; choose another "
+                "loss, or set zero_without_advantage to False in the class if this is wrong."
+            )
         mismatched = hasattr(loss, "with_reference_point")
         return cls(loss, RowForm(rows, for_scores=head == "score", mismatched=mismatched), head)
 

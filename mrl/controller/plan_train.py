@@ -6,6 +6,7 @@ Every mistake that a user can make is found here. Each function raises ValueErro
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mrl.algorithms.distillation import TEACHER_OUTPUTS
@@ -38,13 +39,14 @@ from mrl.controller.plan_models import (
 )
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
 from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
-from mrl.controller.step_plan import StepPlan, plan_step
+from mrl.controller.step_plan import StepPlan, check_step_sources, plan_step
 from mrl.core.types import OFFLINE
 from mrl.core.user_code import plug_in_name
 from mrl.data.offline import OfflineRows
 from mrl.data.prompts import DrawingRules, PromptDataset, PromptStream
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
+from mrl.planner.run_memory import DEFAULT_MEM_FRACTION
 from mrl.rewards.remote_models import called_roles
 from mrl.rewards.reward_types import CombinedReward, Reward
 from mrl.rewards.scorer import check_reward
@@ -133,6 +135,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     step = plan_step(config)
     algorithm = build_algorithm(config, step.needs)
     _warn_of_unused_roles(config, algorithm)
+    check_served_folders(config)
     reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     _check_advantage_weights(algorithm, reward)
@@ -151,6 +154,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     train, test = load_prompt_datasets(config, actor, reward, evaluations)
     sources = [train.data_source(row) for row in range(len(train))] + ([OFFLINE] if config.data.offline.path else [])
     check_taught_sources(config, algorithm, sources)
+    check_step_sources(step, sources)
     rules = plan_drawing(config, train)
     check_epochs(config, len(train))
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
@@ -188,6 +192,8 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(evaluations).items()}
     teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()
     check_served_roles(config, rewards, plan.colocated_roles, teachers)
+    if plan.server_args["device"] == "cuda":
+        check_memory_fractions(config, plan.colocated_roles)
     check_learning(config, algorithm, len(train))
     logger.info("pools: %s", plan.pools)
     return plan
@@ -310,10 +316,42 @@ def check_served_roles(
         if name not in called and name not in teachers:
             show_warning(f"roles.{name}: no reward calls this model; name it in the argument `role` of a reward.")
         shared = {other for roles in colocated_roles if name in roles for other in roles} - {name, ENGINES, *served}
+        off = [each for each in ("enable_memory_saver", "enable_weights_cpu_backup") if role.sglang.get(each) is False]
+        if shared and off:
+            raise ValueError(
+                f"roles.{name}.sglang.{off[0]}=false: {name} shares devices with {', '.join(sorted(shared))}, so its weights "
+                f"leave the GPUs while they work; leave {off[0]} out."
+            )
         if shared and (config.rollout.staleness or config.rollout.over_sample_rate):
             raise ValueError(
                 f"placement.pools: {name} shares devices with {', '.join(sorted(shared))}, but responses are scored while the "
                 "trainers work; use rollout.mode=sync without rollout.over_sample_rate, or give it a pool of its own."
+            )
+
+
+def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[str]]) -> None:
+    """Raise ValueError if servers that are in the memory of the same GPUs together claim more than all of it."""
+    sglang = {f"roles.{name}.sglang": (name, role.sglang) for name, role in roles_of(config).items() if role.is_served}
+    for roles in colocated_roles:
+        fractions = {
+            f"{section}.mem_fraction_static": settings.get("mem_fraction_static") or DEFAULT_MEM_FRACTION
+            for section, (role, settings) in ({"sglang": (ENGINES, config.sglang)} | sglang).items()
+            if role in roles
+        }
+        if len(fractions) > 1 and sum(fractions.values()) >= 1:
+            raise ValueError(
+                f"{', '.join(f'{key}={value:g}' for key, value in fractions.items())}: these servers share GPUs "
+                "(placement.pools) and are in their memory at the same time; set fractions whose sum is below 1."
+            )
+
+
+def check_served_folders(config: Config) -> None:
+    """Raise ValueError if a model that SGLang should serve has no folder of Hugging Face."""
+    for name, role in roles_of(config).items():
+        if role.is_served and not Path(str(role.path), "config.json").is_file():
+            raise ValueError(
+                f"roles.{name}.path={role.path}: there is no config.json in this folder; expected a Hugging Face folder of the "
+                "model that SGLang serves."
             )
 
 

@@ -1,7 +1,7 @@
 """StepPlan: the training step that `trainer._target_` names, checked before any process starts."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from mrl.algorithms.inputs import needs_of
 from mrl.config.instantiate import import_target, instantiate_arguments
 from mrl.config.schema import Config
+from mrl.controller.own_steps import by_source, check_sources
 from mrl.controller.trainer import Trainer
 
 KEY = "trainer"
@@ -47,6 +48,12 @@ def plan_step(config: Config) -> StepPlan:
         return StepPlan(factory, None, arguments, needs)
     _check_function(factory, arguments)
     return StepPlan(Trainer, partial(factory, **arguments), {}, needs)
+
+
+def check_step_sources(step: StepPlan, sources: Iterable[str]) -> None:
+    """Raise ValueError if the step is `by_source` and has no algorithm for one of the data sources of the run."""
+    if isinstance(step.function, partial) and step.function.func is by_source:
+        check_sources(step.function.keywords["algorithms"], sources)
 
 
 def _check_class(factory: type, arguments: Mapping[str, Any]) -> None:

@@ -207,7 +207,7 @@ class Trainer:
     ) -> None:
         """Let the trainer ranks fetch their rows and train the critic, if there is one, and the actor.
 
-        The critic is trained only if there are estimates. The first `schedule.critic_steps` steps train only the critic.
+        The critic is trained only if the estimates have returns. The first `schedule.critic_steps` steps train only the critic.
 
         Args:
             rollouts: result of `generate`.
@@ -222,7 +222,7 @@ class Trainer:
             rollouts = replace(rollouts, teachers=record.teachers)
         with self.phase("update"):
             critic, actor = None, None  # both train at the same time, unless they share devices
-            if self.critic and estimates:
+            if self.critic and estimates and estimates.has_returns:
                 critic = self.critic.begin_update(rollouts, estimates, record.step, rows=rows)
             if (actor_step := record.step - self.schedule.critic_steps) >= 0:
                 coefs = self.coefs.current()

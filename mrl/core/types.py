@@ -223,6 +223,7 @@ class Rollouts:
     # (row in the data set, mean reward) of each sampled group, including those that the rollout filter rejected
     prompt_rewards: Sequence[tuple[int, float]] = ()
     num_offline: int = 0  # number of responses from data.offline.path
+    all_filtered: bool = False  # whether the rollout filter rejected all sampled groups, so that no update may train them
     sampling_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
     # teacher -> where the outputs are that distillation reads
     teachers: Mapping[str, Sequence["TeacherPart"]] = field(default_factory=dict)
@@ -352,6 +353,7 @@ class AdvantageResult:
     rejected: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from the loss's denominators
     metrics: Mapping[str, float]
     counts: NDArray[np.int64] | None = None  # [B] how often the response counts in the loss; None: once
+    has_returns: bool = True  # whether the columns have the returns that a critic learns
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,8 @@ class ByDifficulty:
     most: int = 32
     worst: float = 0.0  # reward of a wrong response
     best: float = 1.0  # reward of a right response
-    column: str | None = (
-        None  # column with the pass rate of each row, in place of earlier rewards (see PromptTable.column)
-    )
+    # Column with the pass rate of each row, in place of earlier rewards (see PromptTable.column)
+    column: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:

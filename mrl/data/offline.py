@@ -24,9 +24,8 @@ class OfflineRow(NamedTuple):
     prompt: list[int]  # token ids
     response: list[int]  # token ids, with the end-of-sequence token
     reward: float
-    logprobs: (
-        list[float] | None
-    )  # log-probability of each response token under the policy that sampled it; None: unknown
+    # Log-probability of each response token under the policy that sampled it; None: unknown
+    logprobs: list[float] | None
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,8 @@ class OfflineRows:
     rows_per_step: int  # largest number of rows of a step
     seed: int
     advantage: float | None = None  # advantage of every row; None: it is computed from the rewards
-    _steps: list[list[int]] = field(
-        default_factory=list
-    )  # indices of the groups of each step, as far as they are computed
+    # Indices of the groups of each step, for the steps that are planned so far
+    _steps: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def load(

@@ -50,7 +50,7 @@ def load_preferences(
         chat: replaces the chat template of the tokenizer.
         labelled: whether the rows have labels. Otherwise they are pairs.
         for_scores: whether a reward model reads the sequences.
-        mismatched: whether the data set also has each prompt with the response to another prompt, for the loss `KTO`.
+        mismatched: whether the data set also has each prompt with the response to another prompt, as `KTO` needs.
 
     Raises:
         ValueError: a row is invalid or exceeds `max_tokens`; the message names the file, the row and the reason. Or all rows have

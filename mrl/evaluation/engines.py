@@ -168,9 +168,8 @@ class EngineWatcher:
         self.num_restarts = 0  # engines that were replaced
         self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
         self._left_out: dict[str, str] = {}  # URL -> why the engine was left out
-        self.lost: str | None = (
-            None  # why there is no engine any more; None: there are engines, or new ones are starting
-        )
+        # Why there is no engine any more; None: there are engines, or new ones are starting
+        self.lost: str | None = None
         self._running = 0  # calls whose requests an engine computes; changed in the pool's event loop only
         self._changed = asyncio.Condition()  # notified when a call ends and when engines change
         self._ended = threading.Event()

@@ -140,9 +140,9 @@ def run_harness(
     left, and HarnessError if the harness fails.
     """
     config, before = plan.config, set(plan.folder.rglob("results_*.json"))
-    scratch = plan.folder.with_name(
-        f"harness_{CONVERTED_MODEL}"
-    )  # beside the folders that lm_eval names after the model
+    # The converted model is not in plan.folder, where lm_eval makes folders with the name of the model
+    scratch = plan.folder.with_name(f"harness_{CONVERTED_MODEL}")
+    shutil.rmtree(scratch, ignore_errors=True)  # an interrupted evaluation may have left the weights of another checkpoint
     folder = plan.model.prepare_engine_folder(scratch, converting)
     group = engine_group(config, plan.server_args, folder)
     with (

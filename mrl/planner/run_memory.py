@@ -276,17 +276,13 @@ def _gpu_phases(
     buckets = (
         {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.demands else {}
     )
+    servers = [role for role in pool.demands if role not in trainers]  # engines, and models that SGLang serves
     for role in pool.demands:
-        if role == "engines":
-            assert engine is not None, "a pool has engines only if the run starts them"
-            parts = {"weights": engine.weights, "kv cache": max(0, engine.kv_cache)}
-            yield GpuPhase(pool.name, role, "rollout", parts | buckets | reserve, limit, "each")
-            continue
-        if role not in trainers:  # SGLang serves this model to rewards
-            served = int(
-                limit * (config.roles[role].get("sglang", {}).get("mem_fraction_static") or DEFAULT_MEM_FRACTION)
-            )
-            yield GpuPhase(pool.name, role, "rollout", {"weights and kv cache": served} | reserve, limit, "each")
+        if role in servers:
+            if role == servers[0]:  # they are in memory at the same time
+                parts = _server_parts(config, servers, engine, limit)
+                own_buckets = buckets if "engines" in servers else {}
+                yield GpuPhase(pool.name, ", ".join(servers), "rollout", parts | own_buckets | reserve, limit, "each")
             continue
         memory = trainers[role]
         for phase in memory.by_phase:
@@ -300,6 +296,19 @@ def _gpu_phases(
             parts = {"weights": rank.state.weights, "engine's weights": engine.weights, "buckets": rank.buckets}
             name = _rank_name(memory, rank)
             yield GpuPhase(pool.name, "actor, engines", "weight_sync", parts | reserve, limit, name)
+
+
+def _server_parts(config: Config, servers: list[str], engine: EngineRankMemory | None, limit: int) -> dict[str, int]:
+    """Return kind of memory -> bytes on a GPU, for the SGLang servers of these roles. `limit`: memory of the GPU."""
+    parts: dict[str, int] = {}
+    for role in servers:
+        if role == "engines":
+            assert engine is not None, "a pool has engines only if the run starts them"
+            parts |= {"weights": engine.weights, "kv cache": max(0, engine.kv_cache)}
+        else:
+            fraction = config.roles[role].get("sglang", {}).get("mem_fraction_static") or DEFAULT_MEM_FRACTION
+            parts[f"{role}: weights and kv cache"] = int(limit * fraction)
+    return parts
 
 
 def _trainer_parts(rank: TrainerRankMemory, phase: str) -> dict[str, int]:

@@ -7,6 +7,7 @@ import numpy as np
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.core.types import OFFLINE, Column, TokenBlock
 from mrl.data.offline import OfflineRow, OfflineRows
+from mrl.rewards.by_source import PLAIN_TERM
 from mrl.rewards.reward_types import Score
 from mrl.rollout.trajectory import Group, Sample, Trajectory
 
@@ -21,6 +22,18 @@ def _sample(row: OfflineRow, step: int) -> Sample:
     logprobs = [float("nan")] * len(row.response) if row.logprobs is None else row.logprobs
     trajectory = Trajectory(row.response, logprobs, truncated=False, weight_version=step)
     return Sample(-1 - row.number, row.prompt, trajectory, Score(row.reward))
+
+
+def with_offline_part(scored: ScoredBatch, num_offline: int) -> ScoredBatch:
+    """Return a batch in which the rewards of the last `num_offline` responses are a part, if other rewards have parts.
+
+    An estimator that reads only the parts, such as GDPO, would otherwise ignore the rewards of the file.
+    """
+    if not scored.parts:
+        return scored
+    part = scored.parts.get(PLAIN_TERM, np.zeros(len(scored.rewards))).copy()
+    part[len(part) - num_offline :] = scored.rewards[len(part) - num_offline :]
+    return replace(scored, parts={**scored.parts, PLAIN_TERM: part})
 
 
 def with_given_advantages(scored: ScoredBatch, num_offline: int, rows: OfflineRows | None) -> ScoredBatch:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -38,8 +39,9 @@ class ServedModels:
         self._max_restarts = max_restarts
         self._restarts = dict.fromkeys(self._servers, 0)
         self._lost: str | None = None  # why a model is lost; None: all models are served
-        self._announced: dict[str, set[str]] = {}  # name -> URLs of servers that were ready, which rewards know
-        self._released: dict[str, list[str]] = {}  # name of an offloaded model -> URLs of the servers without device memory
+        self._announced: dict[str, set[str]] = {}  # name -> URLs of ready servers, which rewards know
+        # Name of an offloaded model -> URLs of the servers without device memory
+        self._released: dict[str, list[str]] = {}
         self._ended = threading.Event()
         self._lock = threading.Lock()  # held while servers are replaced, offloaded or loaded
         self._watcher: threading.Thread | None = None
@@ -50,12 +52,13 @@ class ServedModels:
         return sum(self._restarts.values())
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until all servers take requests, tell their URLs to the rewards, and begin to watch the servers.
+        """Wait up to `timeout_s` until all servers take requests, tell their URLs to the rewards, and begin to watch the servers.
 
         Raises the errors of EngineServers.wait_ready.
         """
+        deadline = time.monotonic() + timeout_s
         for name, servers in self._servers.items():
-            servers.wait_ready(timeout_s)
+            servers.wait_ready(max(1.0, deadline - time.monotonic()))
             self._announce(name, servers)
         if self._servers and self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="served models", daemon=True)

@@ -36,6 +36,7 @@ from mrl.rollout.offline_groups import (
     offline_groups,
     with_given_advantages,
     with_offline_column,
+    with_offline_part,
 )
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
@@ -118,8 +119,9 @@ class RolloutWorker:
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait until every engine and every served model takes requests; return the URLs of all engines."""
+        deadline = time.monotonic() + timeout_s
         urls = self.engines.wait_ready(timeout_s)
-        self.served.wait_ready(timeout_s)
+        self.served.wait_ready(deadline - time.monotonic())
         return urls
 
     def replace_engines(self, urls: list[str], timeout_s: float) -> list[str]:
@@ -242,7 +244,7 @@ class RolloutWorker:
         columns: dict[str, Any] = control_columns([*groups, *offline])
         scored, num_offline = to_scored_batch([*groups, *offline]), sum(len(group.samples) for group in offline)
         if num_offline:
-            scored = with_given_advantages(scored, num_offline, self.spec.offline)
+            scored = with_given_advantages(with_offline_part(scored, num_offline), num_offline, self.spec.offline)
             block = with_offline_column(block, num_offline)
         self._collected, self._columns = (groups, scored, block), {}
         numbers = taken.numbers or taken.filtered_numbers
@@ -262,6 +264,7 @@ class RolloutWorker:
             ],
             prompt_rewards=prompt_rewards(taken),
             num_offline=num_offline,
+            all_filtered=self._all_filtered,
             num_drawn_requests=self._pipeline.buffer.num_drawn,
             sampling_metrics={
                 **sampled.metrics(lambda row: self._source_names.get(self.train.data_source(row))),
@@ -304,7 +307,8 @@ class RolloutWorker:
         is_sampled = np.arange(len(scored.lengths)) < sum(len(group.samples) for group in self._collected[0])
         rejected = result.rejected | (self._all_filtered & is_sampled)
         handle = ray.put({**computed, **result.columns})
-        return AdvantageResult(handle, result.zero_advantage, rejected, result.metrics, result.counts)
+        has_returns = "returns" in result.columns
+        return AdvantageResult(handle, result.zero_advantage, rejected, result.metrics, result.counts, has_returns)
 
     def compute_teacher_outputs(
         self, block: TokenBlock, rows: NDArray[np.int64], teacher: str, top_k: int

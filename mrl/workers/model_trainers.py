@@ -14,6 +14,7 @@ from mrl.algorithms.objective import Objective, TokenWeighting
 from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Rollouts, TrainBatch, UpdateReport
+from mrl.core.user_code import plug_in_name
 from mrl.workers.dp_partition import Packing, split_mini_batches, step_weights
 from mrl.workers.group import ComputedColumns, PendingCall, WorkerGroup
 from mrl.workers.worker import TrainWorker
@@ -133,9 +134,16 @@ class ActorTrainer:
             coefs: name of a term of the loss (kl_loss, entropy) -> its coefficient.
             rows: [B] the rows that count in the loss. Default: all rows.
             loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces its policy loss.
+
+        Raises ValueError if `advantages` is None and the loss reads advantages.
         """
         objective = self.objective if loss is None else self.objective.with_loss(loss)
-        advantages = _selected(advantages, rows, len(rollouts.groups))
+        if advantages is None and getattr(objective.policy, "zero_without_advantage", False):
+            raise ValueError(
+                f"trainer._target_: update() got no estimates, but the loss {plug_in_name(objective.policy)} is 0 without "
+                "advantages; pass the result of estimate(), or a loss such as CrossEntropy()."
+            )
+        advantages = _selected(advantages, rows, rollouts)
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
         objective = objective.with_coefs(coefs)
         updates = self.updates
@@ -149,7 +157,7 @@ class ActorTrainer:
         zero = np.concatenate([update.zero_advantage for update in updates])
         return {
             **_actor_metrics([report for update in updates for report in update.reports]),
-            "batch/zero_advantage_fraction": float(zero.mean()),
+            "batch/zero_advantage_fraction": float(zero.mean()) if len(zero) else 0.0,
             "optim/lr": updates[-1].lr,
         }
 
@@ -163,10 +171,12 @@ class ActorTrainer:
         return trained
 
 
-def _selected(advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, size: int) -> AdvantageResult:
-    """Return the advantages of B = `size` responses, of which the responses outside `rows` [B] are rejected too."""
+def _selected(advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, rollouts: Rollouts) -> AdvantageResult:
+    """Return the advantages of the B responses, of which the responses outside `rows` [B] are rejected too."""
     if advantages is None:
-        advantages = AdvantageResult(None, np.zeros(size, bool), np.zeros(size, bool), {})
+        size = len(rollouts.groups)
+        rejected = (np.arange(size) < rollouts.num_sampled) & rollouts.all_filtered
+        advantages = AdvantageResult(None, np.zeros(size, bool), rejected, {})
     return advantages if rows is None else replace(advantages, rejected=advantages.rejected | ~rows)
 
 
@@ -186,7 +196,7 @@ class CriticTrainer:
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
     ) -> PendingCall[Metrics]:
         """Begin the optimizer steps on all `rows` [B] that are not rejected. The targets are the returns."""
-        batch = train_batch(rollouts, _selected(advantages, rows, len(rollouts.groups)))
+        batch = train_batch(rollouts, _selected(advantages, rows, rollouts))
         call = self.updates.begin(self.group, batch, step, loss=self.loss)
         return call.then(lambda result: _critic_metrics(result[0]) | {"critic/lr": result[1]})
 

@@ -39,6 +39,7 @@ def check_ledger(folder, staleness: int) -> None:
         assert all(abs(sum(share for _, share in update.values()) - 1) < 1e-6 for update in line["updates"] if update)
 
 
+@pytest.mark.extended
 def test_an_asynchronous_run_without_staleness_equals_the_synchronous_run(start_mrl, quickstart, recorded):
     options = ["trainer.max_steps=5", "rollout.mode=async", "rollout.max_staleness=0"]
     run = start_mrl("train", *quickstart, *options).finish(400)

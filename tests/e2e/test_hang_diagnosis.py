@@ -28,6 +28,8 @@ from mrl.workers import group as workers
 from parallel.collective_log import read_collective_log
 from parallel.dims import ParallelDims
 
+pytestmark = pytest.mark.extended
+
 DEADLINE_S = 3.0
 REQUEST_DEADLINE_S = 8.0  # the rollout worker has to send its requests to the engine first
 DIAGNOSED_WITHIN_S = 60.0  # after the deadline; it takes about 5 s on a quiet machine
@@ -174,7 +176,6 @@ def test_a_stopped_scheduler_of_an_engine_is_named(run):
         )
 
 
-@pytest.mark.extended
 def test_a_stopped_server_of_an_engine_is_named(run):
     with stopped(run.pid("engine_0")):
         run.check_stall(
@@ -194,7 +195,6 @@ def test_a_rollout_worker_whose_reward_deadlocks_is_named(run):
         run.check_stall(run.generator.worker, run.generate, "the rollout worker", *texts, deadline_s=15)
 
 
-@pytest.mark.extended
 def test_a_stopped_rollout_worker_is_named(run):
     with stopped(run.pid("rollout")):
         run.check_stall(run.generator.worker, run.generate, "the rollout worker", "is stopped")
@@ -213,7 +213,6 @@ def test_a_rank_that_does_not_send_to_the_next_pipeline_stage_is_named(run):
     assert error.ranks == (0,)
 
 
-@pytest.mark.extended
 def test_a_rank_that_hangs_in_the_weight_sync_is_named(run):
     run.trainer.weight_sync.push(version=1)
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "sync", "hang")
@@ -238,7 +237,6 @@ def test_a_rank_that_hangs_in_data_loading_is_named(run):
     assert error.ranks == (1,) and "<- behind" in text
 
 
-@pytest.mark.extended
 def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
     """A Ray task examines the other host."""
     monkeypatch.setattr(ray_wait, "gethostname", lambda: "host-of-the-driver")
@@ -249,7 +247,6 @@ def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
         run.check_stall(run.replicas, call, "replica rank 0 (dp 0)", *texts, deadline_s=deadline_s)
 
 
-@pytest.mark.extended
 def test_a_rank_that_dies_before_a_collective_is_named(run):
     """The error of its neighbour arrives first, but the dead rank is named, with the cause of its death."""
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "data", "crash")

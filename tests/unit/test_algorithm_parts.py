@@ -61,6 +61,7 @@ def test_an_algorithm_needs_only_the_columns_that_it_uses(overrides, needs):
     assert found.objective.rollout_logprobs_as_old == ("algorithm.old_logprobs=rollout" in overrides)
 
 
+OTB_CORRECTION = "++algorithm.advantage.correction._target_=mrl.algorithms.corrections.ImportanceSampling"
 IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampling"
 
 
@@ -68,6 +69,14 @@ IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampl
     "overrides, message",
     [
         (["algorithm.old_logprobs=rollout", IS], "has nothing to correct"),
+        (
+            ["algorithm=otb", "algorithm.old_logprobs=rollout", OTB_CORRECTION],
+            "algorithm.advantage.correction has nothing to correct",
+        ),
+        (
+            ["algorithm=otb", OTB_CORRECTION, "++algorithm.advantage.correction.numerator=current"],
+            "algorithm.advantage: .* rejects its arguments: correction.numerator='current'",
+        ),
         (
             ["algorithm=gdpo", "++algorithm.kl_in_reward.coef=0.1"],
             "GDPO does not use token rewards; use algorithm.kl_in_loss",

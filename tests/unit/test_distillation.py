@@ -254,6 +254,23 @@ def test_data_sources_without_a_teacher_or_with_two_are_refused(tmp_path, overri
     check_taught_sources(with_default, build_algorithm(with_default), ["gsm8k", "math", "code", "chat"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([SERVED], "roles.teacher.num_engines=1: the algorithm reads teacher_logprobs, .* or use algorithm=distill_top_k"),
+        ([*SEVERAL, "++roles.math.num_engines=1"], "roles.math.num_engines=1: the algorithm reads teacher_logprobs"),
+        ([*SEVERAL, "++roles.teacher.column=x"], "roles.teacher.column=x: the algorithm reads teacher_logprobs of each"),
+        (["++roles.mine.path=m", "++roles.mine.column=teacher_logprobs"], "roles.mine.column=.*: roles.teacher computes"),
+        (["++roles.mine.path=m", "++roles.mine.column=ref_logprobs"], "column=ref_logprobs: the run computes this column"),
+        (["++roles.old.path=m"], "roles.old.column=old_logprobs: the run computes this column already"),
+    ],
+)
+def test_a_column_that_nothing_computes_or_that_two_models_compute_is_refused(tmp_path, overrides, message):
+    config = config_of("Qwen3-4B", tmp_path, "algorithm=distill", "roles.teacher.path=t", *overrides)
+    with pytest.raises(ValueError, match=message):
+        build_algorithm(config)
+
+
 class RecordingGroup:
     """Stands in for a WorkerGroup: records the rows of each forward pass."""
 

@@ -256,3 +256,18 @@ def test_prompts_that_wait_for_a_step_are_not_used_yet():
     assert used_prompts(state) == 10
     schedule = TrainingSchedule(max_steps=99, max_prompts=11.0)
     assert not schedule.is_complete(3, [], 10) and schedule.is_complete(3, [], 11)
+
+
+@pytest.mark.parametrize("has_returns", [True, False])
+def test_the_critic_learns_only_from_estimates_with_returns(has_returns):
+    """A step may estimate the advantages of some responses with a critic, and those of others without it."""
+    world, trained = World({}), []
+    estimates = AdvantageResult(None, np.zeros(3, bool), np.zeros(3, bool), {}, has_returns=has_returns)
+    world.estimate = lambda *arguments, **selection: estimates
+
+    def begin_update(rollouts, estimates, step, rows):
+        trained.append(step)
+        return PendingCall(lambda: {"critic/loss": 0.5})
+
+    replace(trainer(world), critic=SimpleNamespace(begin_update=begin_update)).step(0)
+    assert trained == ([0] if has_returns else [])

@@ -12,7 +12,7 @@ from sampled_groups import group
 from test_held_out import EchoEngine
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
-from mrl.algorithms.advantages import GRPO
+from mrl.algorithms.advantages import GDPO, GRPO
 from mrl.algorithms.losses import PPOClip
 from mrl.checkpoint.run_dir import SampleLedger
 from mrl.core.metrics import check
@@ -25,6 +25,8 @@ from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
 from mrl.rollout.step_metrics import LengthBias, SampledStep, prompt_rewards
 from mrl.rollout.trajectory import StepGroups
 from mrl.rollout.worker import RolloutWorker
+
+GRPO_WITHOUT_STD = GRPO(scale_rewards="none")
 
 
 def sample(requests, **settings):
@@ -124,12 +126,12 @@ def test_the_ledger_lists_sampled_groups_of_any_size_and_the_rows_of_the_file(tm
     assert line["offline"] == [3] and line["updates"] == [{"4": [6, 1.0]}]
 
 
-def collected(monkeypatch, kept, filtered, offline) -> tuple[Rollouts, AdvantageResult]:
+def collected(monkeypatch, kept, filtered, offline, advantage=GRPO_WITHOUT_STD) -> tuple[Rollouts, AdvantageResult]:
     """What a rollout worker gives to the driver for a step with these groups, and the advantages that it computes."""
     local = SimpleNamespace(put=lambda value: value, get=lambda value: value)
     monkeypatch.setattr("mrl.rollout.worker.ray", local)
     worker = object.__new__(RolloutWorker)
-    pipeline = AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip())
+    pipeline = AdvantagePipeline(advantage, PPOClip())
     worker.spec = spec_of("none", prompts_per_step=2, offline=offline, advantage_pipeline=pipeline)
     worker._sampled = SampledStep(kept, filtered)
     numbers = list(range(len(kept) + len(filtered)))
@@ -178,6 +180,13 @@ def test_rows_of_a_file_keep_their_given_advantage_and_are_trained_if_the_filter
     assert estimates.rejected.tolist() == [True] * 4 + [False] * 2
     assert estimates.zero_advantage.tolist() == [True] * 4 + [False] * 2
     assert rollouts.prompt_rewards == [(11, 1.0), (12, 0.0)], "prompts learn from rejected groups, too"
+
+
+def test_gdpo_reads_the_rewards_of_rows_of_a_file(monkeypatch):
+    kept = [group(11, Score(1.0, terms={"right": 1.0}), Score(0.0, terms={"right": 0.0}))]
+    rollouts, estimates = collected(monkeypatch, kept, [], offline_rows(), GDPO(normalize_batch=False))
+    ends = np.cumsum(rollouts.sampled_lengths)
+    assert estimates.columns["advantages"][ends - 1].tolist() == pytest.approx([0.707, -0.707, -0.707, 0.707], abs=1e-3)
 
 
 def test_a_step_without_rows_of_a_file_has_no_column_for_them(monkeypatch):

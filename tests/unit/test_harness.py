@@ -2,7 +2,7 @@
 
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -16,7 +16,9 @@ from mrl.config.secrets import authorization
 from mrl.config.validate import from_hydra
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.evaluation import engines
-from mrl.evaluation.harness import OpenAIEndpoint, plan_harness, read_results
+from mrl.evaluation.generation_plan import SampledModel
+from mrl.evaluation.harness import OpenAIEndpoint, plan_harness, read_results, run_harness
+from mrl.rollout.client import EngineError
 
 PROGRAM = """#!{python}
 import json, os, sys, urllib.request
@@ -132,6 +134,17 @@ def test_the_command_line_names_endpoint_model_and_tokenizer(configure, model, t
     assert line[-1] == "--log_samples"
     server_args = plan.server_args
     assert server_args["skip_tokenizer_init"] is False and "custom_weight_loader" not in server_args
+
+
+def test_weights_that_an_interrupted_evaluation_has_converted_are_not_evaluated(configure, monkeypatch, tmp_path):
+    def prepare(model, scratch, progress):
+        assert not scratch.exists()
+        raise EngineError("stop here")
+
+    monkeypatch.setattr(SampledModel, "prepare_engine_folder", prepare)
+    (tmp_path / "run/harness_model").mkdir(parents=True)
+    with pytest.raises(EngineError, match="stop here"):
+        run_harness(plan_harness(configure()), nullcontext())
 
 
 def test_a_failed_harness_ends_the_command(configure, monkeypatch, capfd):

@@ -188,6 +188,16 @@ def test_all_keys_of_a_config_are_resolved_except_files_that_data_inputs_makes(t
     )
 
 
+def test_the_tokenizer_of_a_served_reward_model_is_in_the_fetched_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fsspec.filesystem("memory").pipe({"/served/m/config.json": b"{}"})
+    keys = ["experiment=quickstart", "run.dir=x", "reward=served_reward_model", "roles.reward_model.path=memory://served/m"]
+    keys += ["data.test_sets.one={files: [a.jsonl], reward: ${reward}}"]
+    config = resolve_inputs(hydra_entry.compose_config(hydra_entry.check_overrides(keys)))
+    folder = config.roles["reward_model"]["path"]
+    assert Path(folder).is_dir() and config.reward["tokenizer"] == config.data.test_sets["one"]["reward"]["tokenizer"] == folder
+
+
 @pytest.mark.parametrize("etag", [True, False], ids=["with ETag", "without ETag"])
 def test_a_file_of_a_web_server_is_fetched_again_after_a_change(etag, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -68,6 +68,7 @@ def crowded(tmp_path):
     return tmp_path
 
 
+@pytest.mark.extended
 def test_a_slurm_job_of_an_installed_package_uses_its_scripts_and_its_arguments_compose_again(package, crowded):
     """Modules in the working directory do not hide those of mrl."""
     keys = ["cluster.nodes=1", "cluster.gpus_per_node=0", "reward._target_=my_rewards.Even"]

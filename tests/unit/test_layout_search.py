@@ -179,6 +179,7 @@ def test_more_nodes_are_never_slower(fields, mode):
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.extended
 def test_the_same_search_has_the_same_result():
     first, second = (search_of(QWEN3_30B_A3B, 4).run(5) for _ in range(2))
     assert first == second
@@ -231,7 +232,7 @@ ARGUMENTS = (
 )
 
 
-@pytest.mark.extended_except("ppo")
+@pytest.mark.extended
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_the_printed_overrides_are_a_config_of_that_layout(tmp_path, capsys, algorithm):
     folder = write_model(tmp_path, QWEN3_30B_A3B)

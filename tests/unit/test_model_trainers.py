@@ -5,7 +5,7 @@ import pytest
 
 from mrl.algorithms.corrections import MISMATCH_SUMS
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.losses import PPOClip
+from mrl.algorithms.losses import CrossEntropy, PPOClip
 from mrl.algorithms.objective import Objective, TokenWeighting
 from mrl.algorithms.parts import Coefficients
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
@@ -42,6 +42,8 @@ def update(
     epochs: int = 1,
     rejected: tuple[int, ...] = (),
     counts: list[int] | None = None,
+    rows: np.ndarray | None = None,
+    all_filtered: bool = False,  # then the update gets no estimates
 ):
     count = len(advantages)
     lengths = np.arange(1, count + 1)
@@ -56,6 +58,7 @@ def update(
         truncated=np.zeros(count, bool),
         weight_versions=np.zeros(count, int),
         rewards=np.zeros(count),
+        all_filtered=all_filtered,
     )
     drawn = None if counts is None else np.array(counts)
     result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {}, drawn)
@@ -64,7 +67,13 @@ def update(
         OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), TokenWeighting(), mini_batches, epochs
     )
     policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
-    return policy.metrics([policy.begin_update(rollouts, result, step=2, coefs={}).result()]), group
+    if all_filtered:
+        with pytest.raises(ValueError, match=r"update\(\) got no estimates, but the loss PPOClip is 0 without"):
+            policy.begin_update(rollouts, None, step=2, coefs={}, rows=rows)
+        call = policy.begin_update(rollouts, None, step=2, coefs={}, rows=rows, loss=CrossEntropy())
+    else:
+        call = policy.begin_update(rollouts, result, step=2, coefs={}, rows=rows)
+    return policy.metrics([call.result()]), group
 
 
 def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():
@@ -103,6 +112,16 @@ def test_every_epoch_trains_the_same_mini_batches():
 def test_rejected_rows_are_neither_trained_nor_counted():
     _, group = update([1, -1, 0, 2], mini_batches=1, rejected=(1, 2))
     assert group.steps[0].rows.tolist() == [0, 3] and group.steps[0].denominator_rows.tolist() == [0, 3]
+
+
+def test_an_update_without_estimates_trains_no_group_that_the_rollout_filter_rejected():
+    _, group = update([1, -1, 0, 2], mini_batches=1, all_filtered=True)
+    assert not len(group.steps[0].denominator_rows)
+
+
+def test_an_update_without_rows_has_finite_metrics():
+    metrics, group = update([1, -1, 0, 2], mini_batches=1, rows=np.zeros(4, bool))
+    assert not len(group.steps[0].denominator_rows) and metrics["batch/zero_advantage_fraction"] == 0
 
 
 def test_a_row_that_is_drawn_twice_is_trained_once_with_twice_the_weight():

@@ -17,9 +17,13 @@ GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
 FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_entry.CONF / group).glob("*.yaml"))
 BLANKS = {  # values that a file of conf leaves to the user
     "algorithm=distill": ["roles.teacher.path=${model.path}"],
+    "algorithm=distill_top_k": ["roles.teacher.path=${model.path}"],
+    "algorithm=distill_vocab": ["roles.teacher.path=${model.path}"],
     "reward=function": ["reward.path=mine.py"],
     "reward=judge": ["reward.url=http://judge:30000", "reward.model=judge"],
     "reward=reward_model": ["reward.url=http://rewards:30000", "reward.tokenizer=${model.path}"],
+    "reward=served_judge": ["roles.judge.path=${model.path}"],
+    "reward=served_reward_model": ["roles.reward_model.path=${model.path}"],
 }
 # Experiments without a published model; test_experiment_recipes.py and test_sums_task.py plan the others
 EXPERIMENTS = sorted(
@@ -127,6 +131,17 @@ def test_colocated_roles_are_counted_in_the_phases_in_which_they_work(tmp_path):
     of = {m.phase: m for m in shared.phases}
     assert of["update"].parts["context"] == 4 * GIB
     assert shared.host.offloaded > 0 and apart.host.offloaded == 0
+
+
+def test_servers_that_share_gpus_are_in_memory_at_the_same_time(tmp_path):
+    served = ["roles.reward_model.path=unused", "roles.reward_model.num_engines=8"]
+    shared = ["cluster=h100", "parallel.dp=8", "placement=colocated"]
+    memory = memory_of(config_of("Qwen3-8B", tmp_path, *shared, *served))
+    (rollout,) = [moment for moment in memory.phases if moment.phase == "rollout"]
+    assert rollout.role == "reward_model, engines" and not rollout.fits
+    assert rollout.parts["reward_model: weights and kv cache"] == int(0.8 * rollout.limit) and rollout.parts["kv cache"] > 0
+    apart = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8", *served))
+    assert {m.role for m in apart.phases if m.phase == "rollout"} == {"reward_model", "engines"} and apart.fits
 
 
 def test_a_critic_and_a_reference_are_counted(tmp_path):

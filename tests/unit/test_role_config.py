@@ -9,7 +9,7 @@ from mrl.config import hydra_entry
 from mrl.config.validate import roles_of
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemoryState
 from mrl.controller.plan_models import build_pools, parallel_layout
-from mrl.controller.plan_train import check_served_roles
+from mrl.controller.plan_train import check_memory_fractions, check_served_folders, check_served_roles
 from mrl.rewards import remote_models
 from mrl.rewards.by_source import BySource
 from mrl.rewards.remote_models import Judge
@@ -39,6 +39,7 @@ def test_a_role_has_a_column_and_the_layout_of_the_actor_except_for_its_own_size
     [
         (["roles.actor.path=x"], "roles.actor: expected a name"),
         (["roles.Judge.path=x"], "roles.Judge: expected a name"),
+        (["roles.engine.path=x"], "roles.engine: expected a name"),
         (["roles.judge.pth=x"], "unknown key 'roles.judge.pth'; did you mean 'path'"),
         (["roles.judge=x"], "roles.judge='x': expected the fields of a model"),
         (["roles.judge.num_engines=-1"], "roles.judge.num_engines=-1: must be 0 or more"),
@@ -93,6 +94,12 @@ SERVED = ["roles.judge.path=x", "roles.judge.num_engines=1"]
             {frozenset({"judge", "critic"})},
             "judge shares devices with critic, but responses are scored while the trainers work",
         ),
+        (
+            [*SERVED, "roles.judge.sglang.enable_memory_saver=false"],
+            Judge(role="judge"),
+            {frozenset({"judge", "critic"})},
+            "roles.judge.sglang.enable_memory_saver=false: judge shares devices with critic",
+        ),
     ],
 )
 def test_a_served_role_that_cannot_work_is_refused(overrides, reward, colocated, message):
@@ -113,6 +120,23 @@ def test_rewards_of_held_out_sets_and_of_data_sources_may_call_served_roles():
     check_served_roles(config(*SERVED), rewards, frozenset())
     with pytest.raises(ValueError, match=f"^{key}: calls roles.judge, which SGLang does not serve"):
         check_served_roles(config(), rewards, frozenset())
+
+
+def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
+    served = config(f"roles.judge.path={tmp_path}", "roles.judge.num_engines=1", "roles.mine.path=missing")
+    with pytest.raises(ValueError, match="roles.judge.path=.*: there is no config.json in this folder"):
+        check_served_folders(served)
+    (tmp_path / "config.json").write_text("{}")
+    check_served_folders(served)
+
+
+def test_servers_that_share_gpus_claim_less_than_their_whole_memory():
+    together = frozenset({frozenset({"judge", "engines", "actor"})})
+    with pytest.raises(ValueError, match="sglang.mem_fraction_static=0.8, roles.judge.sglang.mem_fraction_static=0.8: these"):
+        check_memory_fractions(config(*SERVED), together)
+    check_memory_fractions(config(*SERVED), frozenset({frozenset({"judge", "critic"})}))
+    fractions = ["sglang.mem_fraction_static=0.6", "roles.judge.sglang.mem_fraction_static=0.3"]
+    check_memory_fractions(config(*SERVED, *fractions), together)
 
 
 class Model:
@@ -235,6 +259,24 @@ def test_closing_ends_the_servers_and_the_thread_that_watches_them(served):
     watcher.join(5)
     assert servers.stopped and not watcher.is_alive()
     assert not any(thread.name == "served models" for thread in threading.enumerate())
+
+
+def test_the_servers_of_all_models_become_ready_within_one_timeout(monkeypatch):
+    timeouts = []
+
+    def wait_ready(servers: FakeServers, timeout_s: float) -> None:
+        timeouts.append(timeout_s)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(served_models, "EngineServers", FakeServers)
+    monkeypatch.setattr(FakeServers, "wait_ready", wait_ready)
+    settings = dict(run_dir="d", arguments={}, model_path="m", count=1, tp_size=1, seed=0, max_replacements=1)
+    models = ServedModels([ServerGroup(name=name, **settings) for name in ("judge", "critic_model")], max_restarts=2)
+    models.wait_ready(30.0)
+    models.close()
+    assert timeouts[0] <= 30 and timeouts[1] <= 29.9
+    for name in ("judge", "critic_model"):
+        remote_models.set_servers(name, [])
 
 
 def test_a_replacement_that_is_not_ready_in_time_is_used_as_soon_as_it_is_ready(served, monkeypatch):

@@ -18,7 +18,7 @@ from mrl.algorithms.objective import Objective
 from mrl.config import hydra_entry
 from mrl.controller import own_steps
 from mrl.controller.own_steps import SourceAlgorithm, best_of_n, by_source, ranks_in_groups
-from mrl.controller.step_plan import plan_step
+from mrl.controller.step_plan import check_step_sources, plan_step
 from mrl.controller.trainer import Trainer
 from mrl.core.run_errors import ProcessesLostError
 
@@ -263,3 +263,13 @@ def test_a_step_with_its_helpers_has_at_most_60_lines(step, helper):
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         lines += node.end_lineno - first + 1
     assert 15 < lines <= 60
+
+
+def test_by_source_without_an_algorithm_for_a_data_source_is_refused_before_the_run_starts():
+    parts = "{a: {_target_: mrl.controller.own_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GRPO}, "
+    parts += "loss: {_target_: mrl.algorithms.losses.PPOClip}}}"
+    plan = planned("trainer._target_=mrl.controller.own_steps.by_source", f"trainer.arguments.algorithms={parts}")
+    check_step_sources(plan, ["a", "a"])
+    with pytest.raises(ValueError, match="no algorithm for the data source 'offline'"):
+        check_step_sources(plan, ["a", "offline"])
+    check_step_sources(planned(), ["b"])

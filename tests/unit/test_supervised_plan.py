@@ -74,6 +74,7 @@ def test_arguments_of_an_objective_are_config_keys(inputs, tmp_path):
             ["sft.objective._target_=mrl.algorithms.losses.KLCov"],
             "sft.objective: KLCov needs old_logprobs, but supervised",
         ),
+        (["sft.objective._target_=mrl.algorithms.losses.PPOClip"], "sft.objective: PPOClip is 0 without advantages"),
         (["sft.objective._target_=mrl.rewards.rule_based.ExactMatch"], "sft.objective: ExactMatch is not a loss"),
         (["objective=dpo"], "column 'chosen': is missing"),
         (["objective=kto", "sft.train=${data.inputs.folder}/pairs.parquet"], "column 'completion': is missing"),
