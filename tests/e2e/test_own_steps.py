@@ -3,54 +3,40 @@
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 import pytest
+import step_page
 from mrl_runs import KILLING_FILTER
 from run_comparison import check_equal_runs
+from safetensors import deserialize
 
 from mrl.core.sample_file import read_samples
 
-STEPS = "mrl.controller.own_steps"
-SOURCE = "{_target_: mrl.controller.own_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.%s}, "
-SOURCE += "loss: {_target_: mrl.algorithms.losses.%s}}"
-ALGORITHMS = f"{{even: {SOURCE % ('GRPO', 'PPOClip')}, odd: {SOURCE % ('RLOO', 'CISPO')}}}"
+KEEP_ALL_SAMPLES = "tracking.samples_per_step=24"  # all responses of a step of the quickstart that the tests use
 
 
 @pytest.fixture(scope="module")
-def two_sources(inputs, tmp_path_factory) -> list[str]:
-    """The training prompts of the quickstart, as two data sources: even and odd numbers."""
-    folder = tmp_path_factory.mktemp("sources")
-    rows = pq.read_table(inputs / "train.parquet").to_pylist()
-    for name, rest in (("even", 0), ("odd", 1)):
-        chosen = [
-            row | {"data_source": name} for row in rows if int(row["reward_model"]["ground_truth"]) // 2 % 2 == rest
-        ]
-        pq.write_table(pa.Table.from_pylist(chosen), folder / f"{name}.parquet")
-    return [f"data.train=[{folder / 'even.parquet'},{folder / 'odd.parquet'}]"]
-
-
-@pytest.fixture(scope="module")
-def own_steps(two_sources) -> dict[str, list[str]]:
+def own_steps(inputs, tmp_path_factory) -> dict[str, list[str]]:
     """Name of a step -> its settings."""
+    folder = tmp_path_factory.mktemp("sources")
     return {
         "best_of_n": [
-            f"trainer._target_={STEPS}.best_of_n",
+            "trainer._target_=mrl.controller.own_steps.best_of_n",
             "trainer.arguments.keep=2",
             "trainer.arguments.min_reward=0",
         ],
         "by_source": [
-            f"trainer._target_={STEPS}.by_source",
-            f"trainer.arguments.algorithms={ALGORITHMS}",
+            *step_page.config_arguments(folder / "conf"),
+            step_page.data_argument(inputs, folder),
             "algorithm.skip_zero_advantage=false",
-            *two_sources,
         ],
     }
 
 
+@pytest.mark.extended_except("best_of_n")
 @pytest.mark.parametrize("name", ["best_of_n", "by_source"])
 def test_a_killed_run_with_an_own_step_equals_an_uninterrupted_one(
-    start_mrl, quickstart, own_steps, tmp_path, user_module, name
+    start_mrl, quickstart, warm, own_steps, tmp_path, user_module, name
 ):
     user_module("killing_filter", KILLING_FILTER)
     settings = [
@@ -59,6 +45,7 @@ def test_a_killed_run_with_an_own_step_equals_an_uninterrupted_one(
         "trainer.max_steps=5",
         "checkpoint.every=2",
         "checkpoint.asynchronous=false",
+        KEEP_ALL_SAMPLES,
     ]
     kill = ["rollout.filter._target_=killing_filter.Killing", f"++rollout.filter.done={tmp_path / 'killed'}"]
     undisturbed = start_mrl("train", *settings).finish()
@@ -69,18 +56,54 @@ def test_a_killed_run_with_an_own_step_equals_an_uninterrupted_one(
     check_equal_runs(killed.folder, undisturbed.folder)
     assert [step for step, _ in read_samples(killed.folder)] == [1, 2, 3, 4, 5]
     check_updates(killed.folder, name)
+    check_that_every_tensor_changed(killed.folder, warm)
+
+
+@pytest.mark.extended
+def test_the_function_of_the_page_trains_on_the_rewarded_responses(start_mrl, quickstart, warm, user_module):
+    user_module("my_steps", step_page.SOURCE)
+    step = ["trainer._target_=my_steps.rewarded_only", "trainer.arguments.min_reward=0.5"]
+    run = start_mrl("train", *quickstart, *step, "trainer.max_steps=3", KEEP_ALL_SAMPLES).finish()
+    assert run.process.returncode == 0, run.output()
+    check_updates(run.folder, "rewarded_only")
+    check_that_every_tensor_changed(run.folder, warm)
+
+
+def two_best(rewards: np.ndarray) -> np.ndarray:
+    """Return [G]: whether a response is one of the two best of its group and has a reward above 0."""
+    best = np.isin(np.arange(len(rewards)), np.argsort(-rewards, kind="stable")[:2])
+    return best & (rewards > 0)
+
+
+def above_the_others(rewards: np.ndarray) -> np.ndarray:
+    """Return [G]: whether a response has a reward above 0.5 and an advantage, because the rewards of its group differ."""
+    return (rewards > 0.5) & (np.ptp(rewards) > 0)
+
+
+SELECTED = {"best_of_n": two_best, "by_source": np.isfinite, "rewarded_only": above_the_others}
+"""Name of a step -> function that returns [G]: which responses of a group the step trains, given their rewards [G]."""
 
 
 def check_updates(folder: Path, name: str) -> None:
-    """Check how many optimizer steps the ledger has for each step, and that each token is trained at most once in a step."""
+    """Check that the optimizer steps in the ledger train exactly the tokens of the responses that the training step selects."""
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-    for line, step in zip(ledger, metrics, strict=True):
-        sampled = sum(sum(lengths) for lengths in line["lengths"])
-        trained = sum(count for update in line["updates"] for count, _ in update.values())
-        assert step["batch/optimizer_steps"] == len(line["updates"])
-        if name == "best_of_n":
-            assert len(line["updates"]) == 1 and trained < sampled, "only the best responses are trained"
-        else:
-            assert len(line["updates"]) in (1, 2) and trained == sampled
-    assert name == "best_of_n" or max(len(line["updates"]) for line in ledger) == 2
+    all_samples, all_trained = [samples for _, samples in read_samples(folder)], []
+    for line, step, samples in zip(ledger, metrics, all_samples, strict=True):
+        rewards = {sample.group: np.array(sample.group_rewards) for sample in samples}
+        lengths = {group: np.array(of_group) for group, of_group in enumerate(line["lengths"])}
+        expected = sum(lengths[group][SELECTED[name](rewards[group])].sum() for group in lengths)
+        all_trained.append(sum(count for update in line["updates"] for count, _ in update.values()))
+        assert all_trained[-1] == expected
+        num_updates = len({sample.source for sample in samples}) if name == "by_source" else 1
+        assert len(line["updates"]) == num_updates and step["batch/optimizer_steps"] == num_updates
+    assert sum(all_trained) > 0
+    assert name != "by_source" or max(len(line["updates"]) for line in ledger) == 2
+
+
+def check_that_every_tensor_changed(run_dir: Path, initial: Path) -> None:
+    """Check that no tensor of the final model has the bytes of the model folder `initial`."""
+    after, before = (
+        dict(deserialize((folder / "model.safetensors").read_bytes())) for folder in (run_dir / "hf", initial)
+    )
+    assert after.keys() == before.keys() and [name for name in before if after[name] == before[name]] == []

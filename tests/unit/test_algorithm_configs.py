@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.corrections import compares_old_policy
 from mrl.algorithms.distillation import DIVERGENCE_OUTPUTS, TEACHER_OUTPUTS
 from mrl.algorithms.inputs import ScoredBatch
+from mrl.algorithms.kl import KL_ESTIMATORS
 from mrl.algorithms.losses import PolicyGradient, PPOClip
 from mrl.algorithms.objective import AGGREGATIONS, Objective
 from mrl.algorithms.parts import build_algorithm
@@ -22,6 +23,7 @@ from mrl.config.hydra_entry import check_overrides, compose_config
 from mrl.config.instantiate import instantiate
 from mrl.config.validate import is_known
 from mrl.core.metrics import check
+from parallel.trainer_config import DivergenceKind
 
 FILES = {path.stem: path for path in sorted(Path("conf/algorithm").glob("*.yaml"))}
 CORRECTIONS = sorted(path.stem for path in Path("conf/correction").glob("*.yaml"))
@@ -174,18 +176,66 @@ def test_the_page_lists_every_correction_by_its_name():
 
 
 DOCS = Path("docs/concepts/algorithms.md").read_text()
+MODULES = ("losses", "sequence_losses", "advantages", "distillation", "preference", "corrections", "filters")
+INTERFACES = {
+    *("Advantage", "Correction", "Filter", "Loss", "Resampling", "ValueLossFunction"),
+    *("GroupStatistics", "PairLoss", "PolicyLoss", "ScoreLoss"),
+}
+FORMULA = re.compile(r"[−+·/=²<>≤≥^]|Σ|\w\(|\b[01]\b|^as |^(?:d|rho)$")
+SOURCE = re.compile(r"arXiv \d{4}\.\d{5}\b|\]\(https?://[^\s)]+\)|^no paper: \w+")
 
 
-def test_the_page_lists_all_losses_advantages_and_configs():
-    tables = [line for line in DOCS.splitlines() if line.startswith("| `")]
-    modules = ("losses", "sequence_losses", "advantages", "distillation")
-    named = {cell.split(".")[-1] for line in tables for cell in re.findall(r"`([\w.]+)`", line.split("|")[1])}
-    named |= {cell for line in tables for cell in re.findall(r"`(\w+)\(", line)}
-    for module in modules:
+@dataclass(frozen=True)
+class PartRow:
+    """A row of the page that describes parts of algorithms."""
+
+    line: str
+    names: frozenset[str]  # classes and values of config keys
+    formula: str
+    paper: str
+
+
+def part_rows() -> list[PartRow]:
+    """Return the rows of the tables that have a column `paper`. The first column has the names, and the second the formula.
+
+    A row of corrections has the name of the class in another column, with arguments.
+    """
+    rows, header = [], []
+    for line in DOCS.splitlines():
+        cells = [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = [cell.lower() for cell in cells]
+        elif "paper" in header and not set(line) <= {"|", "-"}:
+            assert len(cells) == len(header), line
+            names = {*re.findall(r"`(?:\w+\.)?([\w+]+)`", cells[0]), *re.findall(r"`(\w+)\(", line)}
+            rows.append(PartRow(line, frozenset(names), cells[1], cells[header.index("paper")]))
+    return rows
+
+
+def names_of_parts() -> set[str]:
+    """Return the names of all losses, advantages, corrections, filters, KL estimates, aggregations and divergences."""
+    names = {*KL_ESTIMATORS, *AGGREGATIONS, *(kind.value for kind in DivergenceKind)}
+    for module in MODULES:
         found = importlib.import_module(f"mrl.algorithms.{module}")
-        classes = {n for n, x in vars(found).items() if isinstance(x, type) and x.__module__ == found.__name__}
-        missing = classes - named - {"Advantage", "GroupStatistics", "Loss", "PolicyLoss", "ValueLossFunction"}
-        assert not missing, missing
+        names |= {n for n, x in vars(found).items() if isinstance(x, type) and x.__module__ == found.__name__}
+    return names - INTERFACES
+
+
+def test_the_page_has_a_row_with_formula_and_source_for_every_part():
+    rows = part_rows()
+    assert len(rows) > 60 and names_of_parts() - {name for row in rows for name in row.names} == set()
+    assert [row.line for row in rows if not FORMULA.search(row.formula)] == []
+    assert [row.line for row in rows if not SOURCE.search(row.paper)] == []
+
+
+def test_words_are_no_formula_and_authors_alone_are_no_source():
+    assert not FORMULA.search("mean over all tokens") and not FORMULA.search("")
+    assert not SOURCE.search("Rafailov et al. 2023, eq. 7") and not SOURCE.search("")
+
+
+def test_the_page_lists_every_config():
     listed = set(re.findall(r"`(\w+)`", "\n".join(line for line in DOCS.splitlines() if line.startswith("|"))))
     assert set(FILES) <= listed, set(FILES) - listed
 

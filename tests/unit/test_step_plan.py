@@ -1,14 +1,22 @@
 """A training step of the user's own: what it selects, what it needs, and which mistakes are refused before the run starts."""
 
+import ast
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import step_page
+from loss_cases import loss_inputs, make_case
 from test_fit import World, trainer
 
-from mrl.algorithms.advantages import GAE, GRPO
+from mrl.algorithms.advantages import GAE, GRPO, RLOO
+from mrl.algorithms.losses import CISPO, CrossEntropy, PPOClip
+from mrl.algorithms.objective import Objective
 from mrl.config import hydra_entry
+from mrl.controller import own_steps
 from mrl.controller.own_steps import SourceAlgorithm, best_of_n, by_source, ranks_in_groups
 from mrl.controller.step_plan import check_step_sources, plan_step
 from mrl.controller.trainer import Trainer
@@ -174,7 +182,7 @@ class Recorder:
     def estimate(self, columns, *, rows, advantage, loss):
         return (rows.tolist(), advantage, loss)
 
-    def update(self, rollouts, estimates, *, rows, loss):
+    def update(self, rollouts, estimates, *, rows, loss=None):
         self.updates.append((estimates, rows.tolist(), loss))
 
     def push(self):
@@ -184,8 +192,19 @@ class Recorder:
 def test_best_of_n_trains_the_best_correct_responses():
     recorder = Recorder([1, 0, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1], [""] * 6)
     best_of_n(recorder, keep=1, min_reward=0)
-    ((estimates, rows, _),) = recorder.updates
+    ((estimates, rows, loss),) = recorder.updates
     assert estimates is None and rows == [True, False, False, False, False, False] and recorder.pushes == 1
+    assert loss == Objective(CrossEntropy()), "no correction, no KL penalty and no entropy bonus"
+    case = make_case(0)
+    values, metrics = loss(loss_inputs(case))
+    np.testing.assert_array_equal(values, -case.logprobs)
+    assert metrics == {}
+
+
+def test_best_of_n_without_a_minimum_trains_as_many_responses_of_each_group():
+    recorder = Recorder([1, 0, 1, 0, -1, 0], [0, 0, 0, 1, 1, 1], [""] * 6)
+    best_of_n(recorder, keep=2)
+    assert recorder.updates == [(None, [True, False, True, True, False, True], Objective(CrossEntropy()))]
 
 
 def test_by_source_trains_each_source_with_its_own_algorithm():
@@ -197,6 +216,53 @@ def test_by_source_trains_each_source_with_its_own_algorithm():
     assert recorder.updates == [((first, "A", "LA"), first, "LA"), ((second, "B", "LB"), second, "LB")]
     with pytest.raises(ValueError, match="no algorithm for the data source 'b'"):
         by_source(recorder, {"a": SourceAlgorithm("A", "LA")})
+
+
+def test_the_config_of_the_page_gives_each_data_source_its_algorithm(tmp_path):
+    words = ["experiment=quickstart", "run.dir=unused", *step_page.config_arguments(tmp_path)]
+    plan = plan_step(hydra_entry.compose_config(hydra_entry.prepare_arguments(words)))
+    algorithms = {"gsm8k": SourceAlgorithm(GRPO(), PPOClip(clip_high=0.28)), "math": SourceAlgorithm(RLOO(), CISPO())}
+    assert plan.function.func is by_source and plan.function.keywords == {"algorithms": algorithms}
+
+
+def test_the_function_of_the_page_trains_on_the_rewarded_responses(tmp_path, monkeypatch):
+    class WithAdvantages(Recorder):
+        def estimate(self, columns):
+            return SimpleNamespace(zero_advantage=np.array([False, False, True, False]))
+
+    (tmp_path / "my_steps.py").write_text(step_page.SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_steps", raising=False)
+    plan = planned("trainer._target_=my_steps.rewarded_only", "trainer.arguments.min_reward=0.5")
+    recorder = WithAdvantages([1, 0, 1, 0.5], [0, 0, 1, 1], [""] * 4)
+    plan.function(recorder)
+    ((_, rows, loss),) = recorder.updates
+    assert rows == [True, False, False, False] and loss is None and recorder.pushes == 1
+    world = World({})
+    assert trainer(world, step_function=plan.function, max_steps=2).fit().steps == 2 and world.updates == 2
+
+
+def parts_of(step: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    """Return a function of own_steps.py, and the functions and classes of the file that it names, directly or through others."""
+    nodes = ast.parse(Path(own_steps.__file__).read_text()).body
+    defined = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    found, todo = {}, [step]
+    while todo:
+        name = todo.pop()
+        found[name] = defined[name]
+        named = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
+        todo += sorted((named & defined.keys()) - found.keys())
+    return found
+
+
+@pytest.mark.parametrize(("step", "helper"), [("best_of_n", "ranks_in_groups"), ("by_source", "SourceAlgorithm")])
+def test_a_step_with_its_helpers_has_at_most_60_lines(step, helper):
+    parts, lines = parts_of(step), 0
+    assert helper in parts
+    for node in parts.values():
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        lines += node.end_lineno - first + 1
+    assert 15 < lines <= 60
 
 
 def test_by_source_without_an_algorithm_for_a_data_source_is_refused_before_the_run_starts():
