@@ -129,7 +129,10 @@ def test_a_language_model_is_not_trained_from_a_reward_model(start_mrl, quicksta
 
 
 def test_a_trained_reward_model_is_the_reward_of_a_run(start_mrl, quickstart, reward_model):
-    """SGLang serves the folder. The rewards in the samples are the scores that transformers computes."""
+    """SGLang serves the folder. The rewards in the samples are the scores that transformers computes.
+
+    The run is not deterministic, so each group is scored as soon as it is sampled.
+    """
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -137,9 +140,10 @@ def test_a_trained_reward_model_is_the_reward_of_a_run(start_mrl, quickstart, re
     from mrl.data.tokenizer import load_tokenizer
 
     folder = reward_model[1]
-    reward = ["reward=served_reward_model", f"roles.reward_model.path={folder}"]
+    reward = ["reward=served_reward_model", f"roles.reward_model.path={folder}", "rollout.deterministic=false"]
     run = start_mrl("train", *quickstart, *reward, "trainer.max_steps=2").finish(600)
     assert run.process.returncode == 0 and run.leftovers() == [], run.output()
+    assert sum(step["spent/reward_overlap_s"] for step in run.metrics()) > 0
     samples = [sample for _, found in read_samples(run.folder) for sample in found]
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(folder)
