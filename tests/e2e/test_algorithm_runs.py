@@ -158,12 +158,16 @@ LATER_METRICS = {
 """Name of a run -> a metric that shows how far the policy is from the one that sampled, and its value in the first step."""
 
 
+BOUNDED = ("luspo", "dppo_kl", "dppo_tv", "rejection", "engine as old policy")
+"""Runs in which later steps may have no gradient, because all tokens with an advantage are too far off-policy."""
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_every_step_trains(run_of, name):
     steps = run_of(name).metrics()
     assert len(steps) == STEPS
     assert all(math.isfinite(step["loss/policy"]) for step in steps)
-    assert all(step["optim/grad_norm"] > 0 or step.get("correction/rejected_fraction") == 1 for step in steps)
+    assert all(step["optim/grad_norm"] > 0 for step in (steps[:1] if name in BOUNDED else steps))
 
 
 @pytest.mark.parametrize("name", FIRST_LOSSES)
