@@ -225,6 +225,12 @@ METRICS: dict[str, Metric] = {
     "spent/reward_s": Metric(
         "s", "part of the step that decodes and scores responses", ".2f", good="a few percent of the step"
     ),
+    "spent/reward_overlap_s": Metric(
+        "s",
+        "time in which rewards score responses while the engines sample others, or while no step waits for responses",
+        ".2f",
+        good="above 0 if rewards call a model; the larger, the less the step waits for rewards alone",
+    ),
     "spent/controller_s": Metric(
         "s",
         "rest of the step: its wall time minus the time in which engines, trainer ranks or rewards work",

@@ -3,14 +3,16 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from mrl.data.tokenizer import load_tokenizer
 from mrl.hang_report.process_registry import track_activity
+from mrl.rewards.reward_types import single_rewards
 from mrl.rollout.client import TRAINING, SamplingParams, response_seed
 from mrl.rollout.engine_pool import EnginePool, NoEngineError, deadline_error
 from mrl.rollout.rollout_log import CompletionCache
@@ -49,13 +51,17 @@ class GroupSampler:
         if spec.agent:
             self._conversation = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
         self.lengths = ResponseLengths(spec.sampling.max_new_tokens / 2)
-        self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent)
+        calls_server = any(getattr(each, "needs_server", False) for each in single_rewards(spec.reward))
+        # In a deterministic run, groups reach an engine together: on a CPU, rounding depends on the other responses.
+        scores_early = calls_server and not spec.deterministic
+        self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent or scores_early)
 
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
         """Divide the prompt requests into lists. Each list is sent as one HTTP request, in this order.
 
         If a step waits for all its groups, several groups share one HTTP request, because fewer requests cost the engines less
-        CPU.
+        CPU. If a reward calls a server, each group has a request of its own, so that the server scores it while the engines
+        sample others, except in a deterministic run.
         """
         if self._one_group_per_request:
             return [
@@ -136,6 +142,40 @@ class GroupSampler:
         return [replace(params, seed=response_seed(self.spec.seed, *response_id)) for response_id in response_ids]
 
 
+class ScoringOverlap:
+    """Measures how long responses are scored while the engines sample others, or while no step waits for responses."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the fields below, which three threads change
+        self._running = dict(sampling=0, scoring=0, waiting=0)  # activity -> how often it runs now
+        self._since = time.monotonic()  # when the last activity began or ended
+        self._seconds = 0.0  # overlap since the last call of `take_seconds`
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Return a context in which an activity runs: sampling, scoring, or waiting, which is that of a step."""
+        self._change(activity, 1)
+        try:
+            yield
+        finally:
+            self._change(activity, -1)
+
+    def take_seconds(self) -> float:
+        """Return the seconds of overlap since the last call."""
+        self._change("scoring", 0)
+        with self._lock:
+            seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _change(self, activity: str, by: int) -> None:
+        with self._lock:
+            now, running = time.monotonic(), self._running
+            if running["scoring"] and (running["sampling"] or not running["waiting"]):
+                self._seconds += now - self._since
+            self._since = now
+            running[activity] += by
+
+
 class RolloutPipeline:
     """Samples in the event loop of the engine pool and scores in another thread, while the caller does other work.
 
@@ -157,6 +197,7 @@ class RolloutPipeline:
         self._waited_s = 0.0  # seconds that `wait_step` waited since the last call of `take_seconds`
         self._waited_scoring_s = 0.0  # seconds of scoring during these waits
         self._scoring_s = 0.0  # seconds of scoring since the start
+        self._overlap = ScoringOverlap()
         self._changed = threading.Condition()  # guards the buffer and the fields below
         # Serial number of a prompt request -> the coroutine that samples its group
         self._running: dict[int, Future[None]] = {}
@@ -196,7 +237,7 @@ class RolloutPipeline:
         EngineError after `timeout_s` seconds. Also raises the errors of sampling and scoring.
         """
         start, scoring_s = time.monotonic(), self._scoring_s
-        with self._changed:
+        with self._overlap.during("waiting"), self._changed:
             while True:
                 if self._error is not None:
                     raise self._error
@@ -213,11 +254,11 @@ class RolloutPipeline:
         self._waited_scoring_s += self._scoring_s - scoring_s
         return groups
 
-    def take_seconds(self) -> tuple[float, float]:
-        """Return (seconds that `wait_step` waited for engines, seconds that it waited for scoring) since the last call."""
+    def take_seconds(self) -> tuple[float, float, float]:
+        """Return the seconds since the last call: (waits for engines, waits for scoring, ScoringOverlap)."""
         scoring_s = min(self._waited_scoring_s, self._waited_s)
         waited_s, self._waited_s, self._waited_scoring_s = self._waited_s, 0.0, 0.0
-        return waited_s - scoring_s, scoring_s
+        return waited_s - scoring_s, scoring_s, self._overlap.take_seconds()
 
     def free_capacity(self) -> int:
         """Return the number of prompts that may be drawn now."""
@@ -269,7 +310,8 @@ class RolloutPipeline:
     async def _sample(self, requests: list[PromptRequest], num_restarts: int) -> None:
         """Sample the groups of one HTTP request, and pass them to the scoring thread."""
         try:
-            groups = await self._sampler.sample(requests)
+            with self._overlap.during("sampling"):
+                groups = await self._sampler.sample(requests)
             if self._scoring_thread is None:
                 self._scoring_thread = threading.Thread(target=self._score_all, name="scoring", daemon=True)
                 self._scoring_thread.start()
@@ -295,8 +337,9 @@ class RolloutPipeline:
             unscored = [group for entry in found if entry and entry[0] == num_restarts for group in entry[1]]
             start = time.perf_counter()
             try:
-                groups = self._score(unscored) if unscored else []
-                passed_filter = [self._passes_filter(group) for group in groups]
+                with self._overlap.during("scoring"):
+                    groups = self._score(unscored) if unscored else []
+                    passed_filter = [self._passes_filter(group) for group in groups]
             except Exception as error:
                 with self._changed:
                     if num_restarts == self._num_restarts:

@@ -49,6 +49,7 @@ class SampledStep:
     rounds: int = 1  # how often prompts were drawn: once for the step, and again after groups were rejected
     engine_s: float = 0.0  # seconds that the step waited for engines
     reward_s: float = 0.0  # seconds that the step waited for decoding and scoring, which mostly run during sampling
+    reward_overlap_s: float = 0.0  # seconds of scoring during which the engines sampled others, or no step waited
 
     def trained_groups(self, num_groups: int) -> list[Group]:
         """Return the groups that the step trains: those that passed the rollout filter.
@@ -80,6 +81,7 @@ class SampledStep:
         return {
             **Scores.of([sample.score for sample in samples]).metrics(),
             "spent/reward_s": self.reward_s,
+            "spent/reward_overlap_s": self.reward_overlap_s,
             **_source_metrics(samples, source_name),
             **_reward_statistics([group.rewards for group in groups]),
             **_multi_turn_metrics([usage for usage in usages if usage]),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mrl.core.sample_file import TextSample, read_samples
 from mrl.data.tokenizer import load_tokenizer
 
 SMALL = [
@@ -83,3 +84,38 @@ def test_another_layout_trains_recorded_conversations_with_the_same_loss(run, st
     assert found.process.returncode == 0, found.output()
     for name in ("loss/policy", "optim/grad_norm", "reward/mean", "rollout/tokens"):
         assert found.metrics()[0][name] == pytest.approx(run.metrics()[0][name], abs=1e-5), name
+
+
+def token_baselines(group: list[TextSample]) -> list[float]:
+    """Return the baseline of each token: the reward minus the advantage, which all responses of the group share.
+
+    The index of a token counts only sampled tokens, not those of tool results. A response that alone has a token has the
+    baseline 0 there.
+    """
+    by_index: dict[int, list[float]] = {}
+    for sample in group:
+        advantages = [value for value, own in zip(sample.advantages, sample.trained, strict=True) if own]
+        for index, advantage in enumerate(advantages):
+            by_index.setdefault(index, []).append(sample.reward - advantage)
+    for index, baselines in by_index.items():
+        assert np.ptp(baselines) < 1e-5, (index, baselines)
+        assert len(baselines) > 1 or baselines[0] == pytest.approx(0, abs=1e-5)
+    return [float(np.mean(baselines)) for baselines in by_index.values() if len(baselines) > 1]
+
+
+@pytest.mark.extended
+def test_a_run_with_tool_turns_has_a_baseline_for_each_sampled_token(run, start_mrl, calculator):
+    again = [f"data.inputs.folder={calculator}", "sft.train=null", f"model.path={calculator / 'warm'}"]
+    options = ["algorithm=otb", "tracking.samples_per_step=32", "trainer.max_steps=3"]
+    found = start_mrl("train", *SMALL, *again, *options).finish()
+    assert found.process.returncode == 0, found.output()
+    num_groups = 0  # with different rewards and with tool results
+    for _, samples in read_samples(found.folder):
+        for number in {sample.group for sample in samples}:
+            group = [sample for sample in samples if sample.group == number]
+            rewards, baselines = [sample.reward for sample in group], token_baselines(group)
+            if np.ptp(rewards) and any(0 in sample.trained for sample in group):
+                num_groups += 1
+                assert min(rewards) <= min(baselines) and max(baselines) <= max(rewards)
+                assert np.ptp(baselines) > 1e-4, "the baseline of GRPO is the same for all tokens"
+    assert num_groups and all(step["optim/grad_norm"] > 0 for step in found.metrics())

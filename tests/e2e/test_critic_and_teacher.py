@@ -1,9 +1,12 @@
-"""A run with critic, teacher and reference model, each in its own layout: their outputs reach the advantage estimator."""
+"""A run with critic, teacher, reference and a role of another name: the advantage estimator gets their outputs."""
 
 import os
 
 import numpy as np
 import pytest
+from recorded_steps import log_distributions, sampled_logprobs
+
+from mrl.rollout.rollout_log import read_recording
 
 pytestmark = pytest.mark.extended
 
@@ -24,7 +27,7 @@ class Recorder:
 
     folder: str
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"values", "old_logprobs", "ref_logprobs", "teacher_logprobs", "greedy_rewards"}
+        {"values", "old_logprobs", "ref_logprobs", "teacher_logprobs", "second_logprobs", "greedy_rewards"}
     )
 
     def __call__(self, inputs):
@@ -39,7 +42,7 @@ class Recorder:
 
 
 @pytest.fixture(scope="module")
-def run(start_mrl, quickstart, warm, tmp_path_factory):
+def run(start_mrl, quickstart, inputs, warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recording")
     (folder / "recording_advantage.py").write_text(RECORDING_ADVANTAGE)
     with pytest.MonkeyPatch.context() as patch:
@@ -47,8 +50,11 @@ def run(start_mrl, quickstart, warm, tmp_path_factory):
         own = [
             f"roles.teacher.path={warm}",
             "roles.teacher.parallel.cp=2",
+            f"roles.second.path={inputs / 'model'}",
+            "roles.second.parallel.tp=2",
             "critic.parallel.tp=2",
             "critic.warmup_steps=1",
+            "rollout.record=true",
         ]
         advantage = [
             "algorithm.advantage._target_=recording_advantage.Recorder",
@@ -77,6 +83,18 @@ def test_the_outputs_of_all_models_reach_the_advantage(run):
         np.testing.assert_allclose(inputs["teacher_logprobs"], inputs["ref_logprobs"], atol=1e-5)
         moved = np.abs(inputs["old_logprobs"] - inputs["ref_logprobs"]).max()
         assert moved == 0 if number < 2 else moved > 1e-3, "in the first step only the critic is trained"
+
+
+def test_a_role_of_another_name_computes_its_column(run, inputs, warm):
+    """`roles.second` is another model than the actor. Transformers gives the same log-probabilities."""
+    finished, folder = run
+    for number in range(3):
+        recorded = dict(np.load(folder / f"{number}.npz"))
+        block, _ = read_recording(finished.folder / "rollouts", number)
+        for column, model in (("second_logprobs", inputs / "model"), ("ref_logprobs", warm)):
+            expected = sampled_logprobs(log_distributions(model, block), block)
+            np.testing.assert_allclose(recorded[column], expected, atol=1e-4, err_msg=column)
+        assert np.abs(recorded["second_logprobs"] - recorded["ref_logprobs"]).mean() > 0.1
 
 
 def test_only_the_critic_is_trained_during_its_warmup(run):

@@ -1,9 +1,18 @@
-"""Whole runs that distil a toy teacher: the divergence falls, engines may serve it, and a killed run is repeated exactly."""
+"""Whole runs that distil toy teachers: divergences fall, engines may serve them, and a killed run is repeated exactly."""
+
+import shutil
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from mrl_runs import KILLING_FILTER
+from recorded_steps import log_distributions
 from run_comparison import check_equal_runs
+
+from mrl.rollout.rollout_log import read_recording
 
 pytestmark = pytest.mark.extended
 
@@ -71,6 +80,61 @@ def test_a_teacher_in_an_engine_gives_the_divergences_of_trainer_ranks(distil):
         0.5 < first[0]["distill/teacher_mass"] <= 1
         and first[0]["distill/policy_mass"] < first[-1]["distill/policy_mass"]
     )
+
+
+def kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return [R]: KL(first || second) of log-probabilities [R, V]."""
+    return (first.exp() * (first - second)).sum(-1)
+
+
+def generalized_js(teacher: torch.Tensor, policy: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return [R]: the generalized Jensen-Shannon divergence of log-probabilities [R, V]."""
+    mixture = (beta * teacher.exp() + (1 - beta) * policy.exp()).log()
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(policy, mixture)
+
+
+def test_a_policy_learns_from_the_forward_kl(distil, inputs, warm):
+    run = distil("distill_vocab", "algorithm.loss.divergence=forward_kl", "rollout.record=true")
+    block, _ = read_recording(run.folder / "rollouts", 0)
+    teacher, policy = (log_distributions(folder, block) for folder in (warm, inputs / "model"))
+    expected, reverse = kl(teacher, policy).mean().item(), kl(policy, teacher).mean().item()
+    assert abs(expected / reverse - 1) > 0.1, "otherwise the value would not show which divergence it is"
+    assert divergences(run)[0] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def softer(warm, tmp_path_factory) -> Path:
+    """A second teacher: the model of `warm`, whose logits are halved."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("softer") / "model"
+    shutil.copytree(warm, folder)
+    model = AutoModelForCausalLM.from_pretrained(warm, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.5
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_each_of_two_teachers_teaches_its_data_source(distil, inputs, warm, softer, tmp_path):
+    rows = pq.read_table(inputs / "train.parquet").to_pylist()
+    for index, row in enumerate(rows):
+        row["data_source"] = "odd" if index % 2 else "even"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    teachers = [f"roles.softer.path={softer}", "roles.softer.teaches=[odd]"]
+    divergence = ["algorithm.loss.divergence=js", "algorithm.loss.beta=0.3"]
+    files = [f"data.train=[{tmp_path / 'train.parquet'}]", "rollout.record=true"]
+    run = distil("distill_vocab", *teachers, *divergence, *files)
+
+    block, columns = read_recording(run.folder / "rollouts", 0)
+    of_even, of_odd, policy = (log_distributions(folder, block) for folder in (warm, softer, inputs / "model"))
+    odd = torch.from_numpy(np.repeat(columns["rows"] % 2 == 1, block.sampled_lengths))[:, None]
+    assert odd.any() and not odd.all()
+    expected, of_one = (
+        generalized_js(teacher, policy, 0.3).mean().item() for teacher in (of_odd.where(odd, of_even), of_even)
+    )
+    assert abs(expected / of_one - 1) > 0.05, "otherwise the value would not show that there are two teachers"
+    assert divergences(run)[0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_killed_run_equals_an_uninterrupted_one(distil, whole, tmp_path, user_module):

@@ -57,15 +57,22 @@ def test_every_objective_over_pairs_trains(train_on_pairs, objective):
     assert end > begin and all(np.isfinite(list(step.values())).all() for step in steps)
 
 
-def test_kto_learns_from_labelled_responses(train_on_pairs, inputs, tmp_path):
+@pytest.fixture(scope="module")
+def labels(inputs, tmp_path_factory) -> Path:
+    """A file with one labelled response to each problem: a right one to every second problem, and a wrong one to the others."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pairs = pq.read_table(inputs / "pairs.parquet").to_pylist()
     rows = [dict(prompt=pair["prompt"], completion=pair["chosen"], label=True) for pair in pairs[::2]]
     rows += [dict(prompt=pair["prompt"], completion=pair["rejected"], label=False) for pair in pairs[1::2]]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "labels.parquet")
-    steps, _ = train_on_pairs("kto", f"sft.train={tmp_path / 'labels.parquet'}", "sft.steps=40", "sft.optim.lr=3e-4")
+    path = tmp_path_factory.mktemp("labels") / "labels.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_kto_learns_from_labelled_responses(train_on_pairs, labels):
+    steps, _ = train_on_pairs("kto", f"sft.train={labels}", "sft.steps=40", "sft.optim.lr=3e-4")
     begin, end = means(steps, "preference/margin")
     assert end > begin and steps[0]["preference/reference_point"] == pytest.approx(0, abs=1e-3)
     assert all(step["preference/reference_point"] >= 0 for step in steps)
@@ -93,13 +100,39 @@ def test_a_reward_model_learns_the_order_of_pairs(reward_model):
     assert config["architectures"] == ["Qwen3ForSequenceClassification"] and len(config["id2label"]) == 1
 
 
+def test_a_reward_model_learns_labels(train_on_pairs, inputs, labels):
+    """The scores are those of Transformers, of the responses that have no row in the file."""
+    import pyarrow.parquet as pq
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    steps, folder = train_on_pairs("outcome_reward_model", f"sft.train={labels}", "sft.steps=150", "sft.optim.lr=1e-3")
+    begin, end = means(steps, "preference/accuracy")
+    assert begin < 0.7 < end and means(steps, "loss/sft")[1] < means(steps, "loss/sft")[0]
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    @torch.no_grad()
+    def mean_score(pairs: list[dict], response: str) -> float:
+        turns = [[*pair["prompt"], dict(role="assistant", content=pair[response])] for pair in pairs]
+        texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in turns]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return float(np.mean([model(torch.tensor([each])).logits[0, 0].item() for each in ids]))
+
+    pairs = pq.read_table(inputs / "pairs.parquet").to_pylist()[:128]
+    assert mean_score(pairs[1::2], "chosen") > 0.2 and mean_score(pairs[::2], "rejected") < -0.2
+
+
 def test_a_language_model_is_not_trained_from_a_reward_model(start_mrl, quickstart, reward_model):
     run = start_mrl("train", *quickstart, f"model.path={reward_model[1]}", "trainer.max_steps=1").finish(120)
     assert run.process.returncode != 0 and "is a reward model, which has no output layer" in run.output()
 
 
 def test_a_trained_reward_model_is_the_reward_of_a_run(start_mrl, quickstart, reward_model):
-    """SGLang serves the folder. The rewards in the samples are the scores that transformers computes."""
+    """SGLang serves the folder. The rewards in the samples are the scores that transformers computes.
+
+    The run is not deterministic, so each group is scored as soon as it is sampled.
+    """
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -107,9 +140,10 @@ def test_a_trained_reward_model_is_the_reward_of_a_run(start_mrl, quickstart, re
     from mrl.data.tokenizer import load_tokenizer
 
     folder = reward_model[1]
-    reward = ["reward=served_reward_model", f"roles.reward_model.path={folder}"]
+    reward = ["reward=served_reward_model", f"roles.reward_model.path={folder}", "rollout.deterministic=false"]
     run = start_mrl("train", *quickstart, *reward, "trainer.max_steps=2").finish(600)
     assert run.process.returncode == 0 and run.leftovers() == [], run.output()
+    assert sum(step["spent/reward_overlap_s"] for step in run.metrics()) > 0
     samples = [sample for _, found in read_samples(run.folder) for sample in found]
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""A run with actor, reference, critic and a served reward model: side by side on devices of their own, or one after another."""
+"""Runs with actor, reference, critic, teacher and a served reward model: side by side, or one after another."""
 
 import numpy as np
 import pytest
@@ -12,30 +12,36 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def four_models(quickstart, tmp_path_factory) -> list[str]:
-    """Settings of a PPO run with a reference of its own and a served reward model with random weights."""
+def five_models(quickstart, warm, tmp_path_factory) -> list[str]:
+    """Settings of a PPO run that also distils a teacher, with a reference of its own and a served reward model.
+
+    The reward model has random weights. A step has 80 responses, so that every model works for a noticeable time.
+    """
     folder = tmp_path_factory.mktemp("reward_model") / "model"
     make_model(folder, "Llama", "SequenceClassification")
     return [
         *quickstart,
-        "algorithm=ppo",
+        "algorithm=distill",
+        "++algorithm.advantage.reward._target_=mrl.algorithms.advantages.GAE",
+        f"roles.teacher.path={warm}",
         "critic.mini_batches=1",
-        "algorithm.kl_in_reward.coef=0.01",
+        "++algorithm.kl_in_reward={coef: 0.01, kind: k1}",
         "roles.reference.parallel.tp=1",
         "reward=served_reward_model",
         "reward.concurrency=1",  # the rounding of a score depends on the other requests in its batch
         f"roles.reward_model.path={folder}",
+        "rollout.prompts_per_step=20",
         "rollout.deterministic=true",
         f"trainer.max_steps={STEPS}",
     ]
 
 
 @pytest.fixture(scope="module")
-def runs(start_mrl, four_models):
+def runs(start_mrl, five_models):
     """placement -> a finished run with this placement."""
 
     def finished(placement: str):
-        run = start_mrl("train", *four_models, f"placement={placement}").finish(400)
+        run = start_mrl("train", *five_models, f"placement={placement}").finish(400)
         assert run.process.returncode == 0, run.output()
         return run
 
@@ -56,13 +62,20 @@ def test_all_placements_give_the_same_numbers_and_weights(runs):
 
 def test_models_with_devices_of_their_own_work_at_the_same_time(runs):
     for step in runs["disaggregated"].metrics():
-        assert step["spent/overlap_s"] > 0, (
-            "the critic and the reference score, and critic and actor train, side by side"
-        )
+        assert step["spent/score_s"] > step["time/score_s"], "actor, critic, reference and teacher score side by side"
         assert step["spent/megatron_s"] + step["spent/critic_s"] > step["time/update_s"]
     for step in runs["colocated"].metrics():
         assert step["spent/overlap_s"] == 0
+        assert step["spent/score_s"] <= step["time/score_s"]
         assert step["spent/megatron_s"] + step["spent/critic_s"] <= step["time/update_s"]
+
+
+def test_the_reward_model_scores_while_other_models_work(start_mrl, five_models):
+    """With one step off, responses of the next step are sampled and scored while the trainers work."""
+    run = start_mrl("train", *five_models, "rollout.mode=one_step_off", "trainer.save=false").finish(400)
+    assert run.process.returncode == 0 and run.leftovers() == [], run.output()
+    steps = run.metrics()
+    assert len(steps) == STEPS and all(step["spent/reward_overlap_s"] > 0.05 for step in steps)
 
 
 def test_every_process_of_a_role_ends_with_the_run(runs):
@@ -71,8 +84,8 @@ def test_every_process_of_a_role_ends_with_the_run(runs):
         assert (run.folder / "logs/reward_model_0.log").exists()
 
 
-def test_a_reward_model_that_is_killed_is_replaced(start_mrl, four_models):
-    run = start_mrl("train", *four_models, "trainer.max_steps=6", "trainer.save=false")
+def test_a_reward_model_that_is_killed_is_replaced(start_mrl, five_models):
+    run = start_mrl("train", *five_models, "trainer.max_steps=6", "trainer.save=false")
     wait_until(lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and run.metrics()))
     assert run.process.poll() is None, run.output()
     (served,) = [process for process in run.tagged() if process.environ().get("MRL_STACKS_NAME") == "reward_model_0"][

@@ -65,6 +65,19 @@ def test_groups_of_different_sizes_have_responses_with_numbers_of_their_own():
     assert [each["sampling_seed"] for each in params] == [response_seed(5, 0, number) for number in numbers]
 
 
+def test_a_reward_that_calls_a_server_gets_each_group_when_it_is_sampled():
+    requests = [PromptRequest(number, 11, 0) for number in range(4)]
+
+    def sizes_of_requests(needs_server: bool, deterministic: bool) -> list[int]:
+        reward = SimpleNamespace(needs_server=needs_server)
+        spec = spec_of("none", reward=reward, deterministic=deterministic)
+        return [len(part) for part in GroupSampler(spec, SimpleNamespace(urls=["one"]), Mock()).split(requests)]
+
+    assert sizes_of_requests(True, deterministic=False) == [1] * 4
+    assert sizes_of_requests(True, deterministic=True) == [4], "the responses of an engine are rounded as before"
+    assert sizes_of_requests(False, deterministic=False) == [4]
+
+
 def test_a_request_keeps_its_size_until_it_is_trained():
     buffer = StalenessBuffer(groups_per_step=2, staleness=1)
     buffer.admit([5, 6], 0, [3, 1])

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from http_engines import HttpEngine, engine_pool
+from mrl_runs import wait_until
 
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.rewards.reward_types import Score
@@ -100,6 +101,22 @@ def test_each_group_is_scored_as_soon_as_it_is_sampled(start):
     run = start(StalenessBuffer(3, 0), SlowEngine())
     assert run.sample_step(0, [40, 5, 20], 0)
     assert run.scored == [[1], [2], [0]]
+
+
+def test_scoring_overlaps_the_sampling_of_other_groups_and_the_work_between_steps(start):
+    def slow(unscored) -> None:
+        time.sleep(0.1)
+
+    run = start(StalenessBuffer(SIZE, 0), SlowEngine(), before_scoring=slow)
+    assert run.sample_step(0, [1, 100], 0)
+    _, scoring_s, overlap_s = run.pipeline.take_seconds()
+    assert 0.1 <= overlap_s <= scoring_s - 0.09, "during the last scoring, no engine samples and the step waits"
+
+    run = start(StalenessBuffer(1, 1), SlowEngine(), before_scoring=slow)
+    assert run.sample_step(0, [1, 40], 0)
+    run.pipeline.take_seconds()
+    wait_until(lambda: len(run.scored) == 2, 10)
+    assert run.pipeline.take_seconds()[2] >= 0.1, "no step waits for the second group"
 
 
 def test_filtered_groups_are_replaced_before_the_others_are_sampled(start):
@@ -219,7 +236,7 @@ def test_a_call_of_sample_that_raises_and_is_repeated_counts_as_one_round():
     worker, groups = object.__new__(RolloutWorker), StepGroups([0], ["group"], [], [], [])
     worker.spec, worker._rounds, worker._logged = SimpleNamespace(replay=None, request_timeout_s=1.0), 0, None
     worker._cache, worker._log, worker.served = Mock(), Mock(get=Mock(return_value=None)), Mock()
-    worker._pipeline = Mock(take_seconds=lambda: (0.0, 0.0), room=lambda: 2)
+    worker._pipeline = Mock(take_seconds=lambda: (0.0, 0.0, 0.0), room=lambda: 2)
     worker._pipeline.wait_step.side_effect = [NoEngineError("none"), None, NoEngineError("none"), groups]
     worker._write_log = lambda step, groups: StepGroups(groups.numbers, [], [], [], [])
     for first, rows in ((0, [1, 2]), (2, [5])):

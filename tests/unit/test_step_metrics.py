@@ -13,11 +13,14 @@ ALL, SOME, NONE = (Score(1.0), Score(1.0)), (Score(1.0), Score(0.0)), (Score(0.0
 
 
 def test_metrics_cover_filtered_groups_as_well():
-    step = SampledStep([group(1, *SOME), group(3, *SOME)], [group(0, *ALL), group(2, *NONE)], rounds=2)
+    step = SampledStep([group(1, *SOME), group(3, *SOME)], [group(0, *ALL), group(2, *NONE)], 2, 3.0, 2.0, 1.5)
     assert [one.row for one in step.trained_groups(8)] == [1, 3]
     numbers = step.metrics()
     assert numbers["reward/mean"] == 4 / 8 and numbers["reward/failed_fraction"] == 1 / 8
     assert numbers["rollout/kept_groups_fraction"] == 2 / 4 and numbers["rollout/rounds"] == 2
+    spent = {name: value for name, value in numbers.items() if name.startswith("spent/")}
+    assert spent == {"spent/engine_s": 3.0, "spent/reward_s": 2.0, "spent/reward_overlap_s": 1.5}
+    metrics.check(spent)
 
 
 def test_each_data_source_has_metrics_of_its_own():
