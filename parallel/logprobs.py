@@ -80,7 +80,7 @@ class OutputLayer:
         except if a slice has only one row.
         """
         size = max(1, self.chunk_size * rows // max(1, positions))
-        if size > ALIGNED_ROWS:
+        if ALIGNED_ROWS < size < rows:
             size -= size % ALIGNED_ROWS
         slices = [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
         return [(each, replace(self, first_row=self.first_row + each.start)) for each in slices]
