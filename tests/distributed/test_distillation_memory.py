@@ -117,7 +117,9 @@ def test_distillation_takes_at_most_1_2_times_the_memory_of_sampled_tokens(run_r
     heads = [Head(kind, teachers=1, chunk=chunk) for kind in ("forward_kl", "reverse_kl", "js")]
     ((*found, sampled),) = run_ranks(ParallelDims(), peak_bytes, [*heads, SAMPLED._replace(chunk=chunk)])
     layer = SHAPE.vocab * SHAPE.hidden * ITEMSIZE
-    assert min(found) > 2 * layer, "the output layer of the teacher, and the gradient of that of the policy, are counted"
+    assert min(found) > 2 * layer, (
+        "the output layer of the teacher, and the gradient of that of the policy, are counted"
+    )
     assert sampled > 3 * layer, "the sum of the weight's gradients in float32, and its first part, are counted"
     assert max(found) <= 1.2 * sampled, (found, sampled)
 
@@ -130,8 +132,6 @@ def test_the_planned_bytes_of_the_head_are_those_of_its_tensors(run_ranks):
     batch = MicroBatchShape.of(ParallelDims(), TOKENS, ITEMSIZE)
     for head, found in zip(HEADS, peaks, strict=True):
         teachers = (SHAPE.hidden,) * head.teachers
-        settings = TrainerSettings(
-            logprob_chunk=head.chunk, teacher_hidden=teachers, sampled_gradient=head.sampled
-        )
+        settings = TrainerSettings(logprob_chunk=head.chunk, teacher_hidden=teachers, sampled_gradient=head.sampled)
         planned = head_bytes(SHAPE, batch, settings, gradients=True)
         assert 0.95 * found <= planned <= 1.15 * found, (head, found, planned)

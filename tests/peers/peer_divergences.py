@@ -1,7 +1,7 @@
 """Calls of the divergences of verl and trl. They run in the process that `peer_functions.install` prepares.
 
-Hidden states and output layers are arrays with the shapes of parallel.distillation. T is the number of positions, and V the size of
-the vocabulary.
+Hidden states and output layers are arrays with the shapes of parallel.distillation. T is the number of positions, and V the
+number of tokens in the vocabulary.
 """
 
 from types import SimpleNamespace
