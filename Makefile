@@ -21,6 +21,7 @@ test-all: lint browser ## lint, all tests that need no GPU, no Slurm and no hour
 	@scripts/fetch_peers.sh
 	MRL_NEEDS_BROWSER=1 $(PYTEST) -m "$(ALL)" --hypothesis-profile=random $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutation_score.py
+	@scripts/missing_downloads.sh
 
 test-gpu: setup ## the programs of tests/gpu, side by side on all GPUs; on a CPU, ARGS="-m extended --devices 4" runs them on 4 slots
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

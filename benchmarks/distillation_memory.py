@@ -3,9 +3,10 @@
     python benchmarks/distillation_memory.py [--positions 8192] [--hidden 128] [--vocab 151936] [--dtype bfloat16] [--repeats 1]
 
 Each method runs one forward and one backward pass, in a new process with one thread. The memory of a method is the peak resident
-size of the process minus its size after the imports and the creation of inputs and zeroed gradients. All methods hold the same
-inputs: hidden states and output layers of policy and teacher. "sampled tokens" computes log-probabilities and entropies, as a
-policy loss does. "whole logits" computes the divergence from the logits of all positions. The methods alternate.
+size of the process minus its size after the imports and the creation of the policy's hidden states and output layer, with zeroed
+gradients. So it includes the hidden states and the output layer of the teacher, which are as large as those of the policy.
+"sampled tokens" has no teacher. It computes log-probabilities and entropies, as a policy loss does. "whole logits" computes the
+divergence from the logits of all positions. The methods alternate.
 """
 
 import argparse
@@ -46,27 +47,31 @@ def divergence_loss(method: str, policy: list[Tensor], teacher: list[Tensor], vo
     return linear_divergence(*policy, *teacher, group, vocab, Divergence(method)).sum()  # type: ignore[bad-argument-type]
 
 
+def make_model(args: argparse.Namespace) -> list[Tensor]:
+    """Return random hidden states and a random output layer, whose logits have the standard deviation 1."""
+    shapes, dtype = ((args.positions, args.hidden), (args.vocab, args.hidden)), getattr(torch, args.dtype)
+    return [torch.randn(shape, dtype=dtype).mul_(args.hidden**-0.25) for shape in shapes]
+
+
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Run one forward and one backward pass in this process.
 
-    Returns the memory in MiB without the inputs, the CPU-seconds, and the loss per position as a checksum.
+    Returns the MiB in addition to the inputs of the policy, the CPU-seconds, and the loss per position as a checksum.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dtype, shapes = getattr(torch, args.dtype), [(args.positions, args.hidden), (args.vocab, args.hidden)]
-    policy, teacher = (
-        [torch.randn(positions, args.hidden).mul_(args.hidden**-0.25).to(dtype) for positions, _ in shapes]
-        for _ in range(2)
-    )
+    policy = make_model(args)
     for tensor in policy:
         tensor.requires_grad_().grad = torch.ones_like(tensor).zero_()
+    inputs_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    teacher = [] if args.method == BASE else make_model(args)
     before = resource.getrusage(resource.RUSAGE_SELF)
     loss = divergence_loss(args.method, policy, teacher, args.vocab)
     loss.backward()
     after = resource.getrusage(resource.RUSAGE_SELF)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"mib": (after.ru_maxrss - before.ru_maxrss) / 1024, "cpu_s": seconds, "loss": loss.item() / args.positions}
+    return {"mib": (after.ru_maxrss - inputs_kib) / 1024, "cpu_s": seconds, "loss": loss.item() / args.positions}
 
 
 def measure_in_new_process(method: str) -> dict[str, float]:

@@ -13,6 +13,11 @@ As in parallel.logprobs, at most a few chunks of logits exist at a time, and the
 and their gradients, at most five tensors [chunk_size / 2, V/tp] exist at a time, in float32 (float64 for float64 inputs), and for
 16-bit inputs also a 16-bit tensor of this shape. Nothing of size V is saved for the backward pass.
 
+The backward pass of `linear_divergence` divides the vocabulary instead of the positions: it computes the logits of all positions
+for one slice of the vocabulary at a time. One matrix product over all positions then gives the gradient of the weight rows of the
+slice. So the gradient of `weight` is no sum over chunks. Such a sum would be in float32. For 16-bit inputs, it would have as many
+bytes as the output layers of student and teacher together. Only the gradient of `hidden`, which is much smaller, is a sum.
+
 Each divergence has the form D = sum_j F(t_j, s_j). With u_j = s_j dF/ds_j, its gradient with respect to a student's logit x_j is
 
     dD / dx_j = u_j - s_j sum_k u_k
@@ -49,7 +54,7 @@ def linear_divergence(  # noqa: PLR0913  terms of one formula
     vocab_size: int,  # number of real tokens; the rows after them are padding and have probability 0
     divergence: Divergence,
     temperature: float = 1.0,
-    chunk_size: int = 1024,  # half of this number of rows of logits of each model exist at the same time
+    chunk_size: int = 1024,  # as many logits of each model exist at the same time as half of this number of rows has
 ) -> Tensor:  # [T] in nats
     """Compute the divergence between teacher and student over the whole vocabulary at each position.
 
@@ -87,25 +92,23 @@ class _LinearDivergence(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         hidden, weight, teacher_hidden, teacher_weight, normalizers, slope_sums = ctx.saved_tensors
         layer, (needs_hidden, needs_weight, *_) = ctx.layer, ctx.needs_input_grad
-        grad = grad / layer.temperature
-        d_hidden, d_weight = torch.empty_like(hidden) if needs_hidden else None, None
-        for chunk in layer.chunks(len(hidden)):
-            norm_t, norm_s = normalizers[:, chunk, None]
-            log_t = layer.logits(teacher_hidden[chunk], teacher_weight).to(grad.dtype).sub_(norm_t)
-            log_s = layer.logits(hidden[chunk], weight).sub_(norm_s)
+        norm_t, norm_s = normalizers[..., None]
+        grad, slope_sums = (grad / layer.temperature)[:, None], slope_sums[:, None]
+        d_hidden, d_weight = None, torch.empty_like(weight) if needs_weight else None
+        for rows, part in layer.vocabulary_slices(len(weight), len(hidden)):
+            log_t = part.logits(teacher_hidden, teacher_weight[rows]).to(grad.dtype).sub_(norm_t)
+            log_s = part.logits(hidden, weight[rows]).sub_(norm_s)
             s = log_s.exp()
             d_logits = _slopes(ctx.divergence, log_t, log_s, s)
             del log_t, log_s
-            d_logits = d_logits.sub_(s.mul_(slope_sums[chunk, None])).mul_(grad[chunk, None]).to(weight.dtype)
+            d_logits = d_logits.sub_(s.mul_(slope_sums)).mul_(grad).to(weight.dtype)
             del s
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[chunk])
-            if needs_weight:
-                d_weight = add_product(d_weight, d_logits.T, hidden[chunk])
+            if needs_hidden:
+                d_hidden = add_product(d_hidden, d_logits, weight[rows])
+            if d_weight is not None:
+                torch.mm(d_logits.T, hidden, out=d_weight[rows])
             del d_logits
-        if needs_weight:
-            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None, None, None, None
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, None, None, None, None
 
 
 def divergence_of(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tensor:

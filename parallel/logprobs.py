@@ -4,7 +4,7 @@ The output layer, the softmax and their gradients are computed for `chunk_size` 
 of logits exist at once (as in Liger Kernel's fused linear cross-entropy, Hsu et al. 2024). The backward pass computes the logits
 again (as in Cut Cross-Entropy, Wijmans et al. 2024). In addition to the inputs and their gradients, at most three float32 tensors
 `[chunk_size, V/tp]` exist at a time. Without entropies, there are at most two, and for 16-bit inputs also a 16-bit tensor of this
-shape.
+shape. The gradient of `weight` is a sum over chunks. With several chunks, this sum is in float32 or wider.
 
 For 16-bit inputs, a GPU returns the float32 sums of the matrix products. Other devices round these sums to 16 bits first.
 
@@ -17,7 +17,7 @@ In shapes, T is the number of positions, n the number of positions in a chunk, H
 vocabulary rows on this rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ from torch.distributed import ProcessGroup
 
 PADDING_LOGIT = -1e30
 """Logit of the padding rows of the vocabulary. It gives these rows probability 0, and 0 * PADDING_LOGIT is 0, not NaN."""
+PRODUCT_ROWS = 8192
+"""Largest number of rows of a matrix product that exist at a time while the product is added to a sum of a wider dtype."""
+ALIGNED_ROWS = 64
+"""The number of vocabulary rows in a slice is a multiple of this number, because matrix products of such sizes are fast."""
 
 
 def linear_logprobs(  # noqa: PLR0913  terms of one formula
@@ -68,6 +72,18 @@ class OutputLayer:
 
     def chunks(self, positions: int) -> list[slice]:
         return [slice(i, min(i + self.chunk_size, positions)) for i in range(0, positions, self.chunk_size)]
+
+    def vocabulary_slices(self, rows: int, positions: int) -> list[tuple[slice, "OutputLayer"]]:
+        """Return slices of the `rows` weight rows on this rank, each with the settings of an output layer of only these rows.
+
+        The logits of all positions for one slice have at most as many elements as those of `chunk_size` positions for all rows,
+        except if a slice has only one row.
+        """
+        size = max(1, self.chunk_size * rows // max(1, positions))
+        if ALIGNED_ROWS < size < rows:
+            size -= size % ALIGNED_ROWS
+        slices = [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
+        return [(each, replace(self, first_row=self.first_row + each.start)) for each in slices]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return logits / temperature [n, V/tp] of hidden [n, H], in float32 or wider."""
@@ -216,12 +232,19 @@ def _sum_over_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Return total + left @ right, accumulated in float32 or wider. Overwrites `total` if the dtypes allow it."""
+    """Return total + left @ right, accumulated in float32 or wider. Overwrites `total` if the dtypes allow it.
+
+    For 16-bit factors, the product exists only in parts of PRODUCT_ROWS rows, not as a whole in float32 beside the sum.
+    """
     if total is None:
         return left @ right
     if total.dtype == left.dtype == accumulation_dtype(left.dtype):
         return total.addmm_(left, right)
-    return total.to(accumulation_dtype(total.dtype)).add_(product(left, right))
+    total = total.to(accumulation_dtype(total.dtype))
+    for start in range(0, len(total), PRODUCT_ROWS):
+        rows = slice(start, start + PRODUCT_ROWS)
+        total[rows].add_(product(left[rows], right))
+    return total
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

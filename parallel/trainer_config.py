@@ -36,8 +36,8 @@ class Divergence:
         forward_kl  KL(t || s) = sum_j t_j log(t_j / s_j)
         reverse_kl  KL(s || t) = sum_j s_j log(s_j / t_j)
         js          beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s, the generalized Jensen-Shannon
-                    divergence (GKD, Agarwal et al. 2024, eq. 1). Its gradient, divided by beta, tends to that of forward_kl for
-                    beta -> 0; divided by 1 - beta, to that of reverse_kl for beta -> 1
+                    divergence (GKD, Agarwal et al. 2024, arXiv 2306.13649, eq. 1). Its gradient, divided by beta, tends to that
+                    of forward_kl for beta -> 0; divided by 1 - beta, to that of reverse_kl for beta -> 1
 
     Raises ValueError for another kind, and for `js` with a beta that is not between 0 and 1.
     """

@@ -1,8 +1,8 @@
 """Distillation: the divergence between a teacher and the policy at each sampled token, as a policy loss.
 
 The responses are samples of the policy, so the policy learns from the teacher in the states that the policy itself visits
-(on-policy distillation: GKD, Agarwal et al. 2024; MiniLLM, Gu et al. 2024). The trainer ranks compute the divergence
-(parallel.distillation).
+(on-policy distillation: GKD, Agarwal et al. 2024, arXiv 2306.13649; MiniLLM, Gu et al. 2024, arXiv 2306.08543). The trainer ranks
+compute the divergence (parallel.distillation).
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Distillation(PolicyLoss):
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).
-    The gradient flows through the distribution of the policy, not through the choice of the sampled tokens, as in GKD (Agarwal et
-    al. 2024, 3.1).
+    The gradient flows through the distribution of the policy, not through the choice of the sampled tokens, as in GKD.
 
     With `top_k`, D compares k + 1 probabilities: those of the teacher's k most probable tokens, and the probability of all other
     tokens together. This D is at most the D over the whole vocabulary. Without the probability of all other tokens, D could be

@@ -9,6 +9,7 @@ from typing import Any
 
 from models.families import family_of
 from mrl.algorithms.distillation import TEACHER_HIDDEN
+from mrl.algorithms.parts import AlgorithmParts
 from mrl.config.schema import Config
 from mrl.config.validate import teachers_of
 from mrl.controller.plan_models import (
@@ -41,28 +42,29 @@ class MemoryEstimator:
     models: dict[str, ModelPlan]  # by role
     has_reference: bool
     topology: Topology | None  # parallel sizes of one engine; None if the run starts no engines
-    teachers: tuple[
-        str, ...
-    ] = ()  # roles whose output layers the actor needs for distillation over the whole vocabulary
+    teachers: tuple[str, ...] = ()  # roles whose output layers an update needs: distillation over the whole vocabulary
+    sampled_gradient: bool = True  # the loss has a gradient through sampled tokens
 
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:
         """Read the models of a config and return an estimator. Raises ValueError for a mistake that is unrelated to memory."""
-        needs = algorithm_of(config).needs
+        algorithm = algorithm_of(config)
         make_input_files(config)
-        return cls._of(config, needs, plan_models(config, needs, weights=False))
+        return cls._of(config, algorithm, plan_models(config, algorithm.needs, weights=False))
 
     @classmethod
     def of_plan(cls, plan: TrainPlan) -> MemoryEstimator:
         """Return an estimator that uses the models of a finished plan."""
-        return cls._of(plan.config, plan.algorithm.needs, plan.models)
+        return cls._of(plan.config, plan.algorithm, plan.models)
 
     @classmethod
-    def _of(cls, config: Config, needs: frozenset[str], models: dict[str, ModelPlan]) -> MemoryEstimator:
+    def _of(cls, config: Config, algorithm: AlgorithmParts, models: dict[str, ModelPlan]) -> MemoryEstimator:
+        needs, objective = algorithm.needs, algorithm.objective
         starts_engines = not (config.rollout.replay or config.rollout.engine_urls)
         topology = engine_topology(config, models["actor"]) if starts_engines else None
         teachers = tuple(name for name in teachers_of(config) if TEACHER_HIDDEN in needs and name in models)
-        return cls(config, models, actor_holds_reference(needs, models), topology, teachers)
+        sampled = objective.uses_logprobs or objective.uses_entropy
+        return cls(config, models, actor_holds_reference(needs, models), topology, teachers, sampled)
 
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
@@ -90,7 +92,8 @@ class MemoryEstimator:
             role,
             head="value" if role == "critic" else "vocabulary",
             trained=plan.optimizer is not None,
-            teacher_hidden=sum(self.shapes[name].hidden for name in self.teachers) if role == "actor" else 0,
+            teacher_hidden=tuple(self.shapes[name].hidden for name in self.teachers) if role == "actor" else (),
+            sampled_gradient=self.sampled_gradient,
             kernels=GPU_KERNELS if config.cluster.hardware.name else CPU_KERNELS,
         )
         return RoleModel(self.shapes[role], dims, settings, plan.context)

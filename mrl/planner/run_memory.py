@@ -70,6 +70,7 @@ class HostMemory:
     checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
     delta: int  # copy of the last pushed weights, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store that are not trained yet
+    teachers: int  # output layers of teachers, and their hidden states for a step in Ray's object store
 
     @property
     def total(self) -> int:
@@ -354,7 +355,22 @@ def _host_memory(
         checkpoint=checkpoint * on_node["actor"] // world_size,
         delta=weights * on_node["actor"] // world_size if config.weight_sync.delta else 0,
         rollouts=tokens_in_flight * ROLLOUT_TOKEN_BYTES,
+        teachers=_teacher_bytes(config, actor, on_node["actor"]),
     )
+
+
+def _teacher_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
+    """Return the host bytes of distillation over the whole vocabulary on a node with `ranks` ranks of the actor.
+
+    A rank with an output layer keeps its rows of those of the teachers. The teachers compute hidden states for all sampled tokens
+    of a step.
+    """
+    if not (sizes := actor.settings.teacher_hidden):
+        return 0
+    rollout, dims = config.rollout, actor.dims
+    rows = min(ranks, dims.world_size // dims.pp) * ceil(actor.shape.vocab / dims.tp)
+    tokens = rollout.prompts_per_step * rollout.responses_per_prompt * rollout.max_response_tokens
+    return (rows * sum(sizes) + tokens * ranks // dims.world_size * max(sizes)) * actor.settings.itemsize
 
 
 # Fraction of GPU memory for the weights and the KV cache of an engine if sglang.mem_fraction_static is not set.

@@ -39,9 +39,8 @@ class TrainerSettings:
     head: HeadKind = "vocabulary"
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
-    teacher_hidden: int = (
-        0  # sum of the hidden sizes of the teachers whose output layers are in memory during an update
-    )
+    teacher_hidden: tuple[int, ...] = ()  # hidden sizes of the teachers whose output layers an update needs
+    sampled_gradient: bool = True  # the loss has a gradient through sampled tokens; False: only through divergences
     entropy: bool = False  # the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
     micro_batches: int | None = None  # micro-batches of a replica per optimizer step; None: enough to fill the pipeline
@@ -237,5 +236,27 @@ def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSetti
     # The weight gradients of several chunks are summed in float32.
     several_chunks = batch.tokens > settings.logprob_chunk
     element = FLOAT32_BYTES + batch.itemsize if several_chunks else batch.itemsize
-    teacher = (rows + batch.tokens) * settings.teacher_hidden * batch.itemsize  # output layers and hidden states
-    return 2 * hidden + 3 * chunk + rows * shape.hidden * element + teacher
+    sampled = 3 * chunk + rows * shape.hidden * element
+    if settings.teacher_hidden:
+        return 2 * hidden + _distillation_bytes(shape, batch, settings, chunk, sampled)
+    return 2 * hidden + sampled
+
+
+def _distillation_bytes(
+    shape: ModelShape, batch: MicroBatchShape, settings: TrainerSettings, chunk: int, sampled: int
+) -> int:
+    """Return the bytes of distillation over the whole vocabulary (parallel.distillation), without the policy's hidden states.
+
+    They include the output layers of the teachers, and the hidden states of the teachers for one micro-batch. `chunk`: bytes of
+    a chunk of logits. `sampled`: bytes of a loss on sampled tokens. Each teacher, and that loss, give a gradient of the head's
+    weight. The gradients are computed one after the other, while the sum of those before is in memory.
+    """
+    rows = -(-shape.vocab // batch.tp)
+    weight_gradient = rows * shape.hidden * batch.itemsize
+    hidden_gradient = batch.tokens * shape.hidden * FLOAT32_BYTES
+    teachers = (rows + batch.tokens) * sum(settings.teacher_hidden) * batch.itemsize
+    divergence = 2 * chunk + weight_gradient + hidden_gradient  # four tensors with half of a chunk each
+    backward = max(divergence, sampled) if settings.sampled_gradient else divergence
+    if len(settings.teacher_hidden) + settings.sampled_gradient > 1:
+        backward += weight_gradient + hidden_gradient
+    return teachers + max(3 * chunk, backward)  # the forward pass computes log-probabilities and entropies, too

@@ -255,13 +255,25 @@ def sampled(case: Case) -> None:
 
     dtype = getattr(torch, case.dtype)
     hidden, weight = (torch.from_numpy(x).to(dtype).requires_grad_() for x in (case.hidden, case.weight))
-    teacher = [torch.from_numpy(x).to(dtype) for x in (case.teacher_hidden, case.teacher_weight)]  # as `chunked` holds
     targets = torch.zeros(len(hidden), dtype=torch.int64)
     logprobs, entropies, _ = linear_logprobs(
         hidden, weight, targets, groups.tp_group(), case.vocab_size, case.temperature, case.chunk_size, True
     )
     loss_of(logprobs).backward()
-    assert len(entropies) == len(teacher[0])
+    assert len(entropies) == len(logprobs)
+
+
+@pytest.mark.parametrize("positions", [0, 1, 9, 1000, 8192])
+@pytest.mark.parametrize(("rows", "chunk_size"), [(151_936, 512), (37_984, 128), (24, 3), (5, 1)])
+def test_slices_of_the_vocabulary_have_every_row_once_and_no_more_logits_than_a_chunk(rows, chunk_size, positions):
+    from parallel.logprobs import ALIGNED_ROWS, OutputLayer
+
+    found = OutputLayer(None, 7, rows, 1.0, chunk_size).vocabulary_slices(rows, positions)
+    assert [each.start for each, _ in found] == [0, *(each.stop for each, _ in found[:-1])]
+    assert found[-1][0].stop == rows and all(part.first_row == 7 + each.start for each, part in found)
+    sizes = [each.stop - each.start for each, _ in found]
+    assert all(size == 1 or size * positions <= chunk_size * rows for size in sizes)
+    assert all(size <= ALIGNED_ROWS or size % ALIGNED_ROWS == 0 for size in sizes[:-1])
 
 
 @pytest.mark.parametrize("settings", [{"kind": "kl"}, {"kind": "js", "beta": 0.0}, {"kind": "js", "beta": 1.0}])

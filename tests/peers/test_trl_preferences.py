@@ -13,7 +13,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +20,15 @@ import numpy as np
 import pytest
 import torch
 from loss_cases import Case, loss_and_gradient, make_case
+from peer_functions import PEERS, missing_packages
 
 from mrl.algorithms.inputs import Responses
 from mrl.algorithms.objective import TokenWeighting, sequence_mean
 from mrl.algorithms.preference import DPO, IPO, KTO, ORPO, BradleyTerry, Hinge, SimPO
 
-TRL = Path(__file__).resolve().parents[2] / "build/peers/trl"
-pytestmark = [
-    pytest.mark.extended,
-    pytest.mark.skipif(not TRL.is_dir(), reason="trl is not in build/peers (scripts/fetch_peers.sh)"),
-]
+TRL = PEERS / "trl"
+MISSING = missing_packages()
+pytestmark = [pytest.mark.extended, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 LENGTHS = (3, 1, 5, 2, 4, 4, 1, 9)
 
 

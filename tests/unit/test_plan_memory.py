@@ -4,11 +4,13 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from planned_runs import FULL, config_of, memory_of
+from planned_runs import FULL, config_of, folder_of, memory_of
 
 from mrl.commands import plan
 from mrl.config import hydra_entry
+from mrl.config.schema import Config
 from mrl.controller.memory_check import MemoryEstimator, advise
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.planner.run_memory import GIB
@@ -31,6 +33,7 @@ EXPERIMENTS = sorted(
     for path in (hydra_entry.CONF / "experiment").glob("*.yaml")
     if not re.search(r"^  path: (?!\$)", path.read_text(), re.MULTILINE)
 )
+PPO = "{_target_: mrl.algorithms.losses.PPOClip}"
 SHARED = ["cluster=h100", "placement=colocated", "rollout.engine_tp=4", "rollout.num_engines=2"]
 TRAINED = ["parallel.tp=4", "parallel.ep=8", "parallel.etp=1", "parallel.dp=2"]
 
@@ -154,6 +157,33 @@ def test_a_critic_and_a_reference_are_counted(tmp_path):
     assert {m.role for m in ppo.phases} == {"actor", "critic", "engines"}
     kl = memory_of(config_of("Qwen3-8B", tmp_path, "parallel.dp=8", "++algorithm.kl_in_loss.coef=0.1"))
     assert kl.host.reference > 0
+
+
+def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
+    """Teachers of the hidden sizes 4096 and 2560 differ in the bytes of their output layers and of their hidden states."""
+
+    def config(algorithm: str, teacher: str, *overrides: str) -> Config:
+        layout = ["cluster=h100", "parallel.tp=4", "parallel.dp=2", f"algorithm={algorithm}"]
+        path = f"roles.teacher.path={folder_of(teacher, tmp_path)}"
+        return config_of("Qwen3-8B", tmp_path, *layout, path, *overrides)
+
+    def working_and_host_bytes(config: Config) -> np.ndarray:
+        memory = memory_of(config)
+        (update,) = [phase for phase in memory.phases if (phase.role, phase.phase) == ("actor", "update")]
+        return np.array([update.parts["working"], memory.host.teachers])
+
+    large, small = config("distill_vocab", "Qwen3-8B"), config("distill_vocab", "Qwen3-4B")
+    working, host = working_and_host_bytes(large) - working_and_host_bytes(small)
+    rollout, rows, columns = large.rollout, 151_936 // 4, 4096 - 2560
+    tokens = max(large.trainer.max_tokens_per_micro_batch, memory_of(large).longest_sequence)
+    assert working == (rows + tokens) * columns * 2
+    sampled = rollout.prompts_per_step * rollout.responses_per_prompt * rollout.max_response_tokens
+    assert host == (8 * rows + sampled) * columns * 2, "the eight ranks of the actor are on one node"
+    assert working_and_host_bytes(config("distill_top_k", "Qwen3-8B"))[1] == 0
+    rewards = ["algorithm.advantage._target_=mrl.algorithms.advantages.GRPO", f"+algorithm.loss.policy={PPO}"]
+    both = working_and_host_bytes(config("distill_vocab", "Qwen3-8B", *rewards))
+    gradient = rows * 4096 * 2 + tokens * 4096 * 4
+    assert both[0] > working_and_host_bytes(large)[0] + gradient, "two losses have two gradients of the output layer"
 
 
 def test_an_impossible_layout_is_an_error(tmp_path):
