@@ -257,6 +257,6 @@ def _distillation_bytes(
     teachers = (rows + batch.tokens) * sum(settings.teacher_hidden) * batch.itemsize
     divergence = 2 * chunk + weight_gradient + hidden_gradient  # four tensors with half of a chunk each
     backward = max(divergence, sampled) if settings.sampled_gradient else divergence
-    if len(settings.teacher_hidden) + settings.sampled_gradient > 1:
-        backward += weight_gradient + hidden_gradient
+    if len(settings.teacher_hidden) + settings.sampled_gradient > 1:  # at the end, two terms and their sum exist
+        backward = max(backward, 2 * weight_gradient) + weight_gradient + hidden_gradient
     return teachers + max(3 * chunk, backward)  # the forward pass computes log-probabilities and entropies, too

@@ -124,13 +124,13 @@ def test_distillation_takes_at_most_1_2_times_the_memory_of_sampled_tokens(run_r
     assert max(found) <= 1.2 * sampled, (found, sampled)
 
 
-HEADS = [SAMPLED, *(Head("js", teachers, sampled) for teachers in (1, 2) for sampled in (False, True))]
-
-
-def test_the_planned_bytes_of_the_head_are_those_of_its_tensors(run_ranks):
-    (peaks,) = run_ranks(ParallelDims(), peak_bytes, HEADS)
+@pytest.mark.parametrize("chunk", [256, 1024])
+def test_the_planned_bytes_of_the_head_are_those_of_its_tensors(run_ranks, chunk):
+    kinds = [SAMPLED, *(Head("js", teachers, sampled) for teachers in (1, 2) for sampled in (False, True))]
+    heads = [head._replace(chunk=chunk) for head in kinds]
+    (peaks,) = run_ranks(ParallelDims(), peak_bytes, heads)
     batch = MicroBatchShape.of(ParallelDims(), TOKENS, ITEMSIZE)
-    for head, found in zip(HEADS, peaks, strict=True):
+    for head, found in zip(heads, peaks, strict=True):
         teachers = (SHAPE.hidden,) * head.teachers
         settings = TrainerSettings(logprob_chunk=head.chunk, teacher_hidden=teachers, sampled_gradient=head.sampled)
         planned = head_bytes(SHAPE, batch, settings, gradients=True)
