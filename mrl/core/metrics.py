@@ -227,9 +227,9 @@ METRICS: dict[str, Metric] = {
     ),
     "spent/reward_overlap_s": Metric(
         "s",
-        "time in which rewards score responses while the engines sample others, or while no step waits for responses",
+        "time in which rewards score while engines sample or no step waits",
         ".2f",
-        good="above 0 if rewards call a model; the larger, the less the step waits for rewards alone",
+        good="above 0 if rewards call models",
     ),
     "spent/controller_s": Metric(
         "s",
@@ -465,10 +465,7 @@ def find(name: str) -> Metric:
 
 
 def logged_name(name: str) -> str:
-    """Return the name under which a metric of a loss or correction is logged: `surprise` -> `own/surprise`.
-
-    Names with a slash, as those of mrl's own losses, stay as they are. No declared name is without a slash.
-    """
+    """Return the name under which a metric of a loss or correction is logged: `surprise` -> `own/surprise`, `a/b` -> `a/b`."""
     return name if "/" in name else f"own/{name}"
 
 

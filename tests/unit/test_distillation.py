@@ -114,16 +114,15 @@ def test_the_teacher_is_a_model_beside_the_actor_and_its_folder_has_the_output_l
     assert top_k[1].needs == {"teacher_top_k"} and not output_layer_folders(top_k[0], top_k[1], {})
 
 
-def test_the_memory_of_the_actor_includes_the_output_layer_of_the_teacher(tmp_path):
-    """Qwen3-8B has an output layer of 151936 x 4096 in bfloat16. With tp=2, an actor's rank holds half of it."""
+def test_the_host_memory_of_a_node_includes_the_output_layer_of_the_teacher(tmp_path):
+    """Qwen3-8B has an output layer of 151936 x 4096 in bfloat16. With tp=2, each of the 8 ranks keeps half of it."""
     layout = ["cluster=h100", "cluster.nodes=1", "parallel.tp=2", "trainer.max_tokens_per_micro_batch=4096"]
-    working = []
+    hosts = {}
     for algorithm in ("distill_vocab", "distill_top_k"):
         config, _, _ = planned(tmp_path, *layout, algorithm=algorithm)
-        phases = memory_of(config).phases
-        (update,) = [phase for phase in phases if (phase.role, phase.phase) == ("actor", "update")]
-        working.append(update.parts["working"])
-    assert working[0] - working[1] >= 151_936 // 2 * 4096 * 2
+        hosts[algorithm] = memory_of(config).host
+    assert hosts["distill_vocab"].teachers >= config.cluster.gpus_per_node * 151_936 // 2 * 4096 * 2
+    assert hosts["distill_top_k"].teachers == 0
 
 
 def test_only_a_loss_that_reads_sampled_tokens_is_corrected_by_default(tmp_path):
