@@ -229,7 +229,7 @@ METRICS: dict[str, Metric] = {
         "s",
         "time in which rewards score while engines sample or no step waits",
         ".2f",
-        good="above 0 if rewards call models",
+        good="above 0 if a model scores",
     ),
     "spent/controller_s": Metric(
         "s",
