@@ -226,10 +226,7 @@ METRICS: dict[str, Metric] = {
         "s", "part of the step that decodes and scores responses", ".2f", good="a few percent of the step"
     ),
     "spent/reward_overlap_s": Metric(
-        "s",
-        "time in which rewards score while engines sample or no step waits",
-        ".2f",
-        good="above 0 if a model scores",
+        "s", "time in which rewards score while engines sample or no step waits", ".2f", good="above 0 if models score"
     ),
     "spent/controller_s": Metric(
         "s",
