@@ -98,7 +98,7 @@ def test_a_policy_learns_from_the_forward_kl(distil, inputs, warm):
     block, _ = read_recording(run.folder / "rollouts", 0)
     teacher, policy = (log_distributions(folder, block) for folder in (warm, inputs / "model"))
     expected, reverse = kl(teacher, policy).mean().item(), kl(policy, teacher).mean().item()
-    assert abs(expected / reverse - 1) > 0.1, "otherwise the value would not show which divergence it is"
+    assert abs(expected / reverse - 1) > 0.02, "otherwise the value would not show which divergence it is"
     assert divergences(run)[0] == pytest.approx(expected, rel=1e-4)
 
 
@@ -108,7 +108,7 @@ def softer(warm, tmp_path_factory) -> Path:
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("softer") / "model"
-    shutil.copytree(warm, folder)
+    shutil.copytree(warm, folder, ignore=shutil.ignore_patterns("mrl_hashes.json"))  # the weights are replaced below
     model = AutoModelForCausalLM.from_pretrained(warm, dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.weight *= 0.5
