@@ -141,7 +141,6 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     resume = find_resume_point(config, check_hashes=check_hashes)
     step = plan_step(config)
     algorithm = build_algorithm(config, step.needs)
-    _warn_of_unused_roles(config, algorithm)
     check_served_folders(config)
     reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
@@ -199,7 +198,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
 
 
 def _check_whole_plan(plan: TrainPlan) -> None:
-    """Raise ValueError if parts of the plan do not fit together."""
+    """Raise ValueError if parts of the plan do not fit together. Warn of keys that are not used."""
     config, algorithm = plan.config, plan.algorithm
     check_profile(config, max(model.dims.world_size for model in plan.models.values()), plan.num_steps)
     check_time_sharing(config, plan.colocated_roles)
@@ -210,6 +209,7 @@ def _check_whole_plan(plan: TrainPlan) -> None:
     if plan.server_args["device"] == "cuda":
         check_memory_fractions(config, plan.colocated_roles)
     check_learning(config, algorithm, len(plan.train))
+    _warn_of_unused_keys(config, algorithm, plan.models)
 
 
 def actor_holds_reference(needs: frozenset[str], others: Mapping[str, ModelPlan]) -> bool:
@@ -222,13 +222,30 @@ def algorithm_of(config: Config) -> AlgorithmParts:
     return build_algorithm(config, plan_step(config).needs)
 
 
-def _warn_of_unused_roles(config: Config, algorithm: AlgorithmParts) -> None:
+def _warn_of_unused_keys(config: Config, algorithm: AlgorithmParts, roles: Collection[str]) -> None:
+    """Warn of keys that are set but that the run does not read. `roles`: the models of the run."""
     teachers = teachers_of(config) if algorithm.needs & TEACHER_OUTPUTS else {}
     for name, role in roles_of(config).items():
         if not role.is_served and role.column not in algorithm.needs and name not in teachers:
             show_warning(
                 f"roles.{name}: is not started, because no part of the algorithm reads the column {role.column}."
             )
+    critic, checkpoint = config.critic, config.checkpoint
+    groups = {
+        "the run has no critic": "critic" not in roles
+        and {
+            "critic.max_tokens_per_micro_batch": critic.max_tokens_per_micro_batch,
+            "critic.max_tokens_per_forward_micro_batch": critic.max_tokens_per_forward_micro_batch,
+            "checkpoint.keep_last_critic": checkpoint.keep_last_critic,
+        },
+        "checkpoint.export_every=0": not checkpoint.export_every
+        and {"checkpoint.keep_last_exports": checkpoint.keep_last_exports},
+        "rollout.replay sets the prompts of each step": config.rollout.replay
+        and {"data.sampler": config.data.sampler, "rollout.group_sizes": config.rollout.group_sizes},
+    }
+    for reason, keys in groups.items():
+        if unused := [name for name, value in (keys or {}).items() if value]:
+            show_warning(f"{', '.join(unused)}: not used, because {reason}.")
 
 
 def check_profile(config: Config, num_ranks: int, last: int | None = None) -> None:

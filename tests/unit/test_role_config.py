@@ -179,11 +179,36 @@ def test_a_role_that_nothing_reads_gets_a_warning_and_is_not_started(tiny_qwen3,
     overrides = [f"model.path={tiny_qwen3()}", "sft.train=null", "algorithm.kl_in_loss.coef=0.01"]
     composed = config(*overrides, "roles.reference.parallel.tp=1", "roles.mine.parallel.tp=1")
     algorithm = plan_train.algorithm_of(composed)
-    plan_train._warn_of_unused_roles(composed, algorithm)
+    plan_train._warn_of_unused_keys(composed, algorithm, {"actor", "reference"})
     assert [record.getMessage() for record in own_records()] == [
         "roles.mine: is not started, because no part of the algorithm reads the column mine_logprobs."
     ]
     assert plan_models(composed, algorithm.needs, weights=False).keys() == {"actor", "reference"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (
+            ["critic.max_tokens_per_micro_batch=64", "checkpoint.keep_last_critic=1"],
+            "critic.max_tokens_per_micro_batch, checkpoint.keep_last_critic: not used, because the run has no critic.",
+        ),
+        (
+            ["checkpoint.keep_last_exports=1"],
+            "checkpoint.keep_last_exports: not used, because checkpoint.export_every=0.",
+        ),
+        (["checkpoint.keep_last_exports=1", "checkpoint.export_every=2"], None),
+        (
+            ["rollout.replay=outputs/run", "rollout.group_sizes={_target_: mrl.data.group_sizes.ByDifficulty}"],
+            "rollout.group_sizes: not used, because rollout.replay sets the prompts of each step.",
+        ),
+        (["checkpoint.keep_last=1", "trainer.max_tokens_per_micro_batch=64"], None),
+    ],
+)
+def test_keys_that_a_run_does_not_use_get_a_warning(own_records, overrides, warning):
+    composed = config(*overrides)
+    plan_train._warn_of_unused_keys(composed, plan_train.algorithm_of(composed), {"actor"})
+    assert [record.getMessage() for record in own_records()] == ([warning] if warning else [])
 
 
 class Model:
