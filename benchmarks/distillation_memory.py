@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import measurements
-from parallel.distillation import divergence_of, linear_bucket_logprobs, linear_divergence, linear_top_k
+from parallel.distillation import divergence_of, linear_divergence, linear_top_k, linear_top_k_rest_logprobs
 from parallel.logprobs import linear_logprobs
 from parallel.trainer_config import Divergence
 
@@ -40,7 +40,7 @@ def divergence_loss(method: str, policy: list[Tensor], teacher: list[Tensor], vo
         return linear_logprobs(policy[0], policy[1], targets, group, vocab, needs_entropy=True)[0].sum()
     if method == "top 64":
         log_t, ids = linear_top_k(*teacher, group, vocab, 64)
-        return divergence_of(Divergence(), log_t, linear_bucket_logprobs(*policy, ids, group, vocab)).sum()
+        return divergence_of(Divergence(), log_t, linear_top_k_rest_logprobs(*policy, ids, group, vocab)).sum()
     if method == "whole logits":
         log_t, log_s = ((hidden @ weight.T).float().log_softmax(1) for hidden, weight in (teacher, policy))
         return (log_s.exp() * (log_s - log_t)).sum()
@@ -86,7 +86,7 @@ def measure_in_new_process(method: str) -> dict[str, float]:
 def report(args: argparse.Namespace) -> None:
     """Measure every method and print the table."""
     logits = args.positions * args.vocab * 4 / 2**20
-    whole = logits * 8 < args.most_mib  # "whole logits" needs several tensors of this size
+    whole = logits * 8 < args.max_mib  # "whole logits" needs several tensors of this size
     methods = [method for method in METHODS if whole or method != "whole logits"]
     runs: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     for _ in range(args.repeats):
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128, help="H: hidden size of policy and teacher")
     parser.add_argument("--vocab", type=int, default=151_936, help="V: size of the vocabulary")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="dtype of the inputs")
-    parser.add_argument("--most-mib", type=float, default=12_000, help="leave out whole logits above this memory")
+    parser.add_argument("--max-mib", type=float, default=12_000, help="leave out whole logits above this memory")
     parser.add_argument("--method", choices=METHODS, help="measure only this method, in this process")
     parser.add_argument("--repeats", type=int, default=1)
     measurements.add_json_option(parser)

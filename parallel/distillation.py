@@ -4,7 +4,7 @@ The student's distribution s and the teacher's distribution t are softmax(hidden
 hidden states and its own weight. Both models have the same vocabulary; their hidden sizes may differ.
 
 `linear_divergence` compares the distributions over the whole vocabulary. `linear_top_k` computes the teacher's k most probable
-tokens, and `linear_bucket_logprobs` the student's log-probabilities of these tokens; `divergence_of` then compares k + 1
+tokens, and `linear_top_k_rest_logprobs` the student's log-probabilities of these tokens; `divergence_of` then compares k + 1
 probabilities: those of the k tokens, and the probability of all other tokens together. That divergence is at most the divergence
 over the whole vocabulary (data-processing inequality), and equals it for k = V.
 
@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from parallel.logprobs import OutputLayer, accumulation_dtype, add_product
-from parallel.trainer_config import LEAST_REST, Divergence, DivergenceKind
+from parallel.trainer_config import MIN_REST_PROB, Divergence, DivergenceKind
 
 
 def linear_divergence(  # noqa: PLR0913  terms of one formula
@@ -157,7 +157,7 @@ def linear_top_k(
 ) -> tuple[Tensor, Tensor]:  # log-probabilities [T, k + 1], token ids [T, k] int64
     """Compute the k most probable tokens at each position, the most probable first, and their log-probabilities.
 
-    The last column of the log-probabilities is that of all other tokens together, as in `linear_bucket_logprobs`. There is no
+    The last column of the log-probabilities is that of all other tokens together, as in `linear_top_k_rest_logprobs`. There is no
     gradient.
     """
     layer = OutputLayer(group, group.rank() * weight.size(0), vocab_size, temperature, chunk_size)
@@ -173,11 +173,11 @@ def linear_top_k(
             result[chunk] = _bucket_parts(layer, logits, ids[chunk])
             del logits
         _all_reduce(result, group)
-        result[:, k].clamp_(min=LEAST_REST).log_()
+        result[:, k].clamp_(min=MIN_REST_PROB).log_()
     return result, ids
 
 
-def linear_bucket_logprobs(
+def linear_top_k_rest_logprobs(
     hidden: Tensor,  # [T, H] any float dtype; the caller must sum the gradient of `hidden` over the group
     weight: Tensor,  # [V/tp, H] vocabulary rows on this rank, in the dtype of `hidden`
     ids: Tensor,  # [T, k] token ids, all different in a row
@@ -188,14 +188,14 @@ def linear_bucket_logprobs(
 ) -> Tensor:  # [T, k + 1]
     """Compute the log-probabilities of k tokens, and in the last column of all other tokens together.
 
-    The probability of the other tokens is at least LEAST_REST. The result is in float32 (float64 for float64 inputs), and
+    The probability of the other tokens is at least MIN_REST_PROB. The result is in float32 (float64 for float64 inputs), and
     differentiable with respect to `hidden` and `weight`.
     """
     layer = OutputLayer(group, group.rank() * weight.size(0), vocab_size, temperature, chunk_size)
-    return _LinearBuckets.apply(hidden, weight, ids, layer)
+    return _LinearTopKRest.apply(hidden, weight, ids, layer)
 
 
-class _LinearBuckets(torch.autograd.Function):
+class _LinearTopKRest(torch.autograd.Function):
     """Saves the inputs, normalizers [T] and the probabilities [T, k + 1] for the backward pass.
 
     With the probability r of the other tokens, a gradient g_i of log s_i and a gradient g_r of log r, the gradient with respect
@@ -215,7 +215,7 @@ class _LinearBuckets(torch.autograd.Function):
             del logits
         _all_reduce(result, layer.group)
         rest = result[:, k].clone()
-        result[:, k].clamp_(min=LEAST_REST).log_()
+        result[:, k].clamp_(min=MIN_REST_PROB).log_()
         ctx.save_for_backward(hidden, weight, ids, normalizers, result[:, :k].exp(), rest)
         ctx.layer = layer
         return result
@@ -227,8 +227,8 @@ class _LinearBuckets(torch.autograd.Function):
         layer, (needs_hidden, needs_weight, *_) = ctx.layer, ctx.needs_input_grad
         k = ids.size(1)
         grad = grad / layer.temperature
-        grad_rest = grad[:, k] * (rest >= LEAST_REST)  # below the bound, the result is constant
-        total, per_rest = grad[:, :k].sum(1) + grad_rest, grad_rest / rest.clamp(min=LEAST_REST)
+        grad_rest = grad[:, k] * (rest >= MIN_REST_PROB)  # below the bound, the result is constant
+        total, per_rest = grad[:, :k].sum(1) + grad_rest, grad_rest / rest.clamp(min=MIN_REST_PROB)
         at_ids = grad[:, :k] - probs_of_ids * per_rest[:, None]
         d_hidden, d_weight = torch.empty_like(hidden) if needs_hidden else None, None
         for chunk in layer.chunks(len(hidden)):

@@ -25,7 +25,7 @@ class DivergenceKind(StrEnum):
     js = "js"
 
 
-LEAST_REST = 1e-6
+MIN_REST_PROB = 1e-6
 """Least probability of all tokens outside the top k together. Float32 sums of probabilities are not more exact than this."""
 
 

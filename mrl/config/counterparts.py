@@ -7,7 +7,7 @@ for all keys that begin with the text before the `*`.
 
 from functools import partial
 
-from mrl.config.correction_rules import trl_correction, verl_correction
+from mrl.config.correction_translation import trl_correction, verl_correction
 from mrl.config.translation_rules import (
     AGENT,
     ALGORITHMS,

@@ -21,8 +21,8 @@ from mrl.config.secrets import config_as_json
 from mrl.config.validate import roles_of, teachers_of
 from mrl.controller.loop_parts import Phases
 from mrl.controller.plan_distillation import taught_responses
-from mrl.controller.plan_drawing import num_prompts
 from mrl.controller.plan_models import ModelPlan
+from mrl.controller.plan_step_data import num_prompts
 from mrl.controller.plan_train import TrainPlan, learning_settings
 from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
 from mrl.controller.served_roles import ServedTeacher

@@ -50,7 +50,7 @@ class SupervisedObjective:
                 "loss, or set zero_without_advantage to False in the class if this is wrong."
             )
         mismatched = hasattr(loss, "with_reference_point")
-        return cls(loss, RowForm(rows, for_scores=head == "score", mismatched=mismatched), head)
+        return cls(loss, RowForm(rows, for_reward_model=head == "score", mismatched=mismatched), head)
 
     @property
     def needs_reference(self) -> bool:

@@ -20,17 +20,6 @@ from mrl.config.schema import Config, SftConfig
 from mrl.config.validate import REFERENCE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
 from mrl.controller.plan_distillation import check_distillation, check_taught_sources
-from mrl.controller.plan_drawing import (
-    check_epochs,
-    check_sampling,
-    num_steps,
-    plan_drawing,
-    plan_offline,
-    plan_sampling,
-    prompt_stream,
-    tokenizer_args,
-    warn_of_sampling,
-)
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -40,12 +29,23 @@ from mrl.controller.plan_models import (
     plan_models,
 )
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
+from mrl.controller.plan_step_data import (
+    check_epochs,
+    check_sampling,
+    num_steps,
+    plan_offline,
+    plan_prompt_drawing,
+    plan_sampling,
+    prompt_stream,
+    tokenizer_args,
+    warn_of_sampling,
+)
 from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
 from mrl.controller.step_plan import StepPlan, check_step_sources, plan_step
 from mrl.core.types import OFFLINE
 from mrl.core.user_code import plug_in_name
 from mrl.data.offline import OfflineRows
-from mrl.data.prompts import DrawingRules, PromptDataset, PromptStream
+from mrl.data.prompts import PromptDataset, PromptDrawing, PromptStream
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.resource_pools import Pools
 from mrl.planner.run_memory import DEFAULT_MEM_FRACTION
@@ -83,7 +83,7 @@ class TrainPlan(ModelPlan):
     test: PromptDataset | None  # held-out prompts
     evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores them
     sampling: SamplingParams  # how the responses that steps train are sampled
-    rules: DrawingRules  # which prompts a step draws, and how many responses each of them gets
+    rules: PromptDrawing  # which prompts a step draws, and how many responses each of them gets
     offline: OfflineRows | None  # responses from a file that steps train, too; None: there are none
     others: Mapping[str, ModelPlan]  # the models beside the actor, by role
 
@@ -161,7 +161,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     sources = [train.data_source(row) for row in range(len(train))] + ([OFFLINE] if config.data.offline.path else [])
     check_taught_sources(config, algorithm, sources)
     check_step_sources(step, sources)
-    rules = plan_drawing(config, train)
+    rules = plan_prompt_drawing(config, train)
     check_epochs(config, len(train))
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
@@ -231,21 +231,23 @@ def _warn_of_unused_keys(config: Config, algorithm: AlgorithmParts, roles: Colle
                 f"roles.{name}: is not started, because no part of the algorithm reads the column {role.column}."
             )
     critic, checkpoint = config.critic, config.checkpoint
-    groups = {
-        "the run has no critic": "critic" not in roles
-        and {
+    unused: dict[str, dict[str, Any]] = {}
+    if "critic" not in roles:
+        unused["the run has no critic"] = {
             "critic.max_tokens_per_micro_batch": critic.max_tokens_per_micro_batch,
             "critic.max_tokens_per_forward_micro_batch": critic.max_tokens_per_forward_micro_batch,
             "checkpoint.keep_last_critic": checkpoint.keep_last_critic,
-        },
-        "checkpoint.export_every=0": not checkpoint.export_every
-        and {"checkpoint.keep_last_exports": checkpoint.keep_last_exports},
-        "rollout.replay sets the prompts of each step": config.rollout.replay
-        and {"data.sampler": config.data.sampler, "rollout.group_sizes": config.rollout.group_sizes},
-    }
-    for reason, keys in groups.items():
-        if unused := [name for name, value in (keys or {}).items() if value]:
-            show_warning(f"{', '.join(unused)}: not used, because {reason}.")
+        }
+    if not checkpoint.export_every:
+        unused["checkpoint.export_every=0"] = {"checkpoint.keep_last_exports": checkpoint.keep_last_exports}
+    if config.rollout.replay:
+        unused["rollout.replay sets the prompts of each step"] = {
+            "data.sampler": config.data.sampler,
+            "rollout.group_sizes": config.rollout.group_sizes,
+        }
+    for reason, values in unused.items():
+        if keys := [key for key, value in values.items() if value]:
+            show_warning(f"{', '.join(keys)}: not used, because {reason}.")
 
 
 def check_profile(config: Config, num_ranks: int, last: int | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from mrl.algorithms.inputs import needs_of
 from mrl.config.instantiate import import_target, instantiate_arguments
 from mrl.config.schema import Config
-from mrl.controller.own_steps import by_source, check_sources
+from mrl.controller.example_steps import by_source, check_sources
 from mrl.controller.trainer import Trainer
 
 KEY = "trainer"

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mrl.data.samplers import PromptTable
 
-MOST = 8  # default of the attribute `most` of a function, as a multiple of rollout.responses_per_prompt
+MAX_GROUP_FACTOR = 8  # default of the attribute `most` of a function, as a multiple of rollout.responses_per_prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +24,13 @@ class GroupSizeInputs:
 type GroupSizes = Callable[[GroupSizeInputs], Sequence[int] | NDArray[np.int64]]
 """Returns the sizes of n groups, [n]. Each is 1 or more, and their sum is n * size.
 
-An object may have the attribute `most`, the largest size. By default it is MOST * rollout.responses_per_prompt.
+An object may have the attribute `most`, the largest size. By default it is MAX_GROUP_FACTOR * rollout.responses_per_prompt.
 """
 
 
 def largest_size(group_sizes: GroupSizes | None, size: int) -> int:
     """Return the largest number of responses that a prompt can get. `size`: rollout.responses_per_prompt."""
-    return size if group_sizes is None else getattr(group_sizes, "most", None) or MOST * size
+    return size if group_sizes is None else getattr(group_sizes, "most", None) or MAX_GROUP_FACTOR * size
 
 
 def check_sizes(sizes: Sequence[int] | NDArray[np.int64], count: int, size: int, most: int) -> list[int]:
@@ -82,10 +82,10 @@ class ByDifficulty:
         rewards = inputs.prompts.column(self.column)[inputs.rows] if self.column else inputs.mean_reward
         rates = np.clip((rewards - self.worst) / (self.best - self.worst), 0, 1)
         rates = np.where(np.isnan(rates), 0.5, rates)
-        return share_out(len(rates) * inputs.size, rates * (1 - rates), self.least, self.most)
+        return apportion(len(rates) * inputs.size, rates * (1 - rates), self.least, self.most)
 
 
-def share_out(total: int, weights: NDArray[np.float64], least: int, most: int) -> NDArray[np.int64]:
+def apportion(total: int, weights: NDArray[np.float64], least: int, most: int) -> NDArray[np.int64]:
     """Divide `total` into n whole numbers [n] between `least` and `most`.
 
     Each number is `least` plus a share of the rest in proportion to `weights`, rounded. If a number would exceed `most`, the

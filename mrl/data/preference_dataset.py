@@ -38,7 +38,7 @@ def load_preferences(
     chat: ChatTemplate | None = None,
     *,
     labelled: bool,
-    for_scores: bool,
+    for_reward_model: bool,
     mismatched: bool = False,
 ) -> SftDataset:
     """Read and check every row.
@@ -49,7 +49,7 @@ def load_preferences(
         max_tokens: largest number of tokens of a sequence.
         chat: replaces the chat template of the tokenizer.
         labelled: whether the rows have labels. Otherwise they are pairs.
-        for_scores: whether a reward model reads the sequences.
+        for_reward_model: whether a reward model reads the sequences.
         mismatched: whether the data set also has each prompt with the response to another prompt, as `KTO` needs.
 
     Raises:
@@ -60,7 +60,7 @@ def load_preferences(
     rows = read_all(path, _read_labelled if labelled else _read_pair)
     per_row = 1 if labelled else 2
     masks: list[list[bool]] | None
-    if for_scores:
+    if for_reward_model:
         prompts, responses, masks = _encode_conversations(path, tokenizer, rows, args)
     else:
         encoded = encode_messages(tokenizer, [row.prompt for row in rows], args)
@@ -182,7 +182,7 @@ class RowForm:
     """Form of the rows on which a supervised objective trains."""
 
     rows: str = "responses"  # responses, pairs or labels: the columns of a row
-    for_scores: bool = False  # whether a reward model reads the sequences
+    for_reward_model: bool = False  # whether a reward model reads the sequences
     mismatched: bool = False  # whether the objective needs each prompt with the response to another prompt
 
     def load(
@@ -191,5 +191,7 @@ class RowForm:
         """Read and check every row, see `SftDataset.load` and `load_preferences`."""
         if self.rows == "responses":
             return SftDataset.load(path, model_path, max_tokens, chat)
-        options = dict(labelled=self.rows == "labels", for_scores=self.for_scores, mismatched=self.mismatched)
+        options = dict(
+            labelled=self.rows == "labels", for_reward_model=self.for_reward_model, mismatched=self.mismatched
+        )
         return load_preferences(path, model_path, max_tokens, chat, **options)

@@ -35,7 +35,7 @@ class PromptConstraints:
 
 
 @dataclass(frozen=True)
-class DrawingRules:
+class PromptDrawing:
     """The user's rules of drawing prompts: which rows come next, and how many responses each of them gets."""
 
     sampler: Sampler | None = None  # None: the default sampler
@@ -170,7 +170,7 @@ class PromptDataset:
         digest.update(self.cu_seqlens.tobytes())
         return digest.hexdigest()
 
-    def stream(self, batch_size: int, seed: int, shuffle: bool, rules: DrawingRules | None = None) -> "PromptStream":
+    def stream(self, batch_size: int, seed: int, shuffle: bool, rules: PromptDrawing | None = None) -> "PromptStream":
         """Return an endless stream of rows. By default it draws from the sources in proportion to their weights."""
         return PromptStream(
             len(self), batch_size, seed, shuffle, self.mixture, self.fingerprint, rules=rules, examples=self.examples
@@ -292,7 +292,7 @@ class PromptStream:
         mixture: Sequence[MixtureSource] = (),
         fingerprint: str = "",
         *,
-        rules: DrawingRules | None = None,
+        rules: PromptDrawing | None = None,
         examples: Sequence[PromptExample] = (),
     ) -> None:
         """Start at the first row.
@@ -312,7 +312,7 @@ class PromptStream:
         self.mixture = tuple(mixture) or (MixtureSource("", num_rows),)
         assert sum(source.rows for source in self.mixture) == num_rows, f"{self.mixture} do not have {num_rows} rows"
         self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
-        self.fingerprint, self.rules = fingerprint, rules or DrawingRules()
+        self.fingerprint, self.rules = fingerprint, rules or PromptDrawing()
         self.drawn = [0] * len(self.mixture)  # number of rows that have been drawn from each source
         self._table = PromptTable(self.mixture, examples)
         self._history = PromptHistory(num_rows if self.rules.keeps_history else 0)
@@ -337,7 +337,7 @@ class PromptStream:
         ):
             self.drawn[source] += num_rows
         if self.rules.keeps_history:
-            self._history.draw(rows)
+            self._history.count_drawn(rows)
         return rows
 
     def group_sizes(self, rows: NDArray[np.int64], size: int) -> list[int] | None:
@@ -350,10 +350,10 @@ class PromptStream:
         sizes = self.rules.group_sizes(GroupSizeInputs(rows, size, self._history.mean_reward[rows], self._table))
         return check_sizes(sizes, len(rows), size, largest_size(self.rules.group_sizes, size))
 
-    def learn(self, rewards: Iterable[tuple[int, float]]) -> None:
+    def record_rewards(self, rewards: Iterable[tuple[int, float]]) -> None:
         """Tell the stream the rewards of a step: (row, mean reward of a group) for each sampled group."""
         if self.rules.keeps_history:
-            self._history.learn(rewards)
+            self._history.record_rewards(rewards)
 
     def _checked(self, rows: Any, count: int) -> NDArray[np.int64]:
         """Return the rows that a sampler chose, as an array. Raises ValueError if they, or the sampler's state, are invalid."""

@@ -123,11 +123,11 @@ class PromptHistory:
         """Number of rows of the data set."""
         return len(self.times_drawn)
 
-    def draw(self, rows: NDArray[np.int64]) -> None:
+    def count_drawn(self, rows: NDArray[np.int64]) -> None:
         """Count rows that were drawn."""
         np.add.at(self.times_drawn, rows, 1)
 
-    def learn(self, rewards: Iterable[tuple[int, float]]) -> None:
+    def record_rewards(self, rewards: Iterable[tuple[int, float]]) -> None:
         """Add groups: (row, mean reward of the responses of one group)."""
         for row, reward in rewards:
             self.num_groups[row] += 1

@@ -163,7 +163,7 @@ class RolloutManager:
         rollouts = self.worker.call(RolloutWorker.collect, step)
         self._step = step + 1
         self._num_drawn, self._untrained = rollouts.num_drawn_requests, rollouts.untrained_requests
-        prompts.learn(rollouts.prompt_rewards)
+        prompts.record_rewards(rollouts.prompt_rewards)
         passes = {"rollout/epoch": (sum(prompts.drawn) - len(self._untrained)) / prompts.num_rows}
         return replace(rollouts, sampling_metrics={**rollouts.sampling_metrics, **passes})
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mrl.core.types import TeacherOutputs, TokenBlock
 from mrl.rollout.client import EngineClient
-from parallel.trainer_config import LEAST_REST
+from parallel.trainer_config import MIN_REST_PROB
 
 CONCURRENCY = 32  # number of concurrent requests to each server
 RETRY_PAUSE_S = 1.0  # pause before a request is repeated, because its server ended and is replaced
@@ -36,7 +36,7 @@ def top_k_of_rows(
         ]
         answers = [call.result() for call in calls]
     logprobs, ids = (np.concatenate(arrays) for arrays in zip(*answers, strict=True))
-    rest = np.maximum(1 - np.exp(logprobs, dtype=np.float64).sum(1, keepdims=True), LEAST_REST)
+    rest = np.maximum(1 - np.exp(logprobs, dtype=np.float64).sum(1, keepdims=True), MIN_REST_PROB)
     return {"top_logprobs": np.concatenate([logprobs, np.log(rest)], 1).astype(np.float32), "top_ids": ids}
 
 

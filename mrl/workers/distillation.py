@@ -11,7 +11,7 @@ from torch import Tensor
 from mrl.algorithms.distillation import Distillation
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
-from parallel.distillation import divergence_of, linear_bucket_logprobs, linear_divergence, linear_top_k
+from parallel.distillation import divergence_of, linear_divergence, linear_top_k, linear_top_k_rest_logprobs
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class DivergenceHead:
             [torch.empty(0, k + 1, device=hidden.device), *(each.outputs["top_logprobs"] for each in teachers)]
         )
         rows = _rows(hidden, index) if len(teachers) == 1 else hidden.index_select(0, index)
-        log_s = linear_bucket_logprobs(
+        log_s = linear_top_k_rest_logprobs(
             rows, weight, ids, groups.tp_group(), self.vocab_size, self.temperature, self.chunk_size
         )
         values = divergence_of(self.distillation.formula(), log_t, log_s)

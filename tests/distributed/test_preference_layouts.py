@@ -34,10 +34,10 @@ LOSSES = {
 SCORE_LOSSES = {"bradley terry": BradleyTerry(center_coef=0.1), "labels": OutcomeLabels()}
 
 
-def pairs(num: int = 5, for_scores: bool = False) -> TokenBlock:
+def pairs(num: int = 5, for_reward_model: bool = False) -> TokenBlock:
     """Return a block of pairs with unequal lengths, one of a single token and one longer than the token budget of PACKED.
 
-    With `for_scores`, an end mark that is never read follows each sequence.
+    With `for_reward_model`, an end mark that is never read follows each sequence.
     """
     rng = np.random.default_rng(4)
     prompts, responses = [], []
@@ -47,7 +47,7 @@ def pairs(num: int = 5, for_scores: bool = False) -> TokenBlock:
         prompts += [prompt, prompt]
         responses += [rng.integers(0, VOCAB, size).tolist() for size in sizes]
     masks = None
-    if for_scores:
+    if for_reward_model:
         responses = [[*response, 0] for response in responses]
         masks = [[False] * (len(response) - 1) + [True] for response in responses]
     block = TokenBlock.from_lists(prompts, responses, sampled=masks)
@@ -55,7 +55,7 @@ def pairs(num: int = 5, for_scores: bool = False) -> TokenBlock:
     margins = np.repeat(rng.random(num).astype(np.float32), 2)
     columns = dict(labels=labels, margins=margins)
     columns = {name: values.repeat(block.sampled_lengths) for name, values in columns.items()}
-    if not for_scores:
+    if not for_reward_model:
         columns["ref_logprobs"] = rng.normal(-3.7, 0.3, int(block.sampled_lengths.sum())).astype(np.float32)
     return block.with_columns(**columns)
 
@@ -78,7 +78,7 @@ def traces(rank: int, path, dims: ParallelDims, packing: Packing, losses: dict, 
 
     found = {}
     for name, loss in losses.items():
-        block = pairs(num, for_scores=loss in SCORE_LOSSES.values())
+        block = pairs(num, for_reward_model=loss in SCORE_LOSSES.values())
         batch = partition_step(batch_of(block), dims, packing, TokenWeighting(sequence_mean)).rank_batches[
             dims.coords(rank).dp
         ]
@@ -127,7 +127,7 @@ def evaluated(rank: int, path, dims: ParallelDims) -> dict[str, float]:
 
     found = {}
     for name, loss in (LOSSES | SCORE_LOSSES).items():
-        block = pairs(for_scores=loss in SCORE_LOSSES.values())
+        block = pairs(for_reward_model=loss in SCORE_LOSSES.values())
         batch = partition_step(batch_of(block), dims, PACKED, TokenWeighting(sequence_mean)).rank_batches[
             dims.coords(rank).dp
         ]
@@ -186,7 +186,7 @@ def trained_and_exported(rank: int, path, dims: ParallelDims, output) -> tuple[S
     """Train a step of a fresh reward model, and export it. Returns the trace and the scores of the exported weights."""
     from mrl.workers.parity_trace import forward_outputs, trace_step
 
-    block, loss = pairs(for_scores=True), SCORE_LOSSES["bradley terry"]
+    block, loss = pairs(for_reward_model=True), SCORE_LOSSES["bradley terry"]
     batch = partition_step(batch_of(block), dims, PACKED, TokenWeighting(sequence_mean)).rank_batches[
         dims.coords(rank).dp
     ]
@@ -201,7 +201,7 @@ def classifier_scores(folder) -> tuple:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    block = pairs(for_scores=True)
+    block = pairs(for_reward_model=True)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     model.config.pad_token_id = None  # otherwise it reads the score before tokens with the id of padding
     rows = [
@@ -233,7 +233,7 @@ def test_a_reward_model_starts_again_from_its_export(run_ranks, folder, tmp_path
     before = {row: float(values[0]) for row, values in second[0].outputs.items()}
     assert before == pytest.approx(first[1], abs=1e-6)
     model, scores = classifier_scores(tmp_path / "first")
-    margins = pairs(for_scores=True).columns["margins"][::2]
+    margins = pairs(for_reward_model=True).columns["margins"][::2]
     losses = [
         -torch.nn.functional.logsigmoid(scores[2 * i] - scores[2 * i + 1] - float(margin))
         + 0.1 * (scores[2 * i] + scores[2 * i + 1]) ** 2

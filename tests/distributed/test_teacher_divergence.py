@@ -11,7 +11,7 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import Divergence
 
 DIVERGENCES = [Divergence("forward_kl"), Divergence("reverse_kl"), Divergence("js", 0.5), Divergence("js", 0.1)]
-LEAST_REST = 1e-6
+MIN_REST_PROB = 1e-6
 
 
 class Case(NamedTuple):
@@ -72,7 +72,7 @@ def reference(case: Case) -> tuple[np.ndarray, ...]:
     if case.top_k:
         top = t.topk(case.top_k, dim=-1).indices
         t, s = (torch.cat([each.gather(1, top), each.scatter(1, top, 0.0).sum(1, keepdim=True)], 1) for each in (t, s))
-        t, s = (torch.cat([each[:, :-1], each[:, -1:].clamp(min=LEAST_REST)], 1) for each in (t, s))
+        t, s = (torch.cat([each[:, :-1], each[:, -1:].clamp(min=MIN_REST_PROB)], 1) for each in (t, s))
     values = plain_divergence(case.divergence, t, s)
     loss_of(values).backward()
     return values.detach().numpy(), hidden.grad.numpy(), weight.grad.numpy()
@@ -99,7 +99,7 @@ def chunked(rank: int, case: Case) -> tuple[np.ndarray, ...]:
         log_t, ids = distillation.linear_top_k(
             teacher_hidden, teacher_weight, group, case.vocab_size, case.top_k, **settings
         )
-        log_s = distillation.linear_bucket_logprobs(hidden, weight, ids, group, case.vocab_size, **settings)
+        log_s = distillation.linear_top_k_rest_logprobs(hidden, weight, ids, group, case.vocab_size, **settings)
         values = distillation.divergence_of(case.divergence, log_t, log_s)
     loss_of(values).backward()
     assert values.dtype == torch.promote_types(dtype, torch.float32) and hidden.grad.dtype == weight.grad.dtype == dtype
@@ -211,7 +211,7 @@ def finite_differences_agree(group) -> bool:
         )
         for divergence in DIVERGENCES
     ) and torch.autograd.gradcheck(
-        lambda h, w: distillation.linear_bucket_logprobs(h, w, ids, group, 7, 0.7, 2), (hidden, weight)
+        lambda h, w: distillation.linear_top_k_rest_logprobs(h, w, ids, group, 7, 0.7, 2), (hidden, weight)
     )
 
 

@@ -16,12 +16,12 @@ KEEP_ALL_SAMPLES = "tracking.samples_per_step=24"  # all responses of a step of 
 
 
 @pytest.fixture(scope="module")
-def own_steps(inputs, tmp_path_factory) -> dict[str, list[str]]:
+def example_steps(inputs, tmp_path_factory) -> dict[str, list[str]]:
     """Name of a step -> its settings."""
     folder = tmp_path_factory.mktemp("sources")
     return {
         "best_of_n": [
-            "trainer._target_=mrl.controller.own_steps.best_of_n",
+            "trainer._target_=mrl.controller.example_steps.best_of_n",
             "trainer.arguments.keep=2",
             "trainer.arguments.min_reward=0",
         ],
@@ -36,12 +36,12 @@ def own_steps(inputs, tmp_path_factory) -> dict[str, list[str]]:
 @pytest.mark.extended_except("best_of_n")
 @pytest.mark.parametrize("name", ["best_of_n", "by_source"])
 def test_a_killed_run_with_an_own_step_equals_an_uninterrupted_one(
-    start_mrl, quickstart, warm, own_steps, tmp_path, user_module, name
+    start_mrl, quickstart, warm, example_steps, tmp_path, user_module, name
 ):
     user_module("killing_filter", KILLING_FILTER)
     settings = [
         *quickstart,
-        *own_steps[name],
+        *example_steps[name],
         "trainer.max_steps=5",
         "checkpoint.every=2",
         "checkpoint.asynchronous=false",

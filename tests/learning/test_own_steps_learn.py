@@ -1,6 +1,6 @@
-"""The training steps of mrl/controller/own_steps.py raise the quickstart's reward. Run with `-m learning`; each takes minutes.
+"""The training steps of mrl/controller/example_steps.py raise the quickstart's reward.
 
-The rewards are written to outputs/learning; docs/concepts/loop.md shows an example.
+Run with `-m learning`; each takes minutes. The rewards are written to outputs/learning; docs/concepts/loop.md shows an example.
 """
 
 import json
@@ -19,7 +19,7 @@ LEAST_RISE = 0.4  # of the reward of each data source, and of the reward of held
 def test_a_training_step_of_mrl_raises_the_reward(start_mrl, inputs, warm, tmp_path, name):
     settings = {
         "best_of_n": [
-            "trainer._target_=mrl.controller.own_steps.best_of_n",
+            "trainer._target_=mrl.controller.example_steps.best_of_n",
             "trainer.arguments.keep=2",
             "trainer.arguments.min_reward=0",
         ],

@@ -20,7 +20,7 @@ from peer_divergences import (
 )
 from torch import Tensor
 
-from parallel.distillation import divergence_of, linear_bucket_logprobs, linear_divergence, linear_top_k
+from parallel.distillation import divergence_of, linear_divergence, linear_top_k, linear_top_k_rest_logprobs
 from parallel.trainer_config import Divergence
 
 pytestmark = pytest.mark.extended
@@ -58,7 +58,7 @@ def buckets(models: Models, k: int, temperature: float = 1.0) -> tuple[Tensor, T
     """Return log-probabilities [T, k + 1] of teacher and policy, the ids [T, k], and the policy's hidden states and weight."""
     hidden, weight, *teacher = tensors(models)
     log_t, ids = linear_top_k(*teacher, ONE_PROCESS, VOCAB, k, temperature, chunk_size=5)
-    log_s = linear_bucket_logprobs(hidden, weight, ids, ONE_PROCESS, VOCAB, temperature, chunk_size=5)
+    log_s = linear_top_k_rest_logprobs(hidden, weight, ids, ONE_PROCESS, VOCAB, temperature, chunk_size=5)
     return log_t, log_s, ids, hidden, weight
 
 

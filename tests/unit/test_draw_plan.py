@@ -11,19 +11,19 @@ from test_data_plan import config_of, inputs  # noqa: F401
 
 from mrl.algorithms.parts import build_algorithm
 from mrl.config.instantiate import instantiate_callable
-from mrl.controller.plan_drawing import (
+from mrl.controller.plan_models import plan_model
+from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
+from mrl.controller.plan_step_data import (
     check_epochs,
     check_sampling,
     num_steps,
-    plan_drawing,
     plan_offline,
+    plan_prompt_drawing,
     plan_sampling,
     prompt_stream,
     tokenizer_args,
     warn_of_sampling,
 )
-from mrl.controller.plan_models import plan_model
-from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
 from mrl.core.types import OFFLINE
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.offline_groups import known_rollout_logprobs, offline_groups, with_offline_column
@@ -134,11 +134,13 @@ def test_a_sampler_and_group_sizes_are_built_and_identified_by_their_node(config
         "++rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty",
     )  # fmt: skip
     train = prompts_of(own)
-    rules = plan_drawing(own, train)
+    rules = plan_prompt_drawing(own, train)
     rows = prompt_stream(own, train, rules).take(10)
     assert sorted(train.extra_info(row)["index"] for row in rows.tolist()) == list(range(10))
     assert json.loads(rules.name) == own.data.sampler and rules.keeps_history
-    assert plan_drawing(config(), train).sampler is None and not plan_drawing(config(), train).keeps_history
+    assert (
+        plan_prompt_drawing(config(), train).sampler is None and not plan_prompt_drawing(config(), train).keeps_history
+    )
 
 
 def broken_sampler(chosen):
@@ -173,7 +175,7 @@ def broken_sampler(chosen):
 def test_a_sampler_or_group_sizes_that_cannot_be_used_are_refused(config, overrides, message):
     own = config(*overrides)
     with pytest.raises(ValueError, match=message):
-        plan_drawing(own, prompts_of(own))
+        plan_prompt_drawing(own, prompts_of(own))
 
 
 def test_epochs_end_a_run_at_the_smaller_of_both_limits(config, warnings):

@@ -9,7 +9,7 @@ import pytest
 
 from mrl.algorithms.parts import Coefficients
 from mrl.controller.loop_parts import Phases
-from mrl.controller.plan_drawing import num_prompts
+from mrl.controller.plan_step_data import num_prompts
 from mrl.controller.trainer import Trainer, TrainingSchedule, used_prompts
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Rollouts

@@ -96,7 +96,7 @@ def test_labelled_rows_have_labels_and_responses_to_other_prompts(tmp_path, mode
 def test_a_reward_model_reads_the_conversation_that_a_served_reward_model_reads(tmp_path, model):
     """The last token before the end mark is the last token of the conversation."""
     row = dict(prompt=PROMPT, chosen="4", rejected="It is 5.", margin=0.5)
-    data = load(tmp_path, model, row, for_scores=True)
+    data = load(tmp_path, model, row, for_reward_model=True)
     reward = RewardModel(url="http://127.0.0.1:1", tokenizer=str(model))
     for index, text in enumerate(("4", "It is 5.")):
         tokens = data.prompts[index] + data.responses[index]
@@ -109,7 +109,7 @@ def test_a_reward_model_reads_the_conversation_that_a_served_reward_model_reads(
 
 
 def test_equal_conversations_have_only_the_end_mark_as_response(tmp_path, model):
-    data = load(tmp_path, model, dict(prompt=PROMPT, chosen="4", rejected="4"), for_scores=True)
+    data = load(tmp_path, model, dict(prompt=PROMPT, chosen="4", rejected="4"), for_reward_model=True)
     assert [len(response) for response in data.responses] == [1, 1]
 
 
@@ -157,8 +157,8 @@ def test_a_wrong_labelled_row_is_refused_with_the_reason(tmp_path, model, row, m
 def test_a_sequence_that_exceeds_the_context_is_refused(tmp_path, model):
     path = written(tmp_path, [dict(prompt="a", chosen="1", rejected="2" * 30)])
     with pytest.raises(ValueError, match=r"rows.jsonl, row 0: prompt and response have 51 tokens, more than the 50"):
-        load_preferences(path, model, 50, labelled=False, for_scores=False)
-    assert load_preferences(path, model, 51, labelled=False, for_scores=False).num_rows == 1
+        load_preferences(path, model, 50, labelled=False, for_reward_model=False)
+    assert load_preferences(path, model, 51, labelled=False, for_reward_model=False).num_rows == 1
 
 
 def test_kto_needs_rows_with_different_prompts(tmp_path, model):

@@ -118,7 +118,7 @@ CHANGES = [
     ("rollout.temperature", 0.5, True),
     ("run.seed", 3, True),
     ("critic.parallel.tp", 2, False),
-    ("trainer._target_", "mrl.controller.own_steps.best_of_n", True),
+    ("trainer._target_", "mrl.controller.example_steps.best_of_n", True),
     ("trainer.arguments.keep", 2, True),
 ]
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.data.columns import PromptExample
-from mrl.data.group_sizes import ByDifficulty, share_out
-from mrl.data.prompts import DrawingRules, PromptStream
+from mrl.data.group_sizes import ByDifficulty, apportion
+from mrl.data.prompts import PromptDrawing, PromptStream
 from mrl.data.samplers import (
     WINDOW,
     Curriculum,
@@ -33,7 +33,7 @@ def stream(sampler=None, *, sizes=(10, 4), weights=None, levels=None, seed=3, gr
         MixtureSource(chr(97 + i), rows, weight) for i, (rows, weight) in enumerate(zip(sizes, weights, strict=True))
     ]
     levels = range(sum(sizes)) if levels is None else levels
-    rules = DrawingRules(sampler, "own" if sampler else "", group_sizes)
+    rules = PromptDrawing(sampler, "own" if sampler else "", group_sizes)
     examples = [example(level) for level in levels]
     return PromptStream(sum(sizes), 4, seed, shuffle, sources, "data", rules=rules, examples=examples)
 
@@ -43,7 +43,7 @@ def train(prompts, steps, count=6, reward_of=lambda row: row % 3 / 2):
     drawn = []
     for _ in range(steps):
         rows = prompts.take(count).tolist()
-        prompts.learn([(row, reward_of(row)) for row in rows])
+        prompts.record_rewards([(row, reward_of(row)) for row in rows])
         drawn += rows
     return drawn
 
@@ -114,8 +114,8 @@ def inputs_of(prompts) -> SamplerInputs:
 
 def test_a_mixture_uses_recent_rewards_and_the_weights_of_the_config():
     prompts = stream(DifficultyMixture(), sizes=(8, 8), weights=[3.0, 1.0])
-    prompts.learn([(row, 0.5) for row in range(16)])
-    prompts.learn([(0, 1.0)] * 20)
+    prompts.record_rewards([(row, 0.5) for row in range(16)])
+    prompts.record_rewards([(0, 1.0)] * 20)
     assert DifficultyMixture(window=1, floor=0.2).probabilities(inputs_of(prompts)) == pytest.approx(
         [0.375, 0.625], abs=0.02
     )
@@ -164,9 +164,9 @@ def test_a_mixture_chooses_the_same_rows_in_one_call_or_in_several():
 def test_the_mean_reward_of_a_row_follows_its_last_groups():
     history = PromptHistory(2)
     for reward in (1.0, 0.0, 0.0, 1.0):
-        history.learn([(1, reward)])
+        history.record_rewards([(1, reward)])
     assert history.mean_reward[1] == pytest.approx(0.5) and np.isnan(history.mean_reward[0])
-    history.learn([(1, 1.0)])
+    history.record_rewards([(1, 1.0)])
     assert history.mean_reward[1] == pytest.approx(0.5 + 0.5 / WINDOW)
     assert history.latest_rewards(range(2), 5).tolist() == [history.mean_reward[1]]
 
@@ -175,7 +175,7 @@ def test_the_mean_reward_of_a_row_follows_its_last_groups():
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(1, 4), st.integers(0, 12), st.integers(0, 12))
 def test_all_responses_are_shared_out_within_the_limits(weights, least, above_least, above_mean):
     size, most = least + above_least, least + above_least + above_mean
-    sizes = share_out(size * len(weights), np.array(weights), least, most)
+    sizes = apportion(size * len(weights), np.array(weights), least, most)
     assert sizes.sum() == size * len(weights) and sizes.min() >= least and sizes.max() <= most
 
 
@@ -183,7 +183,7 @@ def test_prompts_of_medium_difficulty_get_more_responses():
     prompts = stream(group_sizes=ByDifficulty(least=2, most=20), sizes=(4,))
     rows = np.arange(4)
     assert prompts.group_sizes(rows, 8) == [8, 8, 8, 8], "without rewards, all prompts are alike"
-    prompts.learn([(0, 0.0), (1, 1.0), (2, 0.5), (3, 0.1)])
+    prompts.record_rewards([(0, 0.0), (1, 1.0), (2, 0.5), (3, 0.1)])
     # p (1 - p) is 0, 0, 0.25 and 0.09. 24 responses are left after two to each: 17.6 and 6.4.
     assert prompts.group_sizes(rows, 8) == [2, 2, 20, 8]
     by_column = stream(

@@ -16,8 +16,8 @@ from mrl.algorithms.advantages import GAE, GRPO, RLOO
 from mrl.algorithms.losses import CISPO, CrossEntropy, PPOClip
 from mrl.algorithms.objective import Objective
 from mrl.config import hydra_entry
-from mrl.controller import own_steps
-from mrl.controller.own_steps import SourceAlgorithm, best_of_n, by_source, ranks_in_groups
+from mrl.controller import example_steps
+from mrl.controller.example_steps import SourceAlgorithm, best_of_n, by_source, ranks_in_groups
 from mrl.controller.step_plan import check_step_sources, plan_step
 from mrl.controller.trainer import Trainer
 from mrl.core.run_errors import ProcessesLostError
@@ -73,9 +73,9 @@ def test_a_subclass_gets_its_fields():
 
 
 def test_the_columns_that_arguments_need_are_computed():
-    parts = "{a: {_target_: mrl.controller.own_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GAE}, "
+    parts = "{a: {_target_: mrl.controller.example_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GAE}, "
     parts += "loss: {_target_: mrl.algorithms.losses.ClipCov}}}"
-    plan = planned("trainer._target_=mrl.controller.own_steps.by_source", f"trainer.arguments.algorithms={parts}")
+    plan = planned("trainer._target_=mrl.controller.example_steps.by_source", f"trainer.arguments.algorithms={parts}")
     assert plan.needs == {"old_logprobs", "values"}
     assert SourceAlgorithm(GAE(), GRPO()).needs == {"values"}
 
@@ -98,7 +98,7 @@ def test_the_columns_that_arguments_need_are_computed():
             [f"trainer._target_={HERE}.NoTrainer"],
             "expected a function, or a subclass of mrl.controller.trainer.Trainer",
         ),
-        (["trainer._target_=mrl.controller.own_steps.by_source"], "missing a required argument: 'algorithms'"),
+        (["trainer._target_=mrl.controller.example_steps.by_source"], "missing a required argument: 'algorithms'"),
         (["trainer._target_=mrl.algorithms.advantages"], "is a module; expected the dotted name"),
     ],
 )
@@ -243,8 +243,8 @@ def test_the_function_of_the_page_trains_on_the_rewarded_responses(tmp_path, mon
 
 
 def parts_of(step: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-    """Return a function of own_steps.py, and the functions and classes of the file that it names, directly or through others."""
-    nodes = ast.parse(Path(own_steps.__file__).read_text()).body
+    """Return a function of example_steps.py, and what it uses of the file, directly or through others."""
+    nodes = ast.parse(Path(example_steps.__file__).read_text()).body
     defined = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     found, todo = {}, [step]
     while todo:
@@ -266,9 +266,9 @@ def test_a_step_with_its_helpers_has_at_most_60_lines(step, helper):
 
 
 def test_by_source_without_an_algorithm_for_a_data_source_is_refused_before_the_run_starts():
-    parts = "{a: {_target_: mrl.controller.own_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GRPO}, "
+    parts = "{a: {_target_: mrl.controller.example_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GRPO}, "
     parts += "loss: {_target_: mrl.algorithms.losses.PPOClip}}}"
-    plan = planned("trainer._target_=mrl.controller.own_steps.by_source", f"trainer.arguments.algorithms={parts}")
+    plan = planned("trainer._target_=mrl.controller.example_steps.by_source", f"trainer.arguments.algorithms={parts}")
     check_step_sources(plan, ["a", "a"])
     with pytest.raises(ValueError, match="no algorithm for the data source 'offline'"):
         check_step_sources(plan, ["a", "offline"])

@@ -54,7 +54,7 @@ def test_an_objective_declares_its_rows_its_head_and_its_reference(inputs, tmp_p
     form = objective.form
     found = (objective.loss, form.rows, objective.head, objective.needs_reference, objective.weighting)
     assert found == OBJECTIVES[name]
-    assert form.mismatched == (name == "kto") and form.for_scores == (objective.head == "score")
+    assert form.mismatched == (name == "kto") and form.for_reward_model == (objective.head == "score")
 
 
 def test_arguments_of_an_objective_are_config_keys(inputs, tmp_path):

@@ -14,7 +14,7 @@ from mrl.config.schema import Config, Node
 from mrl.controller.plan_models import ModelPlan, chat_template, max_prompt_length
 from mrl.core.user_code import describe_error
 from mrl.data.offline import OfflineRows, TokenLimits, check_groups
-from mrl.data.prompts import DrawingRules, PromptDataset, PromptStream
+from mrl.data.prompts import PromptDataset, PromptDrawing, PromptStream
 from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
 from mrl.rollout.engines.server_args import NO_TOKENIZER
 from mrl.rollout.held_out import HeldOutEvaluation
@@ -89,12 +89,12 @@ def warn_of_sampling(config: Config, objective: Objective) -> None:
         )
 
 
-def prompt_stream(config: Config, train: PromptDataset, rules: DrawingRules) -> PromptStream:
+def prompt_stream(config: Config, train: PromptDataset, rules: PromptDrawing) -> PromptStream:
     """Return the stream of training prompts of a run, at its first row."""
     return train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle, rules)
 
 
-def plan_drawing(config: Config, train: PromptDataset) -> DrawingRules:
+def plan_prompt_drawing(config: Config, train: PromptDataset) -> PromptDrawing:
     """Build the sampler and the function of group sizes that the config names, and call both once, as for the first step.
 
     Raises ValueError if one of them cannot be built, fails, or returns an invalid result.
@@ -104,7 +104,7 @@ def plan_drawing(config: Config, train: PromptDataset) -> DrawingRules:
         raise ValueError(
             "data.shuffle=false: only the default sampler reads this key; remove it, or remove data.sampler."
         )
-    rules = DrawingRules(
+    rules = PromptDrawing(
         instantiate_callable(sampler, "data.sampler") if sampler else None,
         json.dumps(sampler, sort_keys=True) if sampler else "",
         instantiate_callable(sizes, "rollout.group_sizes") if sizes else None,
