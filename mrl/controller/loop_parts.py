@@ -16,7 +16,7 @@ from mrl.core.run_errors import ProcessesLostError
 from mrl.core.types import AdvantageResult, Handle, Rollouts, TeacherPart
 from mrl.data.prompts import PromptStream
 from mrl.workers.group import PendingCall
-from mrl.workers.model_trainers import ActorUpdate
+from mrl.workers.model_trainers import ActorUpdate, CriticUpdate
 from parallel.spans import record
 
 State = dict[str, Any]  # plain JSON values
@@ -92,8 +92,12 @@ class ValueUpdater(Protocol):
 
     def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None
-    ) -> PendingCall[Metrics]:
+    ) -> PendingCall[CriticUpdate]:
         """Begin to train on the returns of the rows [B] of the rollouts."""
+        ...
+
+    def metrics(self, updates: Sequence[CriticUpdate]) -> Metrics:
+        """Return the metrics of all updates of a step."""
         ...
 
 
@@ -164,6 +168,7 @@ class StepRecord:
     rollouts: Rollouts | None = None  # result of `generate`; None before
     teachers: dict[str, Sequence[TeacherPart]] = field(default_factory=dict)  # outputs of the teachers, from `score`
     updates: list[ActorUpdate] = field(default_factory=list)
+    critic_updates: list[CriticUpdate] = field(default_factory=list)
     # Whether an update has begun; the trainers may then have newer weights than before the step
     has_trained: bool = False
     pushed: bool = False  # whether the engines have the weights of the step

@@ -161,9 +161,8 @@ class Trainer:
         until `update`.
         """
         with self.phase("score"):
-            calls = [
-                begin(rollouts) for begin in self.scorers
-            ]  # models with devices of their own compute at the same time
+            # Models with devices of their own compute at the same time.
+            calls = [begin(rollouts) for begin in self.scorers]
             computed = [call.result() for call in calls]
         self.record.add_seconds("spent/score_s", sum(each.seconds for each in computed))
         columns: dict[str, list[Handle]] = {}
@@ -227,8 +226,9 @@ class Trainer:
             if (actor_step := record.step - self.schedule.critic_steps) >= 0:
                 coefs = self.coefs.current()
                 actor = self.actor.begin_update(rollouts, estimates, actor_step, coefs, rows=rows, loss=loss)
-            if critic:
-                record.metrics |= critic.result()
+            if self.critic and critic:
+                record.critic_updates.append(critic.result())
+                record.metrics |= self.critic.metrics(record.critic_updates)
             if actor:
                 record.updates.append(actor.result())
                 record.metrics |= self.actor.metrics(record.updates)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,13 @@ class ActorUpdate:
     lr: float  # learning rate of the last optimizer step
     token_weights: Sequence[NDArray[np.float64]]  # [B] for each optimizer step: loss weight of every token of each row
     zero_advantage: NDArray[np.bool_]  # [selected rows] whether the advantage of every token of the row is 0
+
+
+class CriticUpdate(NamedTuple):
+    """What the driver knows about the optimizer steps of one update of the critic."""
+
+    reports: Sequence[UpdateReport]  # one for each optimizer step
+    lr: float  # learning rate of the last optimizer step
 
 
 @dataclass(frozen=True)
@@ -196,11 +203,18 @@ class CriticTrainer:
 
     def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
-    ) -> PendingCall[Metrics]:
+    ) -> PendingCall[CriticUpdate]:
         """Begin the optimizer steps on all `rows` [B] that are not rejected. The targets are the returns."""
         batch = train_batch(rollouts, _selected(advantages, rows, rollouts))
         call = self.updates.begin(self.group, batch, step, loss=self.loss)
-        return call.then(lambda result: _critic_metrics(result[0]) | {"critic/lr": result[1]})
+        return call.then(lambda result: CriticUpdate(*result))
+
+    def metrics(self, updates: Sequence[CriticUpdate]) -> Metrics:
+        """Return the metrics of all updates of a training step."""
+        return {
+            **_critic_metrics([report for update in updates for report in update.reports]),
+            "critic/lr": updates[-1].lr,
+        }
 
 
 def _every_row(rollouts: Rollouts) -> NDArray[np.bool_]:

@@ -12,10 +12,10 @@ from mrl.controller.loop_parts import Phases
 from mrl.controller.plan_step_data import num_prompts
 from mrl.controller.trainer import Trainer, TrainingSchedule, used_prompts
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
-from mrl.core.types import AdvantageResult, Rollouts
+from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
 from mrl.data.prompts import PromptStream
 from mrl.workers.group import PendingCall
-from mrl.workers.model_trainers import ActorUpdate
+from mrl.workers.model_trainers import ActorUpdate, CriticTrainer, CriticUpdate
 
 
 class World:
@@ -267,7 +267,24 @@ def test_the_critic_learns_only_from_estimates_with_returns(has_returns):
 
     def begin_update(rollouts, estimates, step, rows):
         trained.append(step)
-        return PendingCall(lambda: {"critic/loss": 0.5})
+        return PendingCall(lambda: CriticUpdate([], 0.1))
 
-    replace(trainer(world), critic=SimpleNamespace(begin_update=begin_update)).step(0)
+    critic = SimpleNamespace(begin_update=begin_update, metrics=lambda updates: {"critic/updates": len(updates)})
+    result = replace(trainer(world), critic=critic).step(0)
     assert trained == ([0] if has_returns else [])
+    assert result.values.get("critic/updates", 0) == has_returns
+
+
+def test_the_metrics_of_the_critic_count_all_updates_of_a_step():
+    """Two updates with one optimizer step each have the metrics of one update with both optimizer steps."""
+
+    def report(tokens: float, error: float) -> UpdateReport:
+        sums = dict(tokens=tokens, values=tokens, returns=2 * tokens, returns_squared=6 * tokens, loss=error)
+        sums |= dict(errors=error * tokens, errors_squared=error**2 * tokens)
+        return UpdateReport(sums=sums, maxima={"critic/grad_norm": error, "seconds": 1.0})
+
+    critic = CriticTrainer(None, None, None)
+    one, two = report(2.0, 0.5), report(6.0, 1.0)
+    apart = critic.metrics([CriticUpdate([one], 0.1), CriticUpdate([two], 0.2)])
+    assert apart == critic.metrics([CriticUpdate([one, two], 0.2)])
+    assert apart["critic/loss"] == 0.75 and apart["spent/critic_s"] == 2.0 and apart["critic/lr"] == 0.2
