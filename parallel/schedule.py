@@ -61,7 +61,8 @@ def run_forward_backward[O](
     With `all_reduce_gradients`, every replica gets the whole summed gradient, and not only the shard that its optimizer needs.
     """
     config = chunks[0].config
-    # Megatron would copy a number to the GPU for each micro-batch, and the host would wait for the copy.
+    # The function returns a tensor on the device. Megatron would copy a float to the GPU for each micro-batch, and the host would
+    # wait for the copy.
     config.moe_grad_scale_func = lambda: torch.full((), aux_scale, device=device())
     for chunk in chunks:
         chunk.force_all_reduce = all_reduce_gradients  # for reductions that start during the backward pass
@@ -117,9 +118,9 @@ def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callabl
 
 
 def _record_backward(output: Tensor, tokens: int) -> None:
-    """Record a span from the moment at which the backward pass has the gradient of `output` until the backward pass ends.
+    """Record a span that begins when autograd has the gradient of `output`, and ends when the backward pass ends.
 
-    Megatron calls the backward pass, and no argument of Megatron's schedules can time it.
+    This needs a hook, because Megatron calls the backward pass itself, and its schedules have no option to time it.
     """
     if not (is_recording() and output.requires_grad):
         return

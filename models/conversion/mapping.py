@@ -87,7 +87,7 @@ class ParamMapping:
     This base class is for parameters that are equal to a single Hugging Face tensor.
     """
 
-    megatron: str  # parameter name; {layer} and {expert} stand for indices in the whole model
+    megatron: str  # parameter name; {layer} and {expert} stand for global indices, not for those on a rank
     hf: tuple[str, ...]  # Hugging Face tensor names, in the order in which `merge` needs the tensors
     shapes: tuple[tuple[str, ...], ...]  # shapes of the Hugging Face tensors, as keys of Architecture.sizes
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split

@@ -1,4 +1,4 @@
-"""`mrl certify`: compares a training step under the parallel layout, or an engine, with one process of the trainer."""
+"""`mrl certify`: compares a step under a parallel layout with the same step in one process, or an engine with the trainer."""
 
 import json
 import re
@@ -33,24 +33,24 @@ It takes the keys of `mrl train`, and the keys of the section certify (`mrl conf
   lr                    learning rate of the step
   dtype                 precision of both steps. Default: float32.
 
-Both results are in run.dir/parity.json. docs/tutorials/model.md describes parallel layouts.
+run.dir/parity.json lists all differences. docs/tutorials/model.md describes parallel layouts.
 
 engine: starts an SGLang engine and one trainer rank with the same weights. The engine samples responses to random prompts. Both
-sides then compute prompts and responses, and record the tensors of each layer. The command names the first place that differs
-(layer, and part of the layer) and its cause, such as a missing bias, another RoPE base, the order of the experts, or an old
-tensor. The exit status is 1 if a difference exceeds its tolerance, and 2 if a process cannot start.
+sides then run a forward pass over prompts and responses, and record the activations of each layer. The command names the first
+place that differs (layer, and part of the layer) and its cause, such as a missing bias, another RoPE base, the order of the
+experts, or stale weights. The exit status is 1 if a difference exceeds its tolerance, and 2 if a process cannot start.
 
   mrl certify engine experiment=quickstart
   mrl certify engine model.path=runs/a/hf certify.prompts=2 --json engine.json
 
   certify.prompts, certify.prompt_tokens, certify.response_tokens   number and lengths of the sequences
-  certify.dtype    precision of both sides. float32 shows small errors; bfloat16 runs the kernels of a run on GPUs.
-  rollout.engine_tp, sglang.*   the engine. If rollout.engine_tp > 1, sums that are split over ranks are not compared.
+  certify.dtype    precision of both sides. float32 shows small errors; bfloat16 runs the kernels that a run on GPUs uses.
+  rollout.engine_tp, sglang.*   settings of the engine. If rollout.engine_tp > 1, the partial sums of the ranks are not compared.
   --json FILE      file for the differences and the cause. Default: engine.json in run.dir.
 
 The trainer's model must fit into the memory of one process.
 """
-_ROW_WIDTH = 110  # characters of a table that is not shown on a terminal
+_ROW_WIDTH = 110  # width of a table in characters if the output is not a terminal
 
 
 def job(config: Config) -> None:
@@ -127,7 +127,8 @@ def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
 def conclusion(report: EngineReport) -> str:
     """Return the sentences below the table."""
     left_out = (
-        f" {report.undecided_tokens} tokens were left out after round-off had sent a token to another expert."
+        f" {report.undecided_tokens} tokens were not compared any more after round-off had changed their experts, or those of "
+        "an earlier token."
         if report.undecided_tokens
         else ""
     )

@@ -113,7 +113,7 @@ def show(run_dir: Path, args: argparse.Namespace) -> str:
 
 
 def _samples_of(run_dir: Path, step: int | None) -> tuple[int, list[TextSample]]:
-    """Return a step and its samples; None stands for the last step. The samples of all steps may exceed the memory."""
+    """Return a step and its samples; None stands for the last step. Keeps one step in memory, because all may not fit."""
     steps, chosen = [], None
     for each, samples in read_samples(run_dir):
         steps.append(each)

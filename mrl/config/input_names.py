@@ -53,7 +53,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
     created_paths = [str(value) for value in (config.data.inputs or {}).values() if isinstance(value, str)]
 
     def exists(name: str) -> bool:
-        """Return whether a name is a path, either of an existing file or folder, or of a file that data.inputs creates."""
+        """Return whether `name` is the path of an existing file or folder, or of an input that data.inputs creates."""
         return Path(name).exists() or any(
             name == path or name.startswith(f"{path.rstrip('/')}/") for path in created_paths
         )
@@ -74,7 +74,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
         found = files([name], key, split) if name else [name]
         if len(found) != 1:
             raise ValueError(
-                f"{key}={name}: expected one file, but {len(found)} files match; add :PATTERN for one file."
+                f"{key}={name}: expected one file, but {len(found)} files match; add a :PATTERN that matches one."
             )
         return found[0]
 
@@ -107,10 +107,10 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
 
 
 def _with_fetched_tokenizers(node: Any, fetched: Mapping[str, str]) -> Any:
-    """Return a node with local folders as the tokenizers of its rewards.
+    """Return `node`, in which each value of a key `tokenizer` is replaced by its local path in `fetched`, if it has one.
 
-    The reward RewardModel reads the tokenizer of the role that it calls. `fetched`: path of a role in the config -> its
-    local path.
+    The argument `tokenizer` of the reward RewardModel repeats the path of the role that serves the reward model. `fetched` maps
+    the path of each fetched role, as the config gives it, to the local path.
     """
     if isinstance(node, dict):
         return {
@@ -156,7 +156,7 @@ def resolve_model(name: str, key: str = "model.path", weights: bool = True) -> s
 
 
 def resolve_data(name: str, key: str, split: str) -> list[str]:
-    """Return the local files that a name of data stands for: [name] for a path.
+    """Return the local files of the data that `name` names. If `name` is a path, the result is [name].
 
     An id on the Hub stands for all its parquet and jsonl files that match the pattern after the colon, as in
     openai/gsm8k@REVISION:main/train*. Without a pattern, the path of the file must contain `split`, which is train or test.
@@ -186,7 +186,7 @@ def _snapshot(hub: _HubName, kind: str, given: str, files: Sequence[str]) -> Pat
 
     `given`: the config key and the name, for error messages. Raises ValueError if the files cannot be fetched.
     """
-    import httpx  # these imports take half a second, which commands with local names do not need
+    import httpx  # these imports take half a second; commands whose names are all local skip them
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -234,7 +234,7 @@ def _fetch_url(url: str, key: str) -> Path:
 
     Raises ValueError if the URL cannot be read.
     """
-    import fsspec  # takes a third of a second, which commands with local names do not need
+    import fsspec  # takes a third of a second; commands without URLs skip it
     from fsspec.implementations.local import LocalFileSystem
 
     try:

@@ -1,6 +1,6 @@
 """The engines of `mrl generate` and `mrl evaluate`: on this machine, in a Ray cluster, or servers that the user runs.
 
-All of them are engines of one EnginePool. EngineWatcher replaces the engines that fail while the others go on.
+All of them are engines of one EnginePool. If an engine fails, EngineWatcher replaces it, while the other engines continue.
 """
 
 import asyncio
@@ -34,7 +34,10 @@ LATE_URL_S = 30.0  # when one external server answers, the others have this time
 
 
 def engine_group(config: Config, server_args: Mapping[str, Any], folder: Path) -> ServerGroup:
-    """Return the servers of the model in `folder`, without their slots. `server_args`: fields of SGLang's ServerArgs."""
+    """Return the group of servers that serve the model in `folder`. `_on_cluster` adds their device slots.
+
+    `server_args`: fields of SGLang's ServerArgs.
+    """
     return ServerGroup(
         name="engine",
         run_dir=str(Path(config.run.dir).resolve()),
@@ -147,7 +150,7 @@ def answering_urls(urls: Sequence[str], timeout_s: float, needs_seeds: bool) -> 
 
 
 def _why_not_ready(control: EngineControl) -> str:
-    """Return why a server does not take requests with its key, or "" if it does."""
+    """Return why a server takes no requests (no answer, a refused API key, or not ready yet), or "" if it takes requests."""
     try:
         control.server_info()
     except (EngineError, httpx.HTTPError, httpx.InvalidURL) as error:
@@ -158,9 +161,9 @@ def _why_not_ready(control: EngineControl) -> str:
 class EngineWatcher:
     """Sends requests through an engine pool, and puts a new engine in service for each engine that fails.
 
-    The weights never change, so a new engine can take requests as soon as it is ready. An engine is left out if it is an
-    external server, if `max_restarts` engines have been replaced already, or if the new engine does not become ready. The other
-    engines then sample the rest. Requests that were sent to a failed engine are sent again.
+    The weights never change, so a new engine can take requests as soon as it is ready. A failed engine is left out if it is an
+    external server, if replacing it would exceed `max_restarts`, or if its replacement does not become ready. The other engines
+    then sample the rest. Requests that were sent to a failed engine are sent again.
     """
 
     def __init__(self, pool: EnginePool, max_restarts: int, start_timeout_s: float) -> None:

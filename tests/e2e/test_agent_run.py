@@ -104,8 +104,13 @@ def token_baselines(group: list[TextSample]) -> list[float]:
 
 
 @pytest.mark.extended
-def test_a_run_with_tool_turns_has_a_baseline_for_each_sampled_token(run, start_mrl, calculator):
+def test_a_run_with_tool_turns_has_a_baseline_for_each_sampled_token(run, start_mrl, calculator, tmp_path):
+    """The reward has a different value for most texts, because the policy of a short warm start solves few tasks."""
+    (tmp_path / "rewards.py").write_text(
+        "def compute_score(*, solution_str, **others):\n    return sum(map(ord, solution_str)) % 7 / 6\n"
+    )
     again = [f"data.inputs.folder={calculator}", "sft.train=null", f"model.path={calculator / 'warm'}"]
+    again += ["reward=function", f"reward.path={tmp_path / 'rewards.py'}"]
     options = ["algorithm=otb", "tracking.samples_per_step=32", "trainer.max_steps=3"]
     found = start_mrl("train", *SMALL, *again, *options).finish()
     assert found.process.returncode == 0, found.output()

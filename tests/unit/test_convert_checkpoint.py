@@ -254,7 +254,7 @@ def test_released_pages_leave_memory_and_can_be_read_again(tmp_path):
     weights = HFWeights(tmp_path)
     a = weights["a"]
     expected = a.sum()
-    # A kernel that is short of memory takes pages away at any time.
+    # If memory is short, the operating system may evict pages at any time.
     wait_until(lambda: a.sum() == expected and resident_bytes(tmp_path / "model.safetensors") >= a.nbytes, 60)
     weights.release("a")
     assert resident_bytes(tmp_path / "model.safetensors") < a.nbytes / 10
@@ -283,7 +283,7 @@ def test_an_export_accepts_tensors_in_any_order_and_holds_one_at_a_time(tmp_path
             alive.append(weakref.ref(tensor))
             assert (
                 sum(ref() is not None for ref in alive) <= 3
-            )  # the first (for its dtype), the previous and the current tensor
+            )  # the first tensor, which `write_export` keeps, the previous and the current one
             yield name, tensor
 
     write_export(tensors(), HFConfig.load(model), tmp_path / "export", {"note.txt": "hello"})
