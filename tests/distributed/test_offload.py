@@ -380,8 +380,8 @@ def test_a_save_ends_while_the_communicators_of_the_offloaded_model_are_suspende
 METHODS_OF_LEVEL = {
     OffloadLevel.FULLY_LOADED: "reset_optimizer update trace_step trace_layers load_step_dump save load begin_save",
     OffloadLevel.WEIGHTS_LOADED: "copy_weights_to_reference compute_columns compute_reference_logprobs compute_values "
-    "forward_outputs dump_step push_weights export_hf save_reference load_reference trace_forward "
-    "store_weights",
+    "compute_teacher_outputs evaluate forward_outputs dump_step push_weights export_hf save_reference load_reference "
+    "trace_forward store_weights",
 }
 
 
