@@ -134,7 +134,8 @@ def test_each_of_two_teachers_teaches_its_data_source(distil, inputs, warm, soft
         generalized_js(teacher, policy, 0.3).mean().item() for teacher in (of_odd.where(odd, of_even), of_even)
     )
     assert abs(expected / of_one - 1) > 0.05, "otherwise the value would not show that there are two teachers"
-    assert divergences(run)[0] == pytest.approx(expected, rel=1e-4)
+    # The two divergences differ, so the mean of a step depends on its rows: it need not fall in ten steps.
+    assert run.metrics()[0]["distill/divergence"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_killed_run_equals_an_uninterrupted_one(distil, whole, tmp_path, user_module):
