@@ -1,12 +1,12 @@
-"""Compares mrl with TRL's GRPOTrainer on the same work: wall seconds and CPU-seconds per step, and until rewards 0.80 and 0.90.
+"""Compares mrl with TRL's GRPOTrainer: wall seconds and CPU-seconds per step, and until the mean reward is 0.80 and 0.90.
 
     python benchmarks/against_trl.py toy --peer-python VENV/bin/python [--seeds 0 1 2] [--steps 80] [--json FILE]
     python benchmarks/against_trl.py smollm2 --peer-python VENV/bin/python --model FOLDER [--steps 5]
 
 "toy" trains the model of the quickstart after its supervised warm start, with 32 prompts x 8 responses in a step. "smollm2"
 trains SmolLM2-135M-Instruct on two-digit sums, with 4 prompts x 8 responses. Both trainers get the same weights, data and seeds,
-no KL penalty, AdamW with betas (0.9, 0.98), and float32. The runs alternate. For the toy, each process has one thread; for
-SmolLM2, two. The measured times do not include start-up.
+no KL penalty, AdamW with betas (0.9, 0.98), and float32. The runs alternate. Each process has one thread for the toy, and two
+threads for SmolLM2. The measured times do not include start-up.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Records = list[dict[str, float]]
 
 @dataclass(frozen=True)
 class Work:
-    """What both trainers do."""
+    """The model, data and settings with which both trainers train."""
 
     model: Path
     train: Path
@@ -46,7 +46,7 @@ class Work:
 
 
 def toy_work(folder: Path) -> Work:
-    """Make the task of the quickstart, and train its model with supervision."""
+    """Make the task of the quickstart, and train its model with supervised training."""
     make_doubling_task(folder / "inputs")
     fixed = [f"data.inputs.folder={folder / 'inputs'}", f"run.dir={folder / 'warm'}", f"sft.output={folder / 'hf'}"]
     command = [sys.executable, "-m", "mrl.cli", "sft", "experiment=quickstart", *fixed]
@@ -56,7 +56,7 @@ def toy_work(folder: Path) -> Work:
 
 
 def smollm2_work(folder: Path, model: Path) -> Work:
-    """Make the task of sums for a published model."""
+    """Make the task of two-digit sums for a published model."""
     make_sums_task(folder / "inputs")
     return Work(model.resolve(), folder / "inputs/train.parquet", 4, 8, 14, "2e-5", 2)
 
@@ -114,7 +114,7 @@ def run_trl(work: Work, python: str, seed: int, steps: int, folder: Path) -> Rec
 def reached(records: Records, goal: float) -> tuple[int, float, float] | None:
     """Return (step, wall seconds, CPU-seconds) when the mean reward of the last WINDOW steps first reaches `goal`.
 
-    Returns None if it never does.
+    Returns None if the mean reward never reaches `goal`.
     """
     for i in range(WINDOW - 1, len(records)):
         if statistics.mean(r["reward"] for r in records[i - WINDOW + 1 : i + 1]) >= goal:
@@ -139,7 +139,7 @@ def row(name: str, records: Records) -> list[str]:
 
 
 def measurements_of(pairs: list[tuple[Records, Records]]) -> list[measurements.Measurement]:
-    """Return mrl's seconds and CPU-seconds per step over TRL's. `pairs` has the runs of TRL and mrl with the same seed."""
+    """Return mrl's seconds and CPU-seconds per step, divided by TRL's. `pairs`: (run of TRL, run of mrl) for each seed."""
     found = []
     for place, what in enumerate(("wall s/step", "CPU-s/step")):
         trl, mrl = ([statistics.median(seconds_of(pair[who])[place]) for pair in pairs] for who in (0, 1))

@@ -4,9 +4,9 @@
 
 The real rollout worker runs on Ray, with its staleness buffer, rollout log, scoring, HTTP client and weight versions. The
 engines are simulated (benchmarks/simulated_engine.py) and run in a separate process. Training is a sleep. Response lengths are
-log-normal and truncated. They are equal in all modes, because each length follows from the seed of its response. One round runs
-all modes, one after the other, and takes 8 minutes. The means leave out the first SKIPPED steps, in which the staleness buffer
-of the largest size fills. The benchmark needs two idle cores, because the simulated times are real times.
+log-normal and truncated. The lengths are equal in all modes, because each length follows from the seed of the response. One round
+runs all modes, one after the other, and takes 8 minutes. The means do not include the first SKIPPED steps, in which the largest
+staleness buffer fills. The benchmark needs two idle cores, because the simulated times are real times.
 """
 
 import argparse
@@ -51,7 +51,7 @@ SETUPS = {
     "one_step_off": RolloutSetup(N, ENGINES, 1, in_order=True),
     "async": RolloutSetup(N, ENGINES, 4),
 }
-SKIPPED = 5  # number of steps at the start of a run that the means leave out
+SKIPPED = 5  # number of steps at the start of a run that the means do not include
 
 
 @dataclass
@@ -61,8 +61,8 @@ class MeasuredRun:
     step_s: list[float]  # [steps] duration of each step
     engine_s: list[float]  # [steps] part of step_s in which the run waits for engines
     push_s: list[float]  # [steps] part of step_s in which the run pushes weights
-    tokens: list[int]  # [steps] number of trained response tokens
-    oldest: int  # largest number of weight versions between the first token of a response and its training
+    tokens: list[int]  # [steps] number of response tokens on which the step trains
+    oldest: int  # largest staleness of a token
     idle: float  # fraction of the time in which engines are idle
 
     def seconds(self) -> float:
@@ -70,7 +70,7 @@ class MeasuredRun:
         return statistics.fmean(self.step_s[SKIPPED:])
 
     def tokens_per_s(self) -> float:
-        """Return the number of trained response tokens per second."""
+        """Return the number of response tokens per second on which the run trains."""
         return sum(self.tokens[SKIPPED:]) / sum(self.step_s[SKIPPED:])
 
 
@@ -265,7 +265,7 @@ def show(
 def measurements_of(
     measured: dict[str, list[MeasuredRun]], predicted: dict[str, Prediction], scale: float
 ) -> list[measurements.Measurement]:
-    """Return the seconds of a step over their prediction, and the speed over that of synchronous runs."""
+    """Return the duration of steps divided by the prediction, and the speed divided by the speed of synchronous runs."""
     result = []
     for mode, runs in measured.items():
         seconds, expected = [run.seconds() for run in runs], predicted[mode].seconds(SKIPPED)

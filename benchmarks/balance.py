@@ -1,4 +1,4 @@
-"""Measures how evenly a batch is balanced over replicas, and how many tokens are padding. Only lengths are needed, no GPU.
+"""Measures how evenly a batch is balanced over replicas, and how many tokens are padding. It needs only lengths, and no GPU.
 
     python benchmarks/balance.py [--seeds 10] [--json FILE]
 
@@ -8,8 +8,8 @@ products, 28 layers, and 28 heads of size 128. A sequence of L tokens costs `6 *
 `6 * 28 * 3584 * L**2` for causal attention. Every number except milliseconds is a ratio. The table has the median over seeds,
 and the largest value.
 
-The schedulers of verl and slime are written from their descriptions, and get the same lengths. verl 0.9.1 cannot be installed
-beside SGLang, and slime is not on PyPI.
+This file contains schedulers of verl and slime, which were written from their descriptions and get the same lengths. verl 0.9.1
+cannot be installed beside SGLang, and slime is not on PyPI.
 
     verl           Karmarkar-Karp with equal numbers of sequences; cost `24576 * L + L**2` for every model
     verl, greedy   sequences in sampled order go to the lightest replica that has the fewest sequences
@@ -41,7 +41,7 @@ COST = CostModel(linear=6 * 7.07e9, quadratic=6 * 28 * 3584)
 GROUP, PROMPTS = 8, (256, 2048)  # responses per prompt; smallest and largest number of tokens in a prompt (uniform)
 CP, TP = 2, 8  # sizes of context and tensor parallelism
 PADDED_SIZE = 4  # number of sequences in a padded micro-batch
-VERL_COST = CostModel(linear=24576, quadratic=1)  # its function calculate_workload
+VERL_COST = CostModel(linear=24576, quadratic=1)  # verl's function calculate_workload
 Lengths = NDArray[np.int64]
 type Rows = list[int]
 
@@ -85,7 +85,8 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
 def equal_karmarkar_karp(costs: Sequence[float], parts: int) -> list[Rows]:
     """Return the items of each part under the method of Karmarkar and Karp if all parts have the same number of items.
 
-    Each first partial solution has one item in every part: sorted by cost, each `parts` neighbours are one solution.
+    Each initial partial solution has one item in every part. The items are sorted by cost, and `parts` neighbours form a
+    solution.
     """
     assert len(costs) % parts == 0, f"{parts} parts cannot have the same number of {len(costs)} items"
     order = sorted(range(len(costs)), key=lambda item: costs[item])
@@ -116,7 +117,7 @@ def equal_greedy(costs: Sequence[float], parts: int) -> list[Rows]:
 
 
 def slime_partition(lengths: Lengths, parts: int) -> list[Rows]:
-    """Return the sequences of each part in slime's schedule: packs first, then their distribution."""
+    """Return the sequences of each part in slime's schedule, which first makes packs and then distributes the packs."""
     packs: list[Rows] = []
     loads: list[int] = []
     for item, tokens in enumerate(lengths.tolist()):
@@ -135,7 +136,7 @@ def slime_partition(lengths: Lengths, parts: int) -> list[Rows]:
 
 
 def halves(pack: Rows, lengths: Lengths) -> list[Rows]:
-    """Split a pack into two parts with about the same number of tokens: each sequence, the longest first, to the smaller part."""
+    """Split a pack into two parts with about equal tokens. Each sequence goes to the smaller part, the longest first."""
     found: list[Rows] = [[], []]
     for item in sorted(pack, key=lambda item: -lengths[item]):
         min(found, key=lambda half: lengths[half].sum()).append(item)
@@ -158,7 +159,7 @@ def up_to(multiple: int, tokens: Lengths) -> Lengths:
 
 
 def packed_over_real(units: list[PackingUnit], lengths: Lengths, parts: int) -> float:
-    """Return the number of processed tokens divided by the number of real tokens, with packs.
+    """Return the number of processed tokens divided by the number of real tokens, if sequences are packed.
 
     Each sequence is padded to a multiple of 2 * CP tokens, and each pack to a multiple of TP tokens.
     """
@@ -168,7 +169,7 @@ def packed_over_real(units: list[PackingUnit], lengths: Lengths, parts: int) -> 
 
 
 def padded_over_real(lengths: Lengths) -> float:
-    """Return the number of processed tokens divided by the number of real tokens, with padding.
+    """Return the number of processed tokens divided by the number of real tokens, if sequences are padded.
 
     Each micro-batch has PADDED_SIZE sequences, which are padded to the longest of them.
     """
@@ -248,7 +249,7 @@ def main() -> None:
 def measurements_of(
     cases: list[tuple[int, float, int]], results: list[list[dict[str, float]]]
 ) -> list[measurements.Measurement]:
-    """Return the balance of mrl and of its peers and the padding, as medians over seeds. Equal seeds give equal numbers."""
+    """Return the balance of mrl, verl and slime, and the padding, as medians over seeds. Equal seeds give equal numbers."""
     return [
         measurements.Measurement(
             f"{name}: {median}, {sigma}, dp {parts}", statistics.median(one[name] for one in of_case), "ratio", "count"

@@ -4,8 +4,8 @@
 
 One process saves weights, optimizer state and random states in float32. The plain write takes the same number of bytes from
 memory, writes them to one file and syncs the file. The methods alternate. Memory is the proportional set size (PSS) of this
-process and of the process that writes the checkpoint, minus the PSS before the save. It is sampled every 20 ms, in separate
-runs. The page cache is not included.
+process and of the process that writes the checkpoint, minus the PSS before the save. Memory is sampled every 20 ms, in separate
+runs, and does not include the page cache.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def pss_bytes() -> int:
 
 @contextmanager
 def record_peak(peaks: list[int]) -> Iterator[None]:
-    """Measure the peak memory inside the context. Appends the peak minus the memory before the context to `peaks`."""
+    """Measure the peak memory inside the context. Appends one number to `peaks`: the peak minus the memory before the context."""
     before, seen, stop = pss_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -169,7 +169,7 @@ def show(seconds: Seconds, peaks: dict[str, list[int]], size: int, console: Cons
 
 
 def measurements_of(seconds: Seconds, peaks: dict[str, list[int]], size: int) -> list[measurements.Measurement]:
-    """Return the seconds of saves over a plain write, of steps over steps without a save, and the memory."""
+    """Return ratios of saves to plain writes, ratios of steps during a save to steps without a save, and the memory."""
     saves = {"save, training waits": seconds.waited, "asynchronous save": seconds.idle, "begin": seconds.begin}
     result = [
         measurements.paired_ratio(f"{name}: seconds over a plain write", values, seconds.plain)

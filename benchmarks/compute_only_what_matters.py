@@ -2,8 +2,8 @@
 
     python benchmarks/compute_only_what_matters.py [--hidden 256] [--layers 4] [--vocab 8192] [--repeats 5] [--json FILE]
 
-    zero advantage   groups with advantage 0 are skipped (`algorithm.skip_zero_advantage`); without the saving, they are trained
-    shared prompts   the prompt of 16 responses is computed once (`Packing.share_prompts`); without the saving, 16 times
+    zero advantage   groups with advantage 0 are skipped (`algorithm.skip_zero_advantage`); otherwise the step trains on them
+    shared prompts   the prompt of 16 responses is computed once (`Packing.share_prompts`); otherwise 16 times
 
 Each ratio compares a batch with the saving to the same batch without it, in computed tokens and in CPU-seconds of one
 `MegatronActor.update` (packing, forward, backward, optimizer step). Both variants alternate in one process. Gradients are
@@ -44,7 +44,7 @@ class Case:
 
 
 def zero_advantage(sizes: Sizes, fraction: float) -> Case:
-    """Return 20 groups of 8 responses, of which `fraction` have advantage 0. Both partitions share prompts.
+    """Return 20 groups of 8 responses. `fraction` of the groups have advantage 0. Both partitions share prompts.
 
     Without skipping, about 8k tokens are computed.
     """
@@ -108,7 +108,7 @@ def main() -> None:
     measurements.add_json_option(parser)
     args = parser.parse_args()
     one_process.start()
-    from mrl.workers.actor_critic import MegatronActor  # imports Megatron, so after start()
+    from mrl.workers.actor_critic import MegatronActor  # imports Megatron, so it must come after start()
 
     sizes = Sizes(args.hidden, args.layers, args.vocab, groups=0, responses=0, prompt=(0, 0), response=(0, 0))
     actor = MegatronActor(one_process.spec_of(one_process.write_model(sizes)))

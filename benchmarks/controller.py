@@ -7,7 +7,7 @@
 There are four processes. This process is the driver, with the real trainer, rollout manager, worker group, weight sync and
 ledger. The second process is the real rollout worker. The third answers all HTTP requests to engines without delay. The fourth
 is a Ray actor that answers for all trainer ranks. Each call to a rank is a separate Ray call, as if each rank had its own
-process. CPU-seconds are those of all threads of the driver.
+process. CPU-seconds count all threads of the driver.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class InstantEngine(SimulatedEngine):
     """Engine that answers without delay. Its answers have about as many bytes as the answers of a real engine."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer with tokens 7 and log-probabilities -1. They are small integers, which Python stores only once."""
+        """Answer with tokens 7 and log-probabilities -1. Both are small integers, which Python stores only once."""
         body = orjson.loads(await request.read())
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         await answer.prepare(request)
@@ -390,7 +390,7 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
 
 
 def _lifecycle(worker: RolloutWorkerHandle, group: SimulatedGroup, run_dir: str) -> EngineLifecycle:
-    """Return the lifecycle of engines that share no devices. The simulated ranks answer its pushes."""
+    """Return the lifecycle of engines that share no devices. The simulated ranks answer the pushes."""
     lifecycle = EngineLifecycle(
         host=worker,
         actor=group,

@@ -4,8 +4,8 @@
 
 The script writes a random bfloat16 model with the sizes of Qwen3-1.7B (3.4 GB). It converts the model to Megatron and back, in
 separate processes, and then removes all files. Memory is the peak resident size of a process, including mapped pages. A second
-number leaves out the memory of the imports. The copy uses shutil and syncs each file, as the conversions do. Before each run, the
-source is dropped from the page cache. With --warm, it stays in the page cache.
+number does not include the memory of the imports. The copy uses shutil and syncs each file, as the conversions do. Before each
+run, the source is dropped from the page cache. With --warm, it stays in the page cache.
 """
 
 import argparse
@@ -65,7 +65,7 @@ import sys
 from mrl.commands.convert import main
 assert main(sys.argv[1:]) == 0
 """
-BASE = {  # conversion -> the copy that it is compared with
+BASE = {  # conversion -> the copy with which the conversion is compared
     "to-megatron": "copy of the Hugging Face folder",
     "to-hf": "copy of the Megatron checkpoint",
 }
@@ -148,7 +148,7 @@ def report(work: Path, args: argparse.Namespace) -> None:
 
 
 def measurements_of(found: dict[str, list[tuple[float, float]]], largest: int) -> list[measurements.Measurement]:
-    """Return the seconds of conversions over copies, and their memory over the largest file."""
+    """Return the seconds of conversions divided by those of copies, and the memory divided by the size of the largest file."""
     result = []
     for name, base in BASE.items():
         seconds = ([s for s, _ in found[method]] for method in (name, base))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 @dataclass
 class Traffic:
-    """Context that counts the Ray traffic of this process. If it is entered again, the counts continue."""
+    """Context that counts the Ray traffic of this process. If the context is entered again, the counts continue."""
 
     keeps_objects: bool = False  # keep the objects; `arrays` needs them
     calls: int = 0  # number of calls of actor methods

@@ -78,7 +78,7 @@ def read(path: Path) -> list[Measurement]:
 
 
 def how_much_worse(before: Measurement, now: Measurement, slowdown: float = 1.0) -> str | None:
-    """Return a sentence if `now` is worse than `before` by more than the noise of both, else None.
+    """Return a sentence if `now` is worse than `before` by more than the larger noise of the two, else None.
 
     `slowdown` is the time that the machine needs for a fixed computation, divided by the time that it needed before. Seconds
     that grew by this factor are not called worse. Counts must be equal.

@@ -2,9 +2,10 @@
 
     python benchmarks/observability.py [--blocks 20] [--steps 4] [--json FILE] [mrl train overrides]
 
-One run makes blocks of steps in turns: with neither, with the timeline, and with the timeline and samples. So the ratios compare
-the same processes, and load of the machine that changes slowly affects all modes alike. CPU-seconds are those of all processes of
-the run. The engines cannot turn their timeline off, so they record in all modes. The cost of one span says what that adds.
+One run makes blocks of steps in turns: without timeline and samples, with the timeline only, and with the timeline and samples.
+So the ratios compare the same processes, and load of the machine that changes slowly affects all modes alike. CPU-seconds count
+all processes of the run. The engines cannot turn their timeline off, so they record in all modes. The measured cost of one span
+shows how much this adds.
 """
 
 import argparse
@@ -42,8 +43,8 @@ class Block:
     """Totals of some steps in one mode."""
 
     seconds: float
-    cpu_s: float  # of all processes of the run
-    driver_bytes: int  # sent and received by the driver through Ray, without the calls that change the mode
+    cpu_s: float  # CPU-seconds of all processes of the run
+    driver_bytes: int  # bytes that the driver sends and receives through Ray, without the calls that change the mode
 
 
 def set_mode(trainer: Trainer, mode: str, run_dir: str) -> None:
@@ -67,7 +68,7 @@ def set_mode(trainer: Trainer, mode: str, run_dir: str) -> None:
 
 
 def measure(overrides: Sequence[str], num_blocks: int, steps: int) -> dict[str, list[Block]]:
-    """Return the blocks of each mode, in the order in which they were made. The first block of each mode is left out."""
+    """Return the blocks of each mode, in the order in which they were made. The first block of each mode does not count."""
     hydra_entry.register_schema()
     blocks: dict[str, list[Block]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -88,7 +89,7 @@ def measure(overrides: Sequence[str], num_blocks: int, steps: int) -> dict[str, 
 
 
 def run_block(trainer: Trainer, steps: range, records: bool) -> Block:
-    """Make these steps."""
+    """Run these steps, and return their totals."""
     cpu_s, start = sum(tree_cpu_seconds().values()), time.perf_counter()
     with Traffic() as traffic:
         for step in steps:
@@ -114,7 +115,7 @@ def span_cost_s() -> float:
 def measurements_of(blocks: dict[str, list[Block]], steps: int) -> list[Measurement]:
     """Return the measurements. A ratio compares a block with the block of the mode "off" beside it.
 
-    The value of a ratio is the median, and its spread is 1.25 times the standard error, which is that of a median.
+    The value of a ratio is the median. The spread is the standard error of a median: 1.25 times the standard error of a mean.
     """
     found = [Measurement("a span, CPU time", 1e6 * span_cost_s(), "us", "cpu_s")]
     for mode in MODES:

@@ -1,6 +1,6 @@
 """Functions that the benchmarks of training in one process share: a random model, a batch of groups, and timing.
 
-Call `start` before `mrl.workers.actor_critic` is imported: it prepares torch and Megatron for this machine.
+`start` prepares torch and Megatron for this machine. Call `start` before the import of `mrl.workers.actor_critic`.
 """
 
 import os
@@ -93,9 +93,9 @@ def spec_of(folder: Path) -> ModelSpec:
 def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, TrainBatch]:
     """Return a batch of random tokens with normally distributed advantages.
 
-    `zero_fraction` is the fraction of groups whose advantages are 0. These groups are not trained.
+    `zero_fraction` is the fraction of groups whose advantages are 0. A step does not train on these groups.
     """
-    from mrl.bench.model_steps import random_groups  # imports Megatron, so after start()
+    from mrl.bench.model_steps import random_groups  # imports Megatron, so it must come after start()
 
     bounds = (sizes.prompt, sizes.response)
     block, batch = random_groups(np.random.default_rng(0), sizes.vocab, (sizes.groups, sizes.responses), bounds)
@@ -109,7 +109,7 @@ def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, Tr
 
 def partition(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPartition:
     """Partition the batch into micro-batches as training does."""
-    from mrl.bench import model_steps  # imports Megatron, so after start()
+    from mrl.bench import model_steps  # imports Megatron, so it must come after start()
 
     return model_steps.partition(batch, max_tokens, share_prompts)
 
@@ -128,13 +128,13 @@ def gradients_of(actor, block: TokenBlock, rank_batch: RankBatch, loss) -> dict[
 
 
 def largest_difference(expected: dict[str, NDArray], found: dict[str, NDArray]) -> float:
-    """Return the largest difference between an element of `expected` and of `found`, relative to its tensor's largest element."""
+    """Return the largest difference between elements of `expected` and `found`, relative to the largest element of the tensor."""
     assert expected.keys() == found.keys(), f"different tensors: {expected.keys() ^ found.keys()}"
     return max(float(np.abs(a - found[name]).max() / np.abs(a).max()) for name, a in expected.items())
 
 
 def interleaved(methods: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Run the methods in turn, `repeats` times each, after one run of each that is not measured. Returns their CPU-seconds.
+    """Run the methods in turn, `repeats` times each, after an unmeasured run of each. Returns their CPU-seconds.
 
     The order of the methods is reversed after each turn.
     """

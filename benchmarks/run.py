@@ -178,7 +178,7 @@ def result_files(output: Path) -> list[Path]:
 
 
 def read_results(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the last result of each program. A run of a few programs, or a failure, thus hides no earlier result of others.
+    """Return the last result of each program. A program that did not run or failed keeps its earlier result.
 
     `paths`: files with results, oldest first.
     """
@@ -193,7 +193,7 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
 def run_all(
     programs: Sequence[Program], last: Mapping[str, Any], seconds: float, console: Console
 ) -> tuple[dict[str, Outcome], list[str]]:
-    """Run the programs, in `seconds` at most. Returns the outcomes by name, and a sentence for each program that was left out."""
+    """Run the programs in at most `seconds`. Returns the outcomes by name, and a sentence for each program that cannot run."""
     outcomes, left_out, end = {}, [], time.monotonic() + seconds
     for number, program in enumerate(programs, 1):
         if missing := program.missing():

@@ -36,7 +36,7 @@ MAX_WAIT_S = 3600.0  # longest wait of the timer if no response is running; a ne
 
 @dataclass(frozen=True)
 class ScriptedResponse:
-    """A response that was determined before it is requested."""
+    """A response that is determined before the request arrives."""
 
     token_ids: Sequence[int]  # [R]
     logprobs: Sequence[float]  # [R]
@@ -284,7 +284,7 @@ class SimulatedEngine:
                     await self._woken.wait()
 
     def _advance_to_now(self) -> None:
-        """Advance the queue to the current time, and answer the responses that have finished."""
+        """Advance the queue to the current time, and answer the requests whose responses have finished."""
         self._answer(self.queue.advance(time.monotonic()), "")
 
     def _answer(self, requests: Sequence[SimulatedRequest], reason: str) -> None:

@@ -68,7 +68,7 @@ class StepMeter:
     def close(self) -> None: ...
 
     def cpu_per_step(self) -> dict[str, float]:
-        """Return the mean CPU-seconds of a step, by role. The first step is left out."""
+        """Return the mean CPU-seconds of a step, by role, without the first step."""
         first, last, count = self.cpu[0], self.cpu[-1], len(self.cpu) - 1
         return {name: (last[name] - first.get(name, 0.0)) / count for name in last}
 
@@ -92,7 +92,7 @@ class StepMeter:
 
 
 def measure(overrides: list[str], steps: int, stop_reward: float | None = None) -> StepMeter:
-    """Run an experiment for at most `steps` steps. It ends earlier if the mean reward reaches `stop_reward`."""
+    """Run an experiment for at most `steps` steps. The run ends earlier if the mean reward reaches `stop_reward`."""
     hydra_entry.register_schema()
     meter = StepMeter()
     with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
@@ -113,7 +113,7 @@ def show(meter: StepMeter) -> None:
     table = Table(title=f"{len(meter.steps)} steps, medians without the first", title_justify="left")
     for column in ("", "seconds", "share"):
         table.add_column(column, justify="left" if not column else "right")
-    # Steps with an evaluation have one more phase, which is left out.
+    # Steps with an evaluation have one more phase, which the table does not show.
     measured = set.intersection(*(set(step) for step in meter.steps[1:]))
     phases = [n for n in meter.steps[-1] if n.startswith("time/") and n != "time/step_s" and n in measured]
     for name in [*phases, *(f"spent/{part}_s" for part in SPENT)]:

@@ -4,7 +4,7 @@
     python benchmarks/weight_sync.py speed [--pushes 5]       pushes a 0.5B-parameter model from Megatron to a real engine
     python benchmarks/weight_sync.py delta [--steps 20]       trains with weight_sync.delta=true, which sends only differences
 
-`speed` needs 8 GiB of memory and takes a minute. `delta` trains the quickstart three times. With --json FILE, each of them also
+`speed` needs 8 GiB of memory and takes a minute. `delta` trains the quickstart three times. With --json FILE, each command also
 writes its measurements into a JSON file.
 """
 
@@ -141,7 +141,7 @@ def copy_seconds(nbytes: int) -> float:
 
 
 def push_repeatedly(sync: Any, server: Any, pushes: int) -> tuple[list[SyncReport], list[float]]:
-    """Push one time more than `pushes`. Returns the reports, and the CPU-seconds of both sides."""
+    """Push `pushes` + 1 times. Returns the report of each push, and the CPU-seconds of this process and the engine."""
     reports, cpu = [], []
     for version in range(pushes + 1):
         before = sum(os.times()[:2]) + server.cpu_seconds()

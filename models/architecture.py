@@ -19,7 +19,7 @@ from parallel.trainer_config import OptimConfig
 
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
-"""Head of a reward model, with the name that it has in a sequence classifier of transformers."""
+"""Output layer of a reward model. Its Hugging Face name is the name in the sequence classifiers of transformers."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
 
@@ -106,7 +106,7 @@ def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
 
 def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     """Return the two numbers of `_attention_multiply_adds` for latent attention."""
-    # `shared`: size of the key part that all heads share; `key` and `value`: sizes of one head
+    # `shared`: size of the part of the key that all heads share; `key`, `value`: sizes of the key and the value of one head
     width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
     key = t["qk_head_dim"] + shared
     queries = (t["q_lora_rank"] or width) * heads * key + width * (t["q_lora_rank"] or 0)
@@ -136,7 +136,8 @@ class Family:
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
-    # SGLang's sequence classifier has a bias that transformers' has not, and leaves it uninitialized if a folder has none
+    # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
+    # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
 
     def read(self, config: HFConfig) -> Architecture:
@@ -185,7 +186,7 @@ class Family:
         }
 
     def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
-        """Whether the Hugging Face tensor `name` is of an MTP layer. Such tensors are neither loaded nor exported."""
+        """Whether the Hugging Face tensor `name` belongs to an MTP layer. Such tensors are neither loaded nor exported."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return self.has_mtp_layers and layer is not None and int(layer[1]) >= arch.num_layers
 

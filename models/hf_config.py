@@ -1,4 +1,4 @@
-"""A Hugging Face config that knows which of its fields were read.
+"""Reads a Hugging Face config, and records which fields were read.
 
 A model family must read every field that may change the logits. A field that the family does not read is an error, except if the
 field is in IGNORED_FIELDS.
@@ -43,7 +43,7 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """What the config fields describe -> names of the fields. None of these fields changes the logits."""
 
-_LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # ends of the names of architectures
+_LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # suffixes of architecture names
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
 
@@ -130,20 +130,20 @@ class HFConfig:
 
     @property
     def family_architecture(self) -> str:
-        """Architecture of the language model with the same layers, by which families are named."""
+        """Architecture of the language model with the same layers. A family has the name of this architecture."""
         return self.architecture.replace(_CLASSIFIER, _LANGUAGE_MODEL)
 
     def as_reward_model(self) -> "HFConfig":
         """Return the config of a sequence classifier with one output and the same layers.
 
-        It does not depend on the version of transformers: the number of outputs is the length of `id2label`.
+        The length of `id2label` sets the number of outputs, in all versions of transformers.
         """
         classifier = self.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER)
         labels = dict(architectures=[classifier], id2label={"0": "score"}, label2id={"score": 0})
         return replace(self, fields=self.fields | labels)
 
     def check_one_output(self) -> None:
-        """Raise ValueError if this sequence classifier has several outputs. Without a field, transformers gives it two."""
+        """Raise ValueError if this sequence classifier does not have exactly one output. The default of transformers is two."""
         outputs = self.fields.get("num_labels", len(self.fields.get("id2label") or (0, 1)))
         if outputs != 1:
             raise ValueError(

@@ -97,8 +97,8 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         moe_grouped_gemm=libraries.transformer_engine and is_moe,
     )
     if is_moe:
-        # By default there is no load-balancing loss, and the correction bias is fixed. Otherwise both would change the routing
-        # of a trained model for other reasons than the rewards.
+        # By default, there is no load-balancing loss, and the correction bias is fixed. A load-balancing loss, or updates of the
+        # bias, would change the routing of a trained model for other reasons than the rewards.
         values |= dict(moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
         values |= dict(moe_router_bias_update_rate=0.0)
     config_class = MLATransformerConfig if arch.has_latent_attention else TransformerConfig
@@ -106,10 +106,10 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
 
 
 def can_fuse_rope(arch: Architecture, packed_attention: bool) -> bool:
-    """Whether Transformer Engine's fused RoPE computes the rotation of this model. Otherwise Megatron uses torch.
+    """Whether Transformer Engine's fused RoPE can compute the rotations of this model. If not, Megatron uses torch.
 
-    The kernel counts positions from the start of each sequence, but with shared prompts, packs need one angle for each token.
-    It knows neither an amplitude nor latent attention.
+    The fused kernel counts positions from the start of each sequence. A pack with shared prompts needs an angle for each token
+    instead. The kernel supports neither an amplitude nor latent attention.
     """
     return not packed_attention and not arch.has_latent_attention and arch.rope.amplitude == 1.0
 
@@ -247,7 +247,7 @@ def build_model(
     """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage, without initial weights.
 
     With `share_prompts`, packs may contain segments with a parent, and the model uses PackedAttention. `head="value"` and
-    `head="score"` replace the output layer by a ValueHead. `overrides` are fields of Megatron's TransformerConfig.
+    `head="score"` replace the output layer with a ValueHead. `overrides` are fields of Megatron's TransformerConfig.
 
     Raises:
         ValueError: the family does not support a field of the config, or the layout does not fit the model.
@@ -267,10 +267,11 @@ def build_model(
 
 @contextmanager
 def _wgrad_fusion_of_transformer_engine(config: TransformerConfig) -> Iterator[None]:
-    """Context in which Megatron's own matrices are built without fused weight gradients, if Apex's extension is missing.
+    """Without Apex's extension, turn off fused weight gradients of Megatron's own matrices in this context.
 
-    Megatron's output layer refuses to be built with fusion without the extension, although mrl computes its gradient itself.
-    `parallel.optimizer.wrap_ddp` turns on the fusion of Transformer Engine's matrices, which need no extension.
+    The constructor of Megatron's output layer raises an error if fusion is on but the extension is missing. The output layer does
+    not need fusion, because mrl computes its gradient itself. `parallel.optimizer.wrap_ddp` turns on the fusion for Transformer
+    Engine's matrices, which do not need the extension.
     """
     fused, libraries = config.gradient_accumulation_fusion, capabilities()
     if libraries.transformer_engine and not libraries.fused_wgrad:
@@ -301,14 +302,14 @@ def _build_stage(
     if head != "vocabulary" and is_last:
         model.output_layer = ValueHead(config.hidden_size, bias=head == "value")
     for name, param in model.named_parameters():
-        # Megatron itself sets this attribute only if ep > 1. With the attribute, the optimizer state is the same in all layouts.
+        # Megatron sets this attribute only if ep > 1. If it is always set, the optimizer state is the same in all layouts.
         if ".experts." in name:
             param.allreduce = False  # type: ignore[missing-attribute]
     return model
 
 
 def _set_rope(model: GPTModel, rope: Rope, packed_attention: bool) -> None:
-    """Replace Megatron's RoPE frequencies and amplitude by those of `rope`."""
+    """Replace Megatron's RoPE frequencies and amplitude with the frequencies and amplitude of `rope`."""
     if packed_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(rope)
     else:

@@ -19,10 +19,10 @@ _HOME = Path(__file__).resolve().parent.parent
 
 
 def _check_own_packages() -> None:
-    """Refuse to run if Python would import another package than mrl's own as `parallel` or `models`.
+    """Refuse to run if `import parallel` or `import models` would not import mrl's own package.
 
-    This happens if a folder in PYTHONPATH has a module of this name. Commands of mrl then end with status 2. In other programs,
-    the import raises ImportError.
+    This happens if a folder of PYTHONPATH contains a module `parallel` or `models`. In this case, commands of mrl end with
+    status 2. In other programs, `import mrl` raises ImportError.
     """
     for name in ("parallel", "models"):
         spec = find_spec(name)
@@ -39,7 +39,10 @@ def _check_own_packages() -> None:
 
 
 def _append_working_directory() -> None:
-    """Append the folder of the user's own modules to `sys.path`, so it hides no other module. See mrl/core/installation.py."""
+    """Append the folder of the user's modules to `sys.path`. As the last folder, it hides no other modules.
+
+    See mrl/core/installation.py.
+    """
     if os.environ.get("PYTHONSAFEPATH") == "mrl":
         del os.environ["PYTHONSAFEPATH"]
     folder = os.environ.get("MRL_WORKING_DIRECTORY")
@@ -48,7 +51,7 @@ def _append_working_directory() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import mrl.api when one of its functions is used, because most processes of a run do not use it."""
+    """Import mrl.api only when one of its functions is used: most processes of a run use none of these functions."""
     if name in __all__:
         return getattr(import_module("mrl.api"), name)
     raise AttributeError(f"module 'mrl' has no attribute {name!r}; its functions are {', '.join(__all__)}")

@@ -1,11 +1,14 @@
 """mrl as a library: `mrl.train`, `mrl.generate`, `mrl.evaluate`, `mrl.convert` and `mrl.load_config`.
 
-Each function except `load_config` runs the `mrl` command of the same name in a child process, and waits for its end. So a run
-behaves as on the command line, and `import mrl` is fast. The functions print what the command prints. If the calling process
-has initialised Ray, `train` runs in that cluster.
+Each function except `load_config` runs the `mrl` command of the same name in a child process, and waits until the command ends.
+So a run behaves as on the command line, and `import mrl` is fast. The functions print what the command prints. If the calling
+process has joined a Ray cluster, `train` runs in that cluster.
 
-The argument `settings` has the overrides of the command line, in one of three forms: a list (`["experiment=quickstart"]`), a dict
-whose keys may be nested or dotted (`{"rollout": {"prompts_per_step": 8}, "optim.lr": 1e-6}`), or a `Config` from `load_config`.
+The argument `settings` contains the overrides of the command line, in one of three forms:
+
+- a list: `["experiment=quickstart"]`;
+- a dict, whose keys may be nested or dotted: `{"rollout": {"prompts_per_step": 8}, "optim.lr": 1e-6}`;
+- a `Config` from `load_config`.
 """
 
 import json
@@ -31,13 +34,13 @@ from mrl.core.installation import CONF, add_working_directory
 
 type Settings = Config | Mapping[str, Any] | Sequence[str]
 
-END_TIMEOUT_S = 30  # a command that got Ctrl-C from the terminal has this time until it also gets SIGTERM
-SHOWN_LINES = 15  # lines of a failed command's error output in the message of CommandError
-REWARD_STEPS = 5  # number of last steps whose mean reward is `TrainResult.reward`
+END_TIMEOUT_S = 30  # if a command still runs this long after Ctrl-C in the terminal, it also gets SIGTERM
+SHOWN_LINES = 15  # number of lines of the error output in the message of CommandError
+REWARD_STEPS = 5  # `TrainResult.reward` is the mean over this number of last steps
 
 
 class CommandError(RuntimeError):
-    """A command failed. The message contains the end of its error output; `status` is its exit status."""
+    """A command failed. The message contains the last lines of its error output; `status` is the exit status."""
 
     def __init__(self, command: str, status: int, lines: Sequence[str]) -> None:
         super().__init__("\n".join([f"mrl {command} ended with status {status}", *lines]))
@@ -82,9 +85,10 @@ class EvaluationResult:
 
 
 def load_config(settings: Settings = ()) -> Config:
-    """Compose and check a config. Without an experiment or a model, it is the config of the quickstart. Starts no process.
+    """Compose and check a config without starting a process.
 
-    Raises ValueError for a mistake in the settings. The message names the key.
+    If the settings name neither an experiment nor a model, the config is that of the quickstart. Raises ValueError for a mistake
+    in the settings. The message names the key.
     """
     if isinstance(settings, Config):
         return settings
@@ -94,9 +98,9 @@ def load_config(settings: Settings = ()) -> Config:
 
 
 def train(settings: Settings = ()) -> TrainResult:
-    """Train a model with reinforcement learning, and wait for the end. If run.dir has an unfinished run, continue it.
+    """Train a model with reinforcement learning, and wait until the run ends. If run.dir has an unfinished run, continue it.
 
-    Raises ValueError for a mistake in the settings before anything starts, and CommandError if the run fails or is preempted.
+    Raises ValueError for a mistake in the settings, before anything starts. Raises CommandError if the run fails or is preempted.
     """
     config = load_config(settings)
     _refuse_slurm_job("train", config)
@@ -125,7 +129,7 @@ def evaluate(settings: Settings) -> EvaluationResult:
     Raises ValueError for a mistake in the settings, and CommandError if the command fails.
     """
     config = load_config(settings)
-    if not config.evaluate.input:  # otherwise the command starts no engines and submits no job
+    if not config.evaluate.input:  # with evaluate.input, the command starts no engines and submits no job
         _refuse_slurm_job("evaluate", config)
     _run("evaluate", config)
     folder = Path(config.evaluate.output or config.run.dir).resolve()
@@ -143,7 +147,7 @@ def convert(
 ) -> Path | None:
     """Convert weights, and return the folder of the result. `direction` is "to-megatron", "to-hf" or "check".
 
-    With "check", every tensor is converted in both directions, bytes and logits are compared, and None is returned.
+    "check" converts every tensor in both directions and compares bytes and logits. The function then returns None.
 
     Args:
         direction: Subcommand of `mrl convert`.
@@ -176,7 +180,7 @@ def _refuse_slurm_job(command: str, config: Config) -> None:
 
 def _ray_address() -> str | None:
     """Return the address of the Ray cluster that this process has joined, or None."""
-    ray = sys.modules.get("ray")  # Ray is only imported here if the user has imported it
+    ray = sys.modules.get("ray")  # not `import ray`: this process has joined a cluster only if the user imported Ray
     return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
 
 
@@ -227,7 +231,7 @@ def _run(command: str, config: Config) -> None:
 
 
 def _start(command: str, arguments: Sequence[str]) -> None:
-    """Run `mrl COMMAND` in a child process. Ctrl-C ends the child, too. Raises CommandError if its status is not 0."""
+    """Run `mrl COMMAND` in a child process. Ctrl-C also ends the child. Raises CommandError if the exit status is not 0."""
     child = subprocess.Popen(_line(command, arguments), stderr=subprocess.PIPE, text=True, errors="replace")
     assert child.stderr is not None
     last: deque[str] = deque(maxlen=SHOWN_LINES)
@@ -235,8 +239,8 @@ def _start(command: str, arguments: Sequence[str]) -> None:
     reader.start()
     try:
         status = child.wait()
-    except BaseException as error:  # after SIGTERM, the command ends its own processes within its own deadlines
-        if isinstance(error, KeyboardInterrupt):  # a terminal sends it to the child, too
+    except BaseException as error:  # the wait after SIGTERM needs no timeout: the command has deadlines of its own
+        if isinstance(error, KeyboardInterrupt):  # the terminal has also sent Ctrl-C to the child
             with suppress(subprocess.TimeoutExpired):
                 child.wait(END_TIMEOUT_S)
         child.terminate()
@@ -255,5 +259,5 @@ def _echo(stream: IO[str], last: deque[str]) -> None:
     """Copy a stream to stderr line by line, and keep its last lines."""
     for line in stream:
         last.append(line.rstrip("\n"))
-        with suppress(Exception):  # stderr may be closed; the child must not block on a full pipe
+        with suppress(Exception):  # if stderr is closed, go on reading, so that the child does not block on a full pipe
             sys.stderr.write(line)

@@ -17,9 +17,9 @@ TRAIN_PACKAGES = {
     "generate": ("sglang",),
     "evaluate": ("sglang",),
 }
-"""Command -> packages that it needs from `pip install mrl[train]`. Other commands need none of these packages."""
+"""Command -> those packages of `pip install mrl[train]` that the command needs. Other commands need none of them."""
 ENGINE_FREE = ("evaluate.input=", "rollout.engine_urls=")
-"""Beginnings of arguments with which `mrl generate` and `mrl evaluate` start no engine."""
+"""`mrl generate` and `mrl evaluate` start no engine if one of their arguments begins with one of these texts."""
 
 
 def missing_packages(command: str, arguments: Sequence[str]) -> list[str]:
@@ -32,7 +32,7 @@ def missing_packages(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 MODULES = {"import": "import_config", "wandb-report": "wandb_report"}
-"""Commands whose module has another name, because the command's name is no name of a Python module."""
+"""Command -> name of its module, where the two differ: a Python module cannot be named `import` or `wandb-report`."""
 
 
 def usage() -> str:

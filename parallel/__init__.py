@@ -5,5 +5,5 @@ from pathlib import Path
 
 if not Path("/proc/driver/nvidia/version").exists():
     # Without an NVIDIA driver, `import megatron` fails, because Megatron imports flash_mla, one of SGLang's CUDA kernels.
-    # With this entry, flash_mla seems not to be installed, and Megatron works without it.
+    # With the entry None, flash_mla looks as if it were not installed, and Megatron works without it.
     sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]

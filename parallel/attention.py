@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class PackedAttention(torch.nn.Module):
-    """Megatron's core attention module for packs: softmax(scale * q k^T) v over the tokens that each token attends to."""
+    """Core attention of Megatron's layers, for packs. For each token, it computes softmax(scale * q k^T) v.
+
+    k and v are the keys and values of the tokens to which the token attends.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ def supports_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _GatherRows(torch.autograd.Function):
-    """`index_select` of rows. The backward pass sums the gradients of a row that several chunks read, in `sum_dtype`."""
+    """Selects rows with `index_select`. If several chunks read a row, the backward pass sums its gradients in `sum_dtype`."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, index: Tensor, sum_dtype: torch.dtype) -> Tensor:
@@ -101,14 +104,14 @@ class _GatherRows(torch.autograd.Function):
 def _gradient_sum_dtype(rows: Tensor) -> torch.dtype:
     """Return the dtype in which the gradients of shared keys and values are summed.
 
-    On a GPU, this is float32 for 16-bit tensors: the atomic additions of `index_add_` round each partial sum, and G responses
-    add up to G gradients to every key of their prompt.
+    On a GPU, 16-bit gradients are summed in float32, because the atomic additions of `index_add_` round every partial sum. The
+    sum for a key of a shared prompt has up to G terms, one for each of the G responses.
     """
     return torch.promote_types(rows.dtype, torch.float32) if rows.is_cuda else rows.dtype
 
 
 def has_flash_attention_3() -> bool:
-    """Whether the package of FlashAttention-3 is installed and this process computes on a Hopper GPU, which it needs."""
+    """Whether this process can use FlashAttention-3: the package is installed, and the GPU is a Hopper GPU."""
     return has_cuda() and torch.cuda.get_device_capability() == (9, 0) and find_spec("flash_attn_interface") is not None
 
 
@@ -116,10 +119,10 @@ def has_flash_attention_3() -> bool:
 def _varlen_kernel() -> Callable[..., Any]:
     """Return torch's flash-attention kernel for sequences of variable length.
 
-    torch uses FlashAttention-2. With the package of FlashAttention-3 on a Hopper GPU, torch is told to use that package.
+    By default, torch uses FlashAttention-2. If FlashAttention-3 is available, this function makes torch use it instead.
     """
     from torch.nn.attention import activate_flash_attention_impl
-    from torch.nn.attention.varlen import varlen_attn  # imports Triton
+    from torch.nn.attention.varlen import varlen_attn  # not at the top of this file, because it imports Triton
 
     if has_flash_attention_3():
         try:
@@ -132,9 +135,10 @@ def _varlen_kernel() -> Callable[..., Any]:
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, chunks: ChunkBounds, scale: float
 ) -> Tensor:  # [L, n, channels of value]
-    """Compute all chunks in one flash-attention kernel. Its causal mask aligns the last query and the last key of a chunk.
+    """Compute the attention of all chunks in one call of the flash-attention kernel.
 
-    The kernel needs values with as many channels as keys, which latent attention does not have: the values are padded with zeros.
+    The causal mask of the kernel aligns the last query of each chunk with the last key of the chunk. The kernel needs values with
+    as many channels as keys. In latent attention, values have fewer channels, so they are padded with zeros.
     """
     width = value.size(2)
     if width != key.size(2):

@@ -1,4 +1,7 @@
-"""Saves and loads Megatron's distributed checkpoints (torch_dist). Any parallel layout can load what another layout saved."""
+"""Saves and loads Megatron's distributed checkpoints (torch_dist).
+
+A checkpoint does not depend on the parallel layout: a model with any layout can load it.
+"""
 
 import json
 import logging
@@ -37,11 +40,11 @@ from parallel.optimizer import (
 )
 
 logger = logging.getLogger(__name__)
-_NUM_STEPS_KEY = "optimizer_steps"  # key in a checkpoint: number of optimizer steps before the save
-_OPTIMIZER_PREFIX = "optimizer.state."  # prefix of the keys of optimizer state in a checkpoint
-_EXTRA_STATE = "_extra_state"  # in the names of the FP8 statistics and recipes of Transformer Engine's layers
-_TRACKER_PREFIX = "tracked."  # prefix of the names of the RNG states that Megatron's RNG tracker holds
-_MAX_VOCAB_PADDING = 1024  # largest number of vocabulary rows that another layout may have added as padding
+_NUM_STEPS_KEY = "optimizer_steps"  # a checkpoint stores under this key how many optimizer steps came before the save
+_OPTIMIZER_PREFIX = "optimizer.state."  # in a checkpoint, every key of optimizer state starts with this prefix
+_EXTRA_STATE = "_extra_state"  # Transformer Engine's layers store FP8 statistics and recipes under keys with this part
+_TRACKER_PREFIX = "tracked."  # in an RNG file, the name of each state of Megatron's RNG tracker starts with this prefix
+_MAX_VOCAB_PADDING = 1024  # a stored vocabulary is accepted if it has fewer than this number of rows more than expected
 
 
 def begin_save(
@@ -90,8 +93,8 @@ def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedData
 
     `chunks` are this rank's virtual stages, with or without a DistributedDataParallel wrapper. Weights are cast to the model's
     dtype. Extra states of linear layers (FP8 statistics) stay unchanged, because a checkpoint of another device or precision
-    does not contain them. An optimizer that exists already has its own copies of the weights. The caller must update these
-    copies with the optimizer's `reload_model_params()`.
+    does not contain them. If there is an optimizer, it has its own copies of the weights. The caller must update these copies
+    with the optimizer's `reload_model_params()`.
 
     Raises ValueError, before any weight is changed, if `folder` is not a complete checkpoint of this model.
     """
@@ -104,7 +107,7 @@ def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedData
 
 
 def _assign(module: GPTModel, loaded: dict) -> None:
-    """Load the state dict `loaded`. Extra states that are not in it stay unchanged; everything else must be in it."""
+    """Load the state dict `loaded` into `module`. `loaded` may lack extra states, which stay unchanged, but no other entry."""
     missing, unknown = module.load_state_dict(loaded, strict=False)
     missing = [name for name in missing if _EXTRA_STATE not in name]
     assert not missing and not unknown, f"not loaded: {missing[:5]}, not known: {unknown[:5]}"
@@ -116,9 +119,9 @@ def load(
     """Load weights and optimizer state from `folder`, and also the RNG states if the current layout saved the checkpoint.
 
     Every rank calls this. Returns True if the RNG states were loaded. Hyperparameters of the optimizer (betas, weight decay)
-    keep their current values. So do extra states (FP8 statistics) of layers that have none in the checkpoint, for example
-    because it was written without Transformer Engine. Raises ValueError, before any weight is changed, if `folder` is not a
-    complete checkpoint of this model.
+    keep their current values. Extra states (FP8 statistics) that the checkpoint lacks keep their current values, too. For
+    example, a run without Transformer Engine writes no extra states. Raises ValueError, before any weight is changed, if
+    `folder` is not a complete checkpoint of this model.
     """
     weights = _sharded_weights(chunks)
     state = {**weights, "optimizer": sharded_state_to_load(optimizer, weights)}
@@ -142,15 +145,15 @@ def _read(state: dict, folder: Path) -> dict:
     ):
         try:
             return dist_checkpointing.load(state, str(folder))
-        except CheckpointException as error:  # not a subclass of Exception; `failures` has the failures of all ranks
+        except CheckpointException as error:  # no subclass of Exception; `failures`: rank -> (error, traceback)
             cause, _ = next(iter(error.failures.values()))
             raise RuntimeError(cause) from error
 
 
 def _validate(state: dict, folder: Path) -> dict:
-    """Return the descriptions of everything that the checkpoint `folder` contains, by key.
+    """Check the checkpoint `folder`. Return a description of each tensor and object in the checkpoint, by key.
 
-    Raises ValueError on all ranks if `folder` is incomplete, or if its tensors are not those that the ranks need.
+    Raises ValueError on all ranks if `folder` is incomplete, or if its tensors are not the tensors that the ranks load.
     """
     own_keys = {part.key for part in _sharded_parts(state) if isinstance(part, ShardedTensor)}
     keys_of_ranks: list[set[str]] = [set()] * dist.get_world_size()
@@ -219,7 +222,7 @@ def _differs_in_padding_only(part: ShardedBase, stored_shape: tuple[int, ...]) -
 def _sharded_weights(chunks: Sequence[GPTModel | DistributedDataParallel]) -> dict:
     """Return the sharded state dict of each virtual stage, under the keys `model0`, `model1`, ...
 
-    Only this process uses these keys. In the files, each tensor has its name in the whole model.
+    These keys are not in the files of a checkpoint. There, the key of a tensor is its name in the whole model.
     """
     metadata = {"dp_cp_group": groups.dp_cp_group(), "singleton_local_shards": False}
     return {f"model{n}": module.sharded_state_dict(metadata=metadata) for n, module in enumerate(_unwrapped(chunks))}

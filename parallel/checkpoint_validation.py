@@ -49,7 +49,7 @@ _OBJECT_TYPES = {
     "__builtin__": _BUILTINS,  # the module's name in pickle protocol 2, which torch writes
     "_codecs": ("encode",),  # pickles of numpy arrays call it to make bytes
     "_io": ("BytesIO",),
-    "argparse": ("Namespace",),  # Megatron-LM stores its arguments
+    "argparse": ("Namespace",),  # Megatron-LM stores its command-line arguments as a Namespace
     "builtins": _BUILTINS,
     "collections": ("OrderedDict", "defaultdict"),
     "datetime": ("timedelta",),
@@ -68,7 +68,7 @@ _OBJECT_TYPES = {
     "megatron.core.rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState"),
     "megatron.core.transformer.enums": ("AttnBackend", "CudaGraphScope"),
 }
-"""Types allowed in stored objects: numbers, arrays, RNG states and settings. Their constructors only store arguments."""
+"""Types allowed in stored objects: numbers, arrays, RNG states and settings. Their constructors only store their arguments."""
 
 _ARCHIVE_MAGIC = b"PK\x03\x04"  # the first bytes of a torch.save archive
 _ADVICE = "No training run writes such a file: other software made or changed it. Do not load the file, and find out its origin."
@@ -91,10 +91,10 @@ def validate_checkpoint(folder: str | Path) -> Metadata:
     _check_descriptions_exist(folder)
     metadata = read_metadata(folder / METADATA)
     _check_locations(folder, metadata)
-    _check_file_sizes(folder, metadata)  # before the pickles, because "truncated" is the clearer error
+    _check_file_sizes(folder, metadata)  # before the pickles, so that the error for a truncated file says "truncated"
     for path, offset, length in _stored_objects(folder, metadata):
         _check_archive(path, offset, length)
-    for path in sorted(folder.glob("*.pt")):  # common.pt of older Megatron versions
+    for path in sorted(folder.glob("*.pt")):  # older Megatron versions store some objects in common.pt
         _check_archive(path, 0, path.stat().st_size)
     return metadata
 

@@ -107,7 +107,7 @@ class ForkedWriter[T]:
 def _attempt[T](write: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return write(), None
-    except Exception as error:  # `result` raises it in the parent
+    except Exception as error:  # `ForkedWriter.result` raises an error with this text
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -142,8 +142,8 @@ class CheckpointSaveError(RuntimeError):
 class CheckpointSave:
     """One save of a checkpoint into `folder`. Every rank creates this object for its own shards, and then calls `finish`.
 
-    Megatron's functions plan and write the shards. Only the last part of a save is replaced here, because Megatron's code for
-    this part reports errors to rank 0 only. With that code, the other ranks would wait forever if the disk of rank 0 is full.
+    Megatron's functions plan and write the shards. This class replaces only the last part of a save, because Megatron's code for
+    this part reports errors to rank 0 only. With that code, the other ranks would wait forever if the disk of rank 0 was full.
     """
 
     def __init__(self, folder: Path, state: dict, files: Mapping[str, bytes], asynchronous: bool) -> None:
@@ -166,9 +166,8 @@ class CheckpointSave:
                 buckets = _copy_to_host(self._strategy.writer.write_buckets or [])
                 write = partial(_write_files, buckets, self._strategy.writer.transforms, contents)
                 self._writer = ForkedWriter(write, asynchronous)
-        except (
-            CheckpointSaveError
-        ):  # this rank or another one failed, for example because it has too little host memory
+        except CheckpointSaveError:
+            # Either this rank or another rank failed, for example because of too little host memory.
             self.abandon()
             raise
         # After this assignment only the writer refers to the host copies, so their memory is free when the writer ends.
@@ -236,7 +235,7 @@ def _plan(state: dict, folder: Path) -> _SaveStrategy:
 
 
 def _with_own_storage(part: object) -> object:
-    """Give a tensor in host memory a storage that contains only its own bytes. Megatron copies views of larger storages."""
+    """Give a tensor in host memory a storage with only its own bytes. Megatron would copy a view of a larger storage."""
     if isinstance(part, ShardedTensor) and part.data is not None and part.data.device.type == "cpu":
         part.data = _view_as_storage(part.data.detach())
     return part
@@ -246,8 +245,8 @@ def _view_as_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    # This makes a second storage over the same bytes. The write passes the second storage to NumPy, and after that it cannot be
-    # resized. The original storage can still be resized, as offloading needs.
+    # The write passes a storage to NumPy, which makes the storage impossible to resize. Offloading resizes the original storage,
+    # so the write gets a second storage over the same bytes.
     shared = torch.from_dlpack(flat)
     return shared.view(tensor.dtype).view(tensor.shape)
 
@@ -257,7 +256,7 @@ def _copy_to_host(buckets: list) -> list:
 
     The copies are in pageable memory. A non-blocking copy to the host would be in pinned memory, which torch keeps for its next
     pinned tensors instead of returning it to the system. Each rank would then permanently pin as much host memory as its part
-    of a checkpoint needs, and each tensor would be rounded up to a power of two.
+    of a checkpoint needs, and torch would round the size of each tensor up to a power of two.
     """
     return FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
 
@@ -275,7 +274,7 @@ def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes])
         )
         if isinstance(bucket_results, Exception):
             raise bucket_results
-        fsync_path(Path(bucket[0]))  # Megatron syncs the file before Python flushes its buffer
+        fsync_path(Path(bucket[0]))  # Megatron's own sync comes too early, before Python flushes the file's buffer
         results += bucket_results
     paths = [*files, *(Path(bucket[0]) for bucket in buckets)]
     hashes = {path.name: hash_file(path) for path in paths}

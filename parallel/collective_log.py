@@ -1,9 +1,9 @@
 """Log of collectives in a file that other processes can read if this process hangs or dies.
 
-For each process group, the log contains the last collective and the number of collectives so far. torch calls a hook before it
-issues a collective, with any backend. The hook writes 48 bytes into a memory-mapped file, and the file keeps these bytes if the
-process is killed. On a GPU, the log tells which collectives were issued, and not which ones have run. If ranks wait for each
-other, the rank that has issued the fewest collectives is the one that the others wait for.
+For each process group, the log contains the last collective and the number of collectives so far. With every backend, torch calls
+a hook before it issues a collective. The hook writes 48 bytes into a memory-mapped file, and the file keeps these bytes if the
+process is killed. On a GPU, the log tells which collectives were issued, but not which of them have finished. If a process group
+hangs, its ranks wait for the rank that has issued the fewest collectives.
 """
 
 import atexit
@@ -32,7 +32,7 @@ class LastCollective:
     num_collectives: int  # number of collectives issued so far, without point-to-point messages
     num_messages: int  # number of sends and receives so far
     operation: str  # torch's name of the last operation
-    peer: int  # group rank of the other end of a message, or of the root of a broadcast; -1: the operation has neither
+    peer: int  # group rank of the other end of a message, or of the root of a broadcast; -1 for other operations
     nbytes: int  # bytes of the first tensor of the last operation
     issued_at: float  # time.time() when the last operation was issued
 
@@ -103,7 +103,7 @@ def _remove_hook(group: Any) -> None:
 def _make_hook(memory: mmap.mmap, offset: int, message_operations: set[int]) -> Any:
     collectives = messages = 0
 
-    # A call takes 4 microseconds. It would take 5 if it stored the name of the operation instead of the integer.
+    # A call takes 4 microseconds. If the hook stored the operation's name instead of an integer, a call would take 5.
     def on_collective(call: Any) -> None:
         nonlocal collectives, messages
         operation = int(call.name)

@@ -56,9 +56,9 @@ def init_process_group(rank: int, world_size: int, address: str, port: int, time
 
 
 def object_group() -> ProcessGroup | None:
-    """Return the gloo group of all ranks, for Python objects. It stays usable while `parallel.groups` are suspended.
+    """Return the gloo group of all ranks, for Python objects. Suspending the groups of `parallel.groups` does not affect it.
 
-    Returns None, which is torch's name for the default group, if this process did not call `init_process_group`.
+    Returns None if this process did not call `init_process_group`. torch takes None as the default group.
     """
     return _object_group
 
@@ -95,8 +95,8 @@ def raise_on_all_ranks(make_error: Callable[[str], Exception]) -> Iterator[None]
     """If the block raises on any rank, every rank raises the error of the lowest failed rank at the end of the block.
 
     Without this context manager, the other ranks would wait for the failed rank in their next collective. Every rank must
-    run the block. The ranks exchange the errors through `object_group()`. A ValueError reports a mistake of the user and
-    stays a ValueError. Any other error becomes `make_error(message)`.
+    run the block. An all-gather in `object_group()` gives every rank the errors of all ranks. A ValueError reports a mistake of
+    the user and stays a ValueError. Any other error becomes `make_error(message)`.
     """
     own_error: Exception | None = None
     try:

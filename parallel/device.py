@@ -1,8 +1,8 @@
 """This process's device, communication backend and NVIDIA libraries, and patches that let Megatron-Core run on a CPU.
 
-`patch_megatron_for_cpu()` must run before the first import from Megatron. If CUDA is available, it only hides libraries that
-cannot be imported. Megatron-Core 0.19 uses `torch.cuda` for streams, RNG state and new tensors (`device="cuda"`), and no argument
-can change this. On a CPU, the patches redirect these calls to their `torch.cpu` counterparts.
+`patch_megatron_for_cpu()` must run before the first import from Megatron. If CUDA is available, that function only hides
+libraries that cannot be imported. Megatron-Core 0.19 always uses `torch.cuda` for streams, RNG state and new tensors
+(`device="cuda"`). On a CPU, the patches redirect these calls to their `torch.cpu` counterparts.
 """
 
 import functools
@@ -69,7 +69,7 @@ def release_cached_memory() -> int | None:
 
 
 def set_threads() -> None:
-    """Set the number of threads of torch's CPU kernels to OMP_NUM_THREADS, by default 1, because ranks share the cores."""
+    """Set the number of threads of torch's CPU kernels to OMP_NUM_THREADS. The default is 1, because ranks share the cores."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
@@ -82,8 +82,8 @@ class Capabilities:
 
     cuda: bool
     transformer_engine: bool
-    apex: bool  # NVIDIA's Apex, built with its extensions; the package named apex on PyPI is a different one
-    fused_wgrad: bool  # Apex's kernel adds weight gradients directly to the fp32 gradient buffers
+    apex: bool  # NVIDIA's Apex, built with its extensions; the package apex on PyPI is other software
+    fused_wgrad: bool  # Apex's kernel that adds weight gradients directly to the fp32 gradient buffers
 
     def __str__(self) -> str:
         kernels = "Transformer Engine" if self.transformer_engine else "torch"
@@ -114,8 +114,8 @@ def capabilities() -> Capabilities:
 def _is_usable(module: str, library: str, otherwise: str) -> bool:
     """Whether `module`, which loads the compiled code of a library, can be imported.
 
-    If it is installed and its import fails, log the reason, and hide it from later imports. If it were not hidden, Megatron's own
-    import would end the process. `otherwise`: what is used without the library.
+    If the library is installed but its import fails, log the reason and hide the library from later imports. Otherwise, Megatron
+    would import the library again, and the error would end the process. `otherwise`: what this process uses without the library.
     """
     package = module.partition(".")[0]
     if find_spec(package) is None:
@@ -206,9 +206,8 @@ def _patch_torch_cuda() -> None:
     cuda, main = torch.cuda, _CPUStream()
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda *a: None
-    cuda.synchronize = lambda *a: (
-        None
-    )  # not the function of set_device, because torch keeps a table of functions by identity
+    # `synchronize` and `set_device` must be two functions, because torch keeps a table with functions as keys.
+    cuda.synchronize = lambda *a: None
     cuda.Stream, cuda.Event, cuda.stream = _CPUStream, torch.cpu.Event, torch.cpu.stream
     cuda.current_stream = cuda.default_stream = lambda *a: main
     cuda.get_rng_state = lambda *a: torch.get_rng_state()
@@ -224,7 +223,7 @@ def _patch_tensor_factories() -> None:
             return tensor_type(self, dtype, **kwargs)
         return tensor_type(self).replace("torch.", "torch.cuda.", 1)
 
-    torch.utils._device._device_constructors()  # fills a cache: `with torch.device(...)` must see the original factories
+    torch.utils._device._device_constructors()  # caches the original factories, which `with torch.device(...)` needs
     for name in _TENSOR_FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *a, **k: self
@@ -232,7 +231,7 @@ def _patch_tensor_factories() -> None:
 
 
 def _patch_megatron_optimizer_and_rng() -> None:
-    import megatron.core.optimizer as optimizer  # after the patches above: Megatron reads torch.cuda when it is imported
+    import megatron.core.optimizer as optimizer  # not before the patches of torch.cuda, which Megatron's import reads
     import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
     import megatron.core.tensor_parallel.random as random
 
@@ -244,10 +243,10 @@ def _patch_megatron_optimizer_and_rng() -> None:
 
 
 def _patch_expert_communication() -> None:
-    """Replace the functions that assume CUDA or NCCL in Megatron's token exchange between experts."""
+    """Replace those functions of Megatron's token dispatch to experts that need CUDA or NCCL."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-    def to_cpu(tensor, as_numpy=False, record_stream=False):  # split sizes from a CPU tensor must also become numpy
+    def to_cpu(tensor, as_numpy=False, record_stream=False):  # Megatron's function converts only GPU tensors to numpy
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = to_cpu

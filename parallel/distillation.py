@@ -1,26 +1,31 @@
 """Divergences between a teacher and a student from hidden states, with vocabulary-parallel output layers.
 
-The student's distribution s and the teacher's distribution t are softmax(hidden @ weight.T / temperature), each with its own
-hidden states and its own weight. Both models have the same vocabulary; their hidden sizes may differ.
+A model's distribution is softmax(hidden @ weight.T / temperature). The student's distribution is called s, and the teacher's t.
+Student and teacher have the same vocabulary, but their hidden sizes may differ.
 
-`linear_divergence` compares the distributions over the whole vocabulary. `linear_top_k` computes the teacher's k most probable
-tokens, and `linear_top_k_rest_logprobs` the student's log-probabilities of these tokens; `divergence_of` then compares k + 1
-probabilities: those of the k tokens, and the probability of all other tokens together. That divergence is at most the divergence
-over the whole vocabulary (data-processing inequality), and equals it for k = V.
+`linear_divergence` compares the distributions over the whole vocabulary. Three functions together compare k + 1 probabilities:
+- `linear_top_k` computes the teacher's k most probable tokens.
+- `linear_top_k_rest_logprobs` computes the student's log-probabilities of these tokens.
+- `divergence_of` compares the probabilities of the k tokens, and the probability of all other tokens together.
+The divergence of the k + 1 probabilities is at most the divergence over the whole vocabulary (data-processing inequality). For
+k = V, the two are equal.
 
 As in parallel.logprobs, at most a few chunks of logits exist at a time, and the backward pass computes the logits again.
 `linear_divergence` computes the logits of two models, so it halves the number of positions in a chunk. In addition to the inputs
-and their gradients, at most five tensors [chunk_size / 2, V/tp] exist at a time, in float32 (float64 for float64 inputs), and for
-16-bit inputs also a 16-bit tensor of this shape. Nothing of size V is saved for the backward pass.
+and their gradients, at most five tensors [chunk_size / 2, V/tp] exist at a time. These tensors are in float32 (float64 for
+float64 inputs). For 16-bit inputs, there is also a 16-bit tensor of this shape. Nothing of size V is saved for the backward pass.
 
 The backward pass of `linear_divergence` divides the vocabulary instead of the positions: it computes the logits of all positions
-for one slice of the vocabulary at a time. One matrix product over all positions then gives the gradient of the weight rows of the
-slice. So the gradient of `weight` is no sum over chunks. Such a sum would be in float32. For 16-bit inputs, it would have as many
-bytes as the output layers of student and teacher together. Only the gradient of `hidden`, which is much smaller, is a sum.
+for one slice of the vocabulary at a time. One matrix product over all positions then gives the gradient of the slice's weight
+rows, so the gradient of `weight` needs no sum over chunks. (A sum over chunks would be in float32. For 16-bit inputs, it would
+need as many bytes as the output layers of student and teacher together.) Only the gradient of `hidden`, which is much smaller, is
+summed over the slices.
 
 Each divergence has the form D = sum_j F(t_j, s_j). With u_j = s_j dF/ds_j, its gradient with respect to a student's logit x_j is
 
     dD / dx_j = u_j - s_j sum_k u_k
+
+With m_j = beta t_j + (1 - beta) s_j, the terms of the three divergences are
 
                 F_j                                                       u_j, up to a constant times s_j
     forward_kl  t_j log(t_j / s_j)                                        -t_j
@@ -54,12 +59,12 @@ def linear_divergence(  # noqa: PLR0913  terms of one formula
     vocab_size: int,  # number of real tokens; the rows after them are padding and have probability 0
     divergence: Divergence,
     temperature: float = 1.0,
-    chunk_size: int = 1024,  # as many logits of each model exist at the same time as half of this number of rows has
+    chunk_size: int = 1024,  # at most half of this number of rows of logits exist at the same time for each model
 ) -> Tensor:  # [T] in nats
     """Compute the divergence between teacher and student over the whole vocabulary at each position.
 
     The result is in float32 (float64 for float64 inputs), and differentiable with respect to `hidden` and `weight`. All ranks of
-    the group must pass the same number of positions, and all get the same result.
+    the group must pass the same number of positions, and all ranks get the same result.
     """
     chunk_size = max(1, chunk_size // 2)
     layer = OutputLayer(group, group.rank() * weight.size(0), vocab_size, temperature, chunk_size)
@@ -67,7 +72,7 @@ def linear_divergence(  # noqa: PLR0913  terms of one formula
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """Saves the inputs and statistics [T] for the backward pass."""
+    """Autograd function of `linear_divergence`. It saves the inputs and statistics [T] for the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, layer: OutputLayer, divergence: Divergence):
@@ -119,9 +124,10 @@ def divergence_of(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tenso
 
 
 def _terms(divergence: Divergence, log_t: Tensor, log_s: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Return F_j and u_j (see the module), in the shape of the arguments, whose rows are distributions or parts of them.
+    """Return F_j and u_j (see the docstring of the module), in the shape of the arguments.
 
-    `s` is exp(log_s). The function overwrites `log_t` and `log_s`.
+    Each row of an argument is a distribution or a part of a distribution. `s` is exp(log_s). The function overwrites `log_t` and
+    `log_s`.
     """
     if divergence.kind == DivergenceKind.forward_kl:
         t = log_t.exp()
@@ -129,13 +135,14 @@ def _terms(divergence: Divergence, log_t: Tensor, log_s: Tensor, s: Tensor) -> t
     slopes = _slopes(divergence, log_t, log_s, s)
     if divergence.kind == DivergenceKind.reverse_kl:
         return slopes, slopes
-    log_m, log_beta = log_s, log(divergence.beta)  # _slopes has left log m and log(beta t) there
+    # _slopes has overwritten log_s with log m, and log_t with log(beta t).
+    log_m, log_beta = log_s, log(divergence.beta)
     weighted_t = log_t.exp()
     return log_t.sub_(log_m).sub_(log_beta).mul_(weighted_t).add_(slopes), slopes
 
 
 def _slopes(divergence: Divergence, log_t: Tensor, log_s: Tensor, s: Tensor) -> Tensor:
-    """Return u_j as `_terms` does. For js, `log_t` becomes log(beta t_j) and `log_s` becomes log m_j."""
+    """Return u_j. The function may overwrite `log_t` and `log_s`. For js, they become log(beta t_j) and log m_j."""
     if divergence.kind == DivergenceKind.forward_kl:
         return log_t.exp_().neg_()
     if divergence.kind == DivergenceKind.reverse_kl:
@@ -157,8 +164,8 @@ def linear_top_k(
 ) -> tuple[Tensor, Tensor]:  # log-probabilities [T, k + 1], token ids [T, k] int64
     """Compute the k most probable tokens at each position, the most probable first, and their log-probabilities.
 
-    The last column of the log-probabilities is that of all other tokens together, as in `linear_top_k_rest_logprobs`. There is no
-    gradient.
+    The last column contains the log-probability of all other tokens together, as in `linear_top_k_rest_logprobs`. The results
+    have no gradient.
     """
     layer = OutputLayer(group, group.rank() * weight.size(0), vocab_size, temperature, chunk_size)
     result = hidden.new_empty(len(hidden), k + 1, dtype=accumulation_dtype(hidden.dtype))
@@ -180,27 +187,28 @@ def linear_top_k(
 def linear_top_k_rest_logprobs(
     hidden: Tensor,  # [T, H] any float dtype; the caller must sum the gradient of `hidden` over the group
     weight: Tensor,  # [V/tp, H] vocabulary rows on this rank, in the dtype of `hidden`
-    ids: Tensor,  # [T, k] token ids, all different in a row
+    ids: Tensor,  # [T, k] token ids; a row contains no token id twice
     group: ProcessGroup,
     vocab_size: int,  # number of real tokens
     temperature: float = 1.0,
     chunk_size: int = 1024,  # largest number of rows of logits that exist at the same time
 ) -> Tensor:  # [T, k + 1]
-    """Compute the log-probabilities of k tokens, and in the last column of all other tokens together.
+    """Compute the log-probabilities of k tokens. The last column is the log-probability of all other tokens together.
 
-    The probability of the other tokens is at least MIN_REST_PROB. The result is in float32 (float64 for float64 inputs), and
-    differentiable with respect to `hidden` and `weight`.
+    If the probability of the other tokens is below MIN_REST_PROB, the function uses MIN_REST_PROB. The result is in float32
+    (float64 for float64 inputs), and differentiable with respect to `hidden` and `weight`.
     """
     layer = OutputLayer(group, group.rank() * weight.size(0), vocab_size, temperature, chunk_size)
     return _LinearTopKRest.apply(hidden, weight, ids, layer)
 
 
 class _LinearTopKRest(torch.autograd.Function):
-    """Saves the inputs, normalizers [T] and the probabilities [T, k + 1] for the backward pass.
+    """Autograd function of `linear_top_k_rest_logprobs`.
 
-    With the probability r of the other tokens, a gradient g_i of log s_i and a gradient g_r of log r, the gradient with respect
-    to the logit x_j is g_j - s_j (sum_i g_i + g_r) for one of the k tokens, and s_j (g_r / r - sum_i g_i - g_r) for another
-    token.
+    For the backward pass, it saves the inputs, normalizers [T] and the probabilities [T, k + 1]. Let r be the probability of the
+    other tokens, g_i the gradient of log s_i, and g_r the gradient of log r. The gradient with respect to the logit x_j is then
+    - g_j - s_j (sum_i g_i + g_r) if j is one of the k tokens,
+    - s_j (g_r / r - sum_i g_i - g_r) if j is another token.
     """
 
     @staticmethod
@@ -227,7 +235,7 @@ class _LinearTopKRest(torch.autograd.Function):
         layer, (needs_hidden, needs_weight, *_) = ctx.layer, ctx.needs_input_grad
         k = ids.size(1)
         grad = grad / layer.temperature
-        grad_rest = grad[:, k] * (rest >= MIN_REST_PROB)  # below the bound, the result is constant
+        grad_rest = grad[:, k] * (rest >= MIN_REST_PROB)  # below MIN_REST_PROB, the result is constant
         total, per_rest = grad[:, :k].sum(1) + grad_rest, grad_rest / rest.clamp(min=MIN_REST_PROB)
         at_ids = grad[:, :k] - probs_of_ids * per_rest[:, None]
         d_hidden, d_weight = torch.empty_like(hidden) if needs_hidden else None, None
@@ -247,10 +255,10 @@ class _LinearTopKRest(torch.autograd.Function):
 
 
 def _bucket_parts(layer: OutputLayer, logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Return this rank's part of the log-probabilities of the tokens `ids` [n, k] and of the probability of all others.
+    """Return what this rank adds to the log-probabilities of the tokens `ids` [n, k] and to the probability of all others.
 
-    The parts have the shape [n, k + 1], and their sum over the ranks is the result. `logprobs` [n, V/tp] are those of this
-    rank's tokens. The function overwrites them.
+    The returned tensor has the shape [n, k + 1]. The caller sums it over the ranks. `logprobs` [n, V/tp] are the
+    log-probabilities of this rank's tokens. The function overwrites them.
     """
     row, is_local = layer.locate(ids, logprobs.size(1))
     chosen = logprobs.gather(1, row) * is_local

@@ -24,8 +24,8 @@ def fsync_path(path: Path) -> None:
 def apply_umask(path: Path) -> None:
     """Give a file, or a folder and everything in it, the mode that new files and folders get.
 
-    The mode is 0o666 for a file and 0o777 for a folder, without the bits of the umask. tempfile.mkdtemp and safetensors create
-    folders and files that only their owner can read.
+    The mode is 0o666 for a file and 0o777 for a folder, without the bits of the umask. This function is needed because
+    tempfile.mkdtemp and safetensors create folders and files that only their owner can read.
     """
     umask = _umask()
     for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
@@ -33,7 +33,7 @@ def apply_umask(path: Path) -> None:
 
 
 def _umask() -> int:
-    """Return the umask of this process. os.umask would have to change it for a moment, which other threads would notice."""
+    """Return the umask of this process. os.umask would change it for a moment, also for files that other threads create."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
 
@@ -66,8 +66,8 @@ def write_file(path: Path, content: bytes | str, *, durable: bool = False) -> No
 def atomic_folder(folder: str | Path) -> Iterator[Path | None]:
     """Yield a temporary folder that becomes `folder` when the block ends, or None if `folder` exists already.
 
-    If two processes create the same folder at the same time, the first finished folder stays, and the other is removed. If
-    the block fails, the temporary folder is removed.
+    If two processes create the same folder at the same time, the folder that is finished first stays, and the second folder is
+    removed. If the block fails, the temporary folder is removed.
     """
     folder = Path(folder)
     if folder.is_dir():
@@ -88,6 +88,6 @@ def atomic_folder(folder: str | Path) -> Iterator[Path | None]:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename a file or folder and wait until the new name is on the disk. The caller must sync the content before."""
+    """Rename a file or folder and wait until the new name is on the disk. The caller must already have synced the content."""
     source.rename(target)
     fsync_path(target.parent)

@@ -1,6 +1,6 @@
-"""Hashes of files (xxh3, 128 bits), with which readers find files that are damaged, replaced or missing.
+"""Hashes of files (xxh3, 128 bits). Readers use them to find files that are damaged, replaced or missing.
 
-A folder that mrl writes has the file HASHES_FILE: name of each other file -> [size in bytes, hash]. A JSON file such as run.json
+In a folder that mrl writes, HASHES_FILE maps the name of every other file to [size in bytes, hash]. A JSON file such as run.json
 contains the hash of its own text instead.
 """
 
@@ -21,9 +21,9 @@ from parallel.durable_files import write_file
 type FileHash = tuple[int, str]  # (size in bytes, hash)
 
 HASHES_FILE = "mrl_hashes.json"
-MAX_THREADS = 16  # most files that are read at the same time
+MAX_THREADS = 16  # largest number of files that are read at the same time
 _CHUNK_BYTES = 1 << 18  # fits into the cache of a core
-_SEAL = re.compile(r',\n "xxh3": "([0-9a-f]{32})"\n}\n\Z')  # end of a sealed JSON text
+_SEAL = re.compile(r',\n "xxh3": "([0-9a-f]{32})"\n}\n\Z')  # matches the end of a text of `sealed_json`
 
 
 def hash_stream(file: BinaryIO, stop: Event | None = None) -> FileHash:
@@ -49,7 +49,7 @@ def hash_file(path: Path, stop: Event | None = None) -> FileHash:
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileHash]:
     """Return name -> (size, hash) of files in `folder`. Several files are read at the same time.
 
-    After an error or a signal, the function does not read the files to their ends.
+    After an error or a signal, the function stops without reading the rest of the files.
     """
     names, stop = list(names), Event()
     with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(names), os.cpu_count() or 1))) as pool:
@@ -60,7 +60,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileHash]:
 
 
 def write_hashes(folder: Path, known: Mapping[str, FileHash], *, leave_out: str = "") -> None:
-    """Write HASHES_FILE. It has the hashes `known`, and those of all other files in `folder` except `leave_out`."""
+    """Write HASHES_FILE with the hashes `known`, and with new hashes of all other files in `folder` except `leave_out`."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     missing = [name for name in names if name not in known and name not in (HASHES_FILE, leave_out)]
     hashes = {**known, **hash_files(folder, missing)}
@@ -76,9 +76,9 @@ def read_hashes(folder: Path) -> dict[str, FileHash]:
 
 
 def find_damage(folder: Path, hashes: Mapping[str, FileHash], *, content: bool = True) -> str | None:
-    """Return which file differs from its entry in `hashes`, and how; None if no file does.
+    """Describe the first file that differs from its entry in `hashes`. Return None if all files match.
 
-    The sizes of all files are compared first. Without `content`, the files are not read.
+    The function compares the sizes of all files first. Without `content`, it compares only the sizes.
     """
     for name, (size, _) in hashes.items():
         path = folder / name
@@ -111,7 +111,7 @@ def sealed_json(content: Mapping[str, Any]) -> str:
 def read_sealed_json(path: Path, keys: Set[str]) -> dict[str, Any]:
     """Read a file that contains a text of `sealed_json`. Its content must have exactly the keys `keys`.
 
-    Raises FileNotFoundError, and ValueError if the file is damaged or has the content of another file.
+    Raises FileNotFoundError if there is no file, and ValueError if the file is damaged or has the content of another file.
     """
     failed = partial(_damaged_json, path)
     try:

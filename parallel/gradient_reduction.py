@@ -1,10 +1,12 @@
-"""Reduction of gradients over replicas during the backward pass: gradient bucket by bucket, in one order on all ranks.
+"""Reduces gradients over the replicas during the backward pass, bucket after bucket, in the same order on all ranks.
 
-Megatron starts the reduction of a bucket when all its parameters have reported their gradients. Megatron learns in the first step
-how many reports a parameter makes. A replica without a micro-batch reports nothing. Megatron 0.19 then raises an error on this
-rank, or starts the reductions in another order than the other ranks, which wait forever. GradientReducer therefore replaces this
-rule. It keeps Megatron's bucket groups in the state of the first step: Megatron itself then starts no reduction before the end of
-the backward pass, and leaves alone the reductions that have already started.
+Megatron starts the reduction of a gradient bucket when the gradients of all its parameters are complete. To know when this is the
+case, Megatron counts in the first step how many gradients each parameter gets. On a replica without a micro-batch, parameters get
+no gradients. Megatron 0.19 then raises an error on the ranks of this replica, or starts their reductions in another order than
+the other replicas do, and all ranks wait forever.
+
+Therefore GradientReducer decides when a reduction starts. It keeps Megatron's bucket groups in the state of the first step. In
+this state, Megatron itself starts no reduction before the end of the backward pass, and starts no reduction a second time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,13 +38,13 @@ class GradientReducer:
         self._last_micro_batch = True
         watched = {param: group for group in self._groups for param in group.params}
         for chunk in chunks:
-            # Megatron keeps the accumulators of all trainable parameters. Its hook, which fills the gradient buffer, runs first.
+            # Megatron's own hook on these accumulators runs first. It adds each gradient to the gradient buffer.
             for param, accumulator in zip(chunk.params_with_grad, chunk.grad_accs, strict=True):
                 accumulator.register_hook(partial(self._on_gradient, watched[param], param))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context of all micro-batches but the last one. Megatron's schedules enter it as `no_sync_func`."""
+        """Context for all micro-batches except the last. Megatron's schedules enter this context as `no_sync_func`."""
         self._last_micro_batch = False
         try:
             yield
@@ -71,13 +73,13 @@ class GradientReducer:
 
 
 class _WatchedGroup:
-    """Megatron's bucket group with the number of gradients that the last micro-batch has added to each parameter."""
+    """A bucket group of Megatron, with a count of the gradients that each parameter got from the last micro-batch."""
 
     def __init__(self, group: _ParamAndGradBucketGroup, chunk: DistributedDataParallel) -> None:
         self.params = group.params
         self._group, self._chunk = group, chunk
-        # Number of gradients of each parameter; more than one if several recomputed segments use the parameter. None: not known
-        # before a step in which all parameters have gradients.
+        # Number of gradients that each parameter gets; more than one if several recomputed segments use the parameter. None: no
+        # step has given gradients to all parameters yet.
         self._expected: dict[Parameter, int] | None = None
         self._found: dict[Parameter, int] = {}
         self._started = False
@@ -97,11 +99,14 @@ class _WatchedGroup:
         if self._expected is None and len(self._found) == len(self.params):
             self._expected = self._found
         self._found, self._started = {}, False
-        self._group.per_param_grad_ready_counts = {}  # otherwise Megatron's first step would end
+        self._group.per_param_grad_ready_counts = {}  # keeps Megatron in the state of the first step
 
 
 def _in_backward_order(chunk: DistributedDataParallel) -> list[_ParamAndGradBucketGroup]:
-    """Return the bucket groups of dense and expert parameters, sorted by the layer that a backward pass reaches last."""
+    """Return the bucket groups of dense and expert parameters, in the order in which a backward pass completes them.
+
+    A backward pass completes a group at the parameter of the group that comes first in the model.
+    """
     position = {param: number for number, param in enumerate(chunk.params_with_grad)}
     groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
     return sorted(groups, key=lambda group: min(position[param] for param in group.params), reverse=True)

@@ -86,9 +86,8 @@ def suspend_communicators() -> None:
     """Release the device memory of all NCCL communicators until `resume_communicators()`. Every rank calls this.
 
     Between the two calls, a collective or a message on one of Megatron's groups or on the default group raises RuntimeError,
-    also on a CPU and with an older NCCL. (A suspended NCCL communicator would fail or hang.) The group of
-    `parallel.collectives.object_group()` stays usable. No memory is released on a CPU, or if NCCL is older than
-    MIN_NCCL_FOR_SUSPEND.
+    because it would fail or hang on a suspended NCCL communicator. The group of `parallel.collectives.object_group()` stays
+    usable. On a CPU, or with an NCCL older than MIN_NCCL_FOR_SUSPEND, no memory is released, but the error is raised, too.
     """
     for backend in _suspendable_backends():
         backend.suspend()

@@ -3,8 +3,8 @@
 The output layer, the softmax and their gradients are computed for `chunk_size` positions at a time, so at most `chunk_size` rows
 of logits exist at once (as in Liger Kernel's fused linear cross-entropy, Hsu et al. 2024). The backward pass computes the logits
 again (as in Cut Cross-Entropy, Wijmans et al. 2024). In addition to the inputs and their gradients, at most three float32 tensors
-`[chunk_size, V/tp]` exist at a time. Without entropies, there are at most two, and for 16-bit inputs also a 16-bit tensor of this
-shape. The gradient of `weight` is a sum over chunks. With several chunks, this sum is in float32 or wider.
+`[chunk_size, V/tp]` exist at a time. Without entropies, at most two such tensors exist, and for 16-bit inputs also a 16-bit
+tensor of this shape. The gradient of `weight` is a sum over chunks. With several chunks, this sum is in float32 or wider.
 
 For 16-bit inputs, a GPU returns the float32 sums of the matrix products. Other devices round these sums to 16 bits first.
 
@@ -48,9 +48,10 @@ def linear_logprobs(  # noqa: PLR0913  terms of one formula
 
     Here p = softmax(hidden @ weight.T / temperature), and the sum of squares is sum_j p_j^2.
 
-    A result that is not needed is zeros. Matrix products read the dtype of the inputs. Everything else and the results are in
-    float32 (float64 for float64 inputs). Log-probabilities and entropies are differentiable with respect to `hidden` and
-    `weight`. All ranks of the group must pass the same number of positions, and all get the same results.
+    A result that is not needed is a tensor of zeros. Matrix products have factors in the dtype of the inputs. All other
+    computations and the results are in float32 (float64 for float64 inputs). Log-probabilities and entropies are differentiable
+    with respect to `hidden` and `weight`. All ranks of the group must pass the same number of positions, and all ranks get the
+    same results.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: expected 1 or more, such as 1024.")
@@ -74,10 +75,10 @@ class OutputLayer:
         return [slice(i, min(i + self.chunk_size, positions)) for i in range(0, positions, self.chunk_size)]
 
     def vocabulary_slices(self, rows: int, positions: int) -> list[tuple[slice, "OutputLayer"]]:
-        """Return slices of the `rows` weight rows on this rank, each with the settings of an output layer of only these rows.
+        """Divide this rank's `rows` weight rows into slices. Return each slice with the settings of a layer of only its rows.
 
-        The logits of all positions for one slice have at most as many elements as those of `chunk_size` positions for all rows,
-        except if a slice has only one row.
+        A slice is so small that all positions together have at most as many logits for its rows as `chunk_size` positions have
+        for all rows. Only a slice of a single row may have more.
         """
         size = max(1, self.chunk_size * rows // max(1, positions))
         if ALIGNED_ROWS < size < rows:
@@ -110,7 +111,7 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class _Head(OutputLayer):
-    """Settings of the output layer, and the results that are needed."""
+    """Settings of the output layer, and which results the caller needs."""
 
     needs_entropy: bool
     needs_sum_pi_squared: bool
@@ -118,7 +119,10 @@ class _Head(OutputLayer):
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Saves the inputs, statistics [T], and the softmax of the last chunk (often the only one) for the backward pass."""
+    """Autograd function of `linear_logprobs`.
+
+    For the backward pass, it saves the inputs, statistics [T], and the softmax of the last chunk, which is often the only chunk.
+    """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +180,10 @@ class _LinearLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LogitGradient:
-    """Terms [T] of the gradient with respect to logit x_j, which is p_j * (offset + factor * log p_j) + [j = target] * chosen."""
+    """Terms [T] of the gradient with respect to logit x_j.
+
+    The gradient is p_j * (offset + factor * log p_j) + [j = target] * chosen.
+    """
 
     chosen: Tensor
     offset: Tensor
@@ -234,7 +241,7 @@ def _sum_over_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """Return total + left @ right, accumulated in float32 or wider. Overwrites `total` if the dtypes allow it.
 
-    For 16-bit factors, the product exists only in parts of PRODUCT_ROWS rows, not as a whole in float32 beside the sum.
+    For 16-bit factors, at most PRODUCT_ROWS rows of the product exist in float32 at a time.
     """
     if total is None:
         return left @ right
@@ -256,7 +263,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def returns_float32_products(device: torch.device) -> bool:
-    """Whether torch has a kernel of this device that multiplies 16-bit matrices and returns the sums in float32."""
+    """Whether torch has a kernel for this device that multiplies 16-bit matrices and returns the sums in float32."""
     return device.type == "cuda" and "dtype" in torch.ops.aten.mm.overloads()
 
 

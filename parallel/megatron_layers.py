@@ -50,7 +50,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 class PackedRotaryEmbedding(RotaryEmbedding):
     """RoPE with one angle per token of the pack, so that Megatron rotates all sequences in one operation.
 
-    The angles of the last pack are kept: all layers of a virtual stage, and the recomputation of their activations, use them.
+    The object keeps the angles of the last pack, because all layers of a virtual stage and their recomputation use them.
     """
 
     def __init__(self, rope: Rope) -> None:
@@ -152,9 +152,8 @@ class PackedLatentAttention(MLASelfAttention):
         rotary: AmplifiedRotaryEmbedding,  # the layers of a virtual stage share it
         **kwargs,
     ) -> None:
-        temporary = dict(
-            linear_q_down_proj=ColumnParallelLinear, linear_kv_down_proj=ColumnParallelLinear
-        )  # replaced below
+        # Megatron's constructor needs these modules. They are replaced below.
+        temporary = dict(linear_q_down_proj=ColumnParallelLinear, linear_kv_down_proj=ColumnParallelLinear)
         super().__init__(config, replace(submodules, **temporary), *args, **kwargs)
         assert config.tensor_model_parallel_size == 1 or config.sequence_parallel, (
             "latent attention with tensor parallelism needs sequence parallelism"

@@ -1,4 +1,4 @@
-"""Checks settings of Megatron's DistributedDataParallel and optimizer, which a config passes on to Megatron.
+"""Checks the settings that a config passes on to Megatron's DistributedDataParallel and to Megatron's optimizer.
 
 Names and types of the fields are read from Megatron's source files, because importing Megatron takes more than ten seconds. This
 module does not import torch.
@@ -83,7 +83,7 @@ _RESERVED_PREFIXES = {
     "sgd_": _ADAM, "muon_": _ADAM, "lion_": _ADAM, "soap_": _ADAM, "adaptive_muon_": _ADAM,
     "fsdp_": _FSDP, "megatron_fsdp_": _FSDP, "use_megatron_fsdp": _FSDP, "use_custom_fsdp": _FSDP,
 }  # fmt: skip
-"""Beginning of a name -> why no field with such a name can be set."""
+"""Prefix of field names -> why a user cannot set fields with this prefix."""
 
 _DDP = ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
 _OPTIMIZER = ("optimizer/optimizer_config.py", "OptimizerConfig")
@@ -92,7 +92,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": 
 
 @cache
 def annotations_of(file: str, class_name: str) -> dict[str, str]:
-    """Return field -> type annotation of a dataclass of Megatron-Core. `file`: path in the package megatron.core."""
+    """Return the type annotation of each field of a dataclass of Megatron-Core. `file`: path in the package megatron.core."""
     spec = find_spec("megatron")
     found: dict[str, str] = {}
     for root in (spec.submodule_search_locations or ()) if spec else ():
@@ -116,7 +116,7 @@ def settings_key_of(name: str) -> str | None:
 def check_ddp_settings(settings: Mapping[str, Any], key: str, overlap: bool | None) -> None:
     """Raise ValueError if the config key `key` has a field of DistributedDataParallelConfig that a user cannot set.
 
-    `overlap`: the key trainer.overlap_grad_reduce.
+    `overlap`: the value of trainer.overlap_grad_reduce.
     """
     for name, value in settings.items():
         _check(name, value, key, _DDP, DDP_RESERVED)
@@ -135,7 +135,7 @@ def check_ddp_settings(settings: Mapping[str, Any], key: str, overlap: bool | No
 def check_optimizer_settings(settings: Mapping[str, Any], section: str) -> None:
     """Raise ValueError if `settings` has a field of OptimizerConfig that a user cannot set.
 
-    `section`: config section of the optimizer, such as critic.optim. Its key `megatron` has these settings.
+    `section`: config section of the optimizer, such as critic.optim. `settings` is the value of its key `megatron`.
     """
     reserved = {name: reason.format(section=section) for name, reason in OPTIMIZER_RESERVED.items()}
     for name, value in settings.items():

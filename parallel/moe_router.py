@@ -21,9 +21,9 @@ from parallel import groups
 class PackedRouter(TopKRouter):
     """Megatron's router, which weights the load-balancing loss by the number of real tokens in the whole pack.
 
-    Megatron 0.19 multiplies the token count of one rank by the number of ranks. This is wrong if there is padding. In some cases
-    the count is then already the sum over all ranks, because of an in-place all-reduce. In other cases the count differs
-    between ranks.
+    Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, the product is wrong. In some
+    cases, an in-place all-reduce has already made the count the sum over all ranks. In other cases, the ranks have different
+    counts.
 
     The correction bias, if the model has one, stays in float32 for any dtype of the model.
     """
@@ -40,7 +40,7 @@ class PackedRouter(TopKRouter):
         """Choose experts for logits [L, 1, experts]; `padding_mask` [L, 1] is True at padding tokens."""
         if self.is_aux_loss_enabled():
             real = logits[..., 0].numel() if padding_mask is None else (~padding_mask).sum()
-            total = logits.new_zeros((), dtype=torch.float32) + real  # a tensor made of a number would wait for the GPU
+            total = logits.new_zeros((), dtype=torch.float32) + real  # torch.tensor(real) would wait for the GPU
             dist.all_reduce(total, group=self.tp_cp_group)
             self._tokens_per_rank = total / self.tp_cp_group.size()  # Megatron multiplies by the number of ranks
         return super().routing(logits, padding_mask)

@@ -1,6 +1,6 @@
-"""Copies of a Megatron model on the host: to offload the model, so that processes can share a GPU, and to exchange its weights.
+"""Copies a Megatron model to the host: ModelOffloader offloads the model, and WeightsOnHost keeps a copy of its weights.
 
-An offloaded model is loaded back bit-exactly.
+With offloading, processes can share a GPU. An offloaded model is loaded back bit-exactly.
 
 Parameters, buffers and optimizer state are copied to the host. Gradients are dropped, because each optimizer step accumulates new
 ones from zero. Storages are then resized to zero in place, so all tensors and views over them stay valid. Parameters are views of
@@ -124,9 +124,10 @@ class ModelOffloader:
 
 
 class WeightsOnHost:
-    """A copy of a model's weights on the host, with which the weights on the device can be overwritten.
+    """A copy of a model's weights on the host. `load` overwrites the weights on the device with this copy.
 
-    On a GPU, both copies are queued like kernels: the host does not wait for them, and only work that is queued later sees them.
+    On a GPU, `save` and `load` queue a copy like a kernel. The host does not wait for it, and only work that is queued later sees
+    its result.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -135,7 +136,7 @@ class WeightsOnHost:
         self._spans: list[list[Tensor]] = []  # for each storage of weights, the host memory with its copy
 
     def save(self) -> None:
-        """Copy the weights from the device to the host. The host memory of the last copy is used again."""
+        """Copy the weights from the device to the host. This reuses the host memory of the last copy."""
         storages = self._storages()
         if not self._spans:
             self._spans = [list(self._memory.take(storage.nbytes())) for storage in storages]
@@ -143,7 +144,7 @@ class WeightsOnHost:
             _copy_to_host(storage, spans)
 
     def load(self) -> None:
-        """Overwrite the weights on the device by the last saved copy."""
+        """Overwrite the weights on the device with the last saved copy."""
         for storage, spans in zip(self._storages(), self._spans, strict=True):
             _copy_from_host(storage, spans)
 
@@ -152,7 +153,7 @@ class WeightsOnHost:
 
 
 class _HostMemory:
-    """Blocks of host memory, pinned if this process computes on a GPU. They stay allocated when their bytes are free again."""
+    """Blocks of host memory, pinned if this process computes on a GPU. Blocks stay allocated when their bytes are free again."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
@@ -174,9 +175,8 @@ class _HostCopy(_HostMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self._offloaded: list[
-            tuple[UntypedStorage, int, list[Tensor]]
-        ] = []  # (storage, its bytes, spans with the copy)
+        # (storage, its number of bytes, spans that contain the copy)
+        self._offloaded: list[tuple[UntypedStorage, int, list[Tensor]]] = []
 
     @property
     def storages(self) -> list[UntypedStorage]:
@@ -206,7 +206,7 @@ class _HostCopy(_HostMemory):
             _copy_from_host(storage, spans)
             self._offloaded.pop()
         self.used = 0
-        synchronize()  # before the host memory is overwritten
+        synchronize()  # the copies must end before the next offload overwrites the host memory
 
 
 def _weight_tensors(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:

@@ -1,9 +1,9 @@
 """Megatron's distributed optimizer: gradient buffers, construction, and conversion of its state for checkpoints.
 
 A checkpoint stores the optimizer state of each parameter in the parameter's shape, so any layout can load it. This is Megatron's
-format `fully_reshardable`. To write this format, Megatron gathers the whole state on every data-parallel rank several times. Here
-each rank writes the state of the parameters in its shard of the flat buffer, without a copy. If several shards contain parts of
-one parameter, the rank with the first part assembles the parameter's state.
+format `fully_reshardable`. To write this format, Megatron's own code gathers the whole state on every data-parallel rank several
+times. With this module, each rank writes the state of the parameters in its shard of the flat buffer, without a copy. If several
+shards contain parts of one parameter, the rank with the first part assembles the state of the parameter.
 """
 
 from collections import ChainMap
@@ -39,10 +39,12 @@ def wrap_ddp(
     With `overlap`, gradients are reduced during the backward pass of the last micro-batch, bucket by bucket. See
     `parallel.gradient_reduction`. `settings`: fields of DistributedDataParallelConfig that `check_ddp_settings` allows.
 
-    The gathering of updated parameters does not overlap with the next forward pass. Megatron would gather a bucket when the first
-    module with a parameter of the bucket is called. The head of the actor reads the weight of the output layer without calling
-    that layer, so it would read old values. A replica without a micro-batch calls no module. After the last optimizer step of a
-    training step, the weight sync or the reference reads all parameters at once, so nothing would be left to overlap.
+    The all-gather of updated parameters does not overlap with the next forward pass. With overlap, Megatron would all-gather a
+    bucket at the first call of a module that has a parameter of the bucket. mrl does not use this overlap, for three reasons:
+    - The head of the actor reads the weight of the output layer without calling that layer, so it would read stale weights.
+    - A replica without a micro-batch calls no module, so it would not take part in the all-gather.
+    - After the last optimizer step of a training step, the weight sync or the reference reads all parameters at once. The
+      all-gather would have no computation to overlap with.
     """
     defaults = dict(grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False)
     config = DistributedDataParallelConfig(**defaults | dict(settings or {}), overlap_grad_reduce=overlap)
@@ -77,7 +79,7 @@ def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
     """Let Transformer Engine's matrices add their gradients directly to the gradient buffers, if the config says so."""
     if chunk.config.gradient_accumulation_fusion:
         for module in chunk.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):  # Linear, LayerNormLinear and GroupedLinear of version 2.20
+            if hasattr(module, "fuse_wgrad_accumulation"):  # in version 2.20: Linear, LayerNormLinear and GroupedLinear
                 module.fuse_wgrad_accumulation = True  # type: ignore[missing-attribute]
 
 
@@ -103,9 +105,8 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig
         ),
         chunks,
     )
-    for (
-        group
-    ) in optimizer.param_groups:  # Megatron's scheduler of learning rates, which mrl does not use, would do this
+    # In Megatron, the learning-rate scheduler sets the weight decay of each group, but mrl does not use that scheduler.
+    for group in optimizer.param_groups:
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
@@ -153,10 +154,11 @@ def sharded_state_to_load(optimizer: MegatronOptimizer, weights: dict) -> dict:
 def _whole_states(
     part: DistributedOptimizer, description_of_param: dict[Tensor, ShardedDescription]
 ) -> Iterator[dict[str, ShardedDescription]]:
-    """Yield descriptions of empty tensors in host memory, in the order of `load_parameter_state_from_fully_reshardable`.
+    """Yield descriptions of empty tensors in host memory, for `load_parameter_state_from_fully_reshardable`.
 
-    Megatron 0.19's own function cuts these tensors out of a buffer without the padding of buckets, at offsets that include the
-    padding. With several buckets it therefore warns of damaged data.
+    The order of the tensors is the order in which that function reads them. Megatron 0.19's own counterpart of this function
+    takes the tensors as slices of a buffer that has no padding between buckets, but its offsets include the padding. With
+    several buckets, it therefore warns of damaged data.
     """
     for buffer in part.buffers:
         for param in buffer.param_index_map:
@@ -178,7 +180,7 @@ def restore_optimizer_state(optimizer: MegatronOptimizer, state: dict, steps: in
     with torch.no_grad():
         for number, part in enumerate(_optimizers(optimizer)):
             for of_param in _torch_adam_states(part):
-                of_param.pop("step", None)  # Megatron would look for each tensor of this state in the checkpoint
+                of_param.pop("step", None)  # otherwise Megatron would look for this tensor in the checkpoint
             part.load_parameter_state_from_fully_reshardable(state[number])
             _set_num_steps(part, steps)
 
@@ -209,13 +211,13 @@ def initialize_optimizer_state(optimizer: MegatronOptimizer) -> None:
     for part in _optimizers(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         for state in _torch_adam_states(part):
-            state.setdefault("step", torch.tensor(0.0))  # AdamW creates no state for a parameter that has some
+            state.setdefault("step", torch.tensor(0.0))  # AdamW creates it only for a parameter without any state
 
 
 def _optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """Return the optimizers of the dense parameters and of the experts, which have different data-parallel groups."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [part for part in parts if not part.is_stub_optimizer]  # a pipeline stage may have no experts
+    return [part for part in parts if not part.is_stub_optimizer]  # a stub: the pipeline stage has no experts
 
 
 def _groups(optimizer: MegatronOptimizer) -> list[dict]:
@@ -223,7 +225,7 @@ def _groups(optimizer: MegatronOptimizer) -> list[dict]:
 
 
 def _torch_adam_states(part: DistributedOptimizer) -> list[dict]:
-    """Return the state of each parameter if `part` uses torch's Adam or AdamW, which count steps there; otherwise []."""
+    """Return the state of each parameter if `part` uses torch's Adam or AdamW, otherwise []. This state has the step count."""
     return list(part.optimizer.state.values()) if isinstance(part.optimizer, torch.optim.Adam) else []
 
 
@@ -244,13 +246,16 @@ class _ParamShard:
 def _sharded_states(
     part: DistributedOptimizer, description_of_param: dict[Tensor, ShardedDescription]
 ) -> Iterator[tuple[str, ShardedDescription]]:
-    """Yield (name on this rank, sharded tensor) of the state that this rank writes. In the file, stacked layers share a key."""
+    """Yield (name, sharded tensor) for the optimizer state that this rank writes.
+
+    The names are unique, and only this rank uses them. The keys in the file are not unique, because stacked layers share a key.
+    """
     group = part.data_parallel_group
     for number, (param, shards) in enumerate(_param_shards(part)):
         if all(shard.rank != group.rank() for shard in shards):
             continue
         tensors = part._get_main_param_and_optimizer_states(param)
-        tensors.pop("step", None)  # of torch's AdamW; a checkpoint contains the number of steps only once
+        tensors.pop("step", None)  # only torch's AdamW has it; a checkpoint contains the number of steps only once
         if len(shards) > 1:
             tensors = {key: _assembled(tensor, shards, group) for key, tensor in tensors.items()}
         if shards[0].rank == group.rank():
@@ -287,7 +292,7 @@ def _own_ranges(part: DistributedOptimizer, number: int) -> Iterator[tuple[int, 
 
 
 def _assembled(own_shard: Tensor, shards: list[_ParamShard], group: dist.ProcessGroup) -> Tensor:
-    """On the rank of the first shard, assemble all shards; on the other ranks, send the own shard and return it unchanged."""
+    """On the rank of the first shard, assemble all shards. On the other ranks, send this rank's shard and return it unchanged."""
     if shards[0].rank != group.rank():
         dist.send(own_shard.detach().contiguous(), group=group, group_dst=shards[0].rank)
         return own_shard

@@ -48,7 +48,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class ChunkBounds:
-    """Positions at which the chunks of a pack begin, as kernels for sequences of variable length expect them.
+    """Positions at which the chunks of a pack begin, as attention kernels for sequences of variable length expect them.
 
     Chunk i consists of the queries `queries[i]` to `queries[i + 1]` and of the keys `keys[i]` to `keys[i + 1]`, in the order in
     which the attention calls read them.
@@ -82,8 +82,8 @@ class PackedSequences(PackedSeqParams):
     chunks: ChunkBounds | None = None  # the chunks of all calls, in order
     # [L] indices of the queries, in the order in which the calls read them; None: the queries are in this order
     query_index: Tensor | None = None
-    # [K] indices of the keys, in the order in which the calls read them; None: the keys are in this order. The indices count
-    # through the concatenated keys of all context-parallel ranks.
+    # [K] indices of the keys, in the order in which the calls read them; None: the keys are in this order. An index is a
+    # position in the concatenated keys of all context-parallel ranks.
     key_index: Tensor | None = None
     padding: Tensor | None = None  # [L] True at padding tokens; None: no rank has padding
     num_tokens: int = 0  # S
@@ -114,9 +114,9 @@ def pack(
     the tensor-parallel size, and FP8 kernels need a larger multiple. With `cu_seqlens`, the fields for Transformer Engine's
     attention are set. That attention does not support segments with a parent.
 
-    By default, chunks of equal shape are brought together, so that one batched call computes them. With `in_order`, the chunks
-    keep the order of the tokens, so that the queries need no permutation, and without shared prompts and context parallelism
-    the keys need none either. A kernel for sequences of variable length computes chunks in any order.
+    By default, chunks of equal shape are next to each other, so that one batched call computes them. A kernel for sequences of
+    variable length does not need this. With `in_order`, the chunks keep the order of the tokens, so that the queries need no
+    permutation. Without shared prompts and context parallelism, the keys need no permutation either.
 
     Raises ValueError if the pack or a segment is empty, or if a parent does not precede its child.
     """

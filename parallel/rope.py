@@ -117,7 +117,7 @@ class YarnRope(Rope):
     # If both fields are set, derived_amplitude is yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim).
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True  # the ramp begins and ends at whole pairs
+    truncate: bool = True  # whether the ramp begins and ends at whole pairs
 
     @property
     def amplitude(self) -> float:

@@ -61,11 +61,11 @@ def run_forward_backward[O](
     With `all_reduce_gradients`, every replica gets the whole summed gradient, and not only the shard that its optimizer needs.
     """
     config = chunks[0].config
-    # The function returns a tensor on the device. Megatron would copy a float to the GPU for each micro-batch, and the host would
-    # wait for the copy.
+    # The function must return a tensor on the device. Megatron would copy a float to the GPU in each micro-batch, and the host
+    # would wait for the copy.
     config.moe_grad_scale_func = lambda: torch.full((), aux_scale, device=device())
     for chunk in chunks:
-        chunk.force_all_reduce = all_reduce_gradients  # for reductions that start during the backward pass
+        chunk.force_all_reduce = all_reduce_gradients  # GradientReducer reads it when it starts a reduction
     if not micro_batches:
         if not forward_only:
             config.finalize_model_grads_func(chunks, force_all_reduce=all_reduce_gradients)
@@ -120,7 +120,7 @@ def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callabl
 def _record_backward(output: Tensor, tokens: int) -> None:
     """Record a span that begins when autograd has the gradient of `output`, and ends when the backward pass ends.
 
-    This needs a hook, because Megatron calls the backward pass itself, and its schedules have no option to time it.
+    This needs a hook, because Megatron itself calls the backward pass, and Megatron's schedules cannot measure its duration.
     """
     if not (is_recording() and output.requires_grad):
         return

@@ -1,12 +1,12 @@
-"""Spans: what a process of a run does, when it starts and how long it takes. Each process writes its spans to a file of its own.
+"""Records spans: pieces of work of a process, with start and duration. Each process writes its spans to a file of its own.
 
     with span("optimizer step"):
         ...
 
 Before `start` or `annotate` is called, `span` costs almost nothing: it only tests one variable. If the file cannot be written,
-one warning is logged and the recording ends. Spans never travel to another process. A file has JSON lines: a header for each
-process that wrote to the file, the spans, and a line for each step that a process began again. All processes of a machine share
-its clock. The clocks of several machines are assumed to be synchronised.
+one warning is logged and the recording ends. Spans are never sent to another process. A file has JSON lines: a header for each
+process that wrote to the file, the spans, and a line whenever a process begins a step again. The module assumes that the clocks
+of all machines are synchronised.
 """
 
 import atexit
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["phase", "micro_batch", "collective", "engine_batch", "request", "weight_sync", "checkpoint", "reward"]
 FOLDER = "timeline"  # folder in the run directory
-PROCESS_ENV = "MRL_TIMELINE"  # environment variable that tells a child process where and under which name it records
+PROCESS_ENV = "MRL_TIMELINE"  # environment variable with the folder, role and first rank of a child process's spans
 MAX_FILE_BYTES = 256 * 1024 * 1024  # a process stops recording when its file is this large
 MAX_WAITING_SPANS = 100_000  # spans that wait in memory to be written; further spans are dropped
 WRITE_INTERVAL_S = 1.0
@@ -44,7 +44,7 @@ class _Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.step = path, 0
         self._spans: deque[dict[str, Any]] = deque()  # spans that are not written yet
-        self._dropped = 0  # number of spans that were dropped: the file is full, or the disk is too slow
+        self._dropped = 0  # number of spans that were dropped because the file was full or the disk was too slow
         self._size = path.stat().st_size if path.exists() else 0
         # An earlier process that was killed may have left an incomplete line.
         self._write((b"\n" if self._size else b"") + orjson.dumps(header))
@@ -160,7 +160,7 @@ def _forget(recorder: _Recorder) -> None:
 
 
 def annotate(make_range: Callable[[str], AbstractContextManager[Any]] | None) -> None:
-    """Enter `make_range(name)` for each span, so that a profiler shows the span. If it is None, profilers show no more spans."""
+    """Enter the context `make_range(name)` during each span, so that a profiler shows the span. None: no context."""
     global _annotate
     _annotate = make_range
     _update_state()
@@ -178,9 +178,10 @@ def _update_state() -> None:
 
 
 def begin_step(step: int) -> None:
-    """Let later spans of this process belong to training step `step`. The first step is 1.
+    """Assign the spans of this process to training step `step` from now on. The first step is 1.
 
-    If the process has begun this step or a later one before, it repeats the step. Readers then leave out the earlier spans.
+    If the process has already begun this step or a later step, it now repeats `step`. Readers of the file then ignore the spans
+    of the earlier attempt.
     """
     if (recorder := _recorder) is not None:
         recorder.begin_step(step)
@@ -203,7 +204,7 @@ def is_recording() -> bool:
 def span(name: str, kind: Kind = "phase", **args: Any) -> AbstractContextManager[Any]:
     """Return a context that records its duration as a span. `args` are values that the timeline shows beside the span.
 
-    The duration is the time of the host. On a GPU, an operation may run after its span has ended.
+    The duration is measured on the host. On a GPU, an operation may run after its span has ended.
     """
     return _Span(name, kind, args) if _is_on else _OFF
 
@@ -232,7 +233,10 @@ def child_environment(folder: str | Path, role: str, first_rank: int) -> dict[st
 
 
 def start_from_environment(rank: int = 0) -> None:
-    """Start to record if the parent process asks for it. `rank` is counted from the first rank that the parent names."""
+    """Start to record if the parent process has set `child_environment`.
+
+    The rank of this process is `rank` plus the `first_rank` that the parent has passed.
+    """
     if _recorder is None and PROCESS_ENV in os.environ:
         folder, role, first_rank = json.loads(os.environ[PROCESS_ENV])
         start(folder, role, first_rank + rank, f"{role} rank {first_rank + rank}")

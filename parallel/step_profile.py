@@ -1,4 +1,4 @@
-"""Profiles of whole training steps of one process with torch.profiler, in files that Perfetto and chrome://tracing open."""
+"""Profiles whole training steps of a process with torch.profiler. Perfetto and chrome://tracing open the profiles."""
 
 import logging
 import time
@@ -26,8 +26,8 @@ class StepProfiler:
     def begin_step(self, step: int, enabled: bool, memory: bool = False) -> None:
         """Write the profile of the last step if it was profiled. Profile the step that begins now if `enabled` is true.
 
-        With `memory`, each operator's allocations are part of the profile. On a GPU, a snapshot of the allocator's history is
-        written instead, which pytorch.org/memory_viz shows.
+        With `memory` on a CPU, the profile contains the allocations of each operator. With `memory` on a GPU, a second file
+        contains the history of the allocator, which pytorch.org/memory_viz shows.
         """
         self.finish()
         if not enabled:
@@ -50,7 +50,7 @@ class StepProfiler:
         spans.annotate(spans.device_range() if spans.is_recording() else None)
         synchronize()
         running.stop()
-        incomplete = self._path.with_name(f".{self._path.name}")  # torch compresses the file because it ends with .gz
+        incomplete = self._path.with_name(f".{self._path.name}")  # ends with .gz, too, so torch compresses the file
         running.export_chrome_trace(str(incomplete))
         incomplete.rename(self._path)
         if self._memory and has_cuda():

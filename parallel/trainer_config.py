@@ -26,7 +26,7 @@ class DivergenceKind(StrEnum):
 
 
 MIN_REST_PROB = 1e-6
-"""Least probability of all tokens outside the top k together. Float32 sums of probabilities are not more exact than this."""
+"""Lower bound of the total probability of all tokens outside the top k. Float32 sums of probabilities have about this error."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,12 @@ class Divergence:
         forward_kl  KL(t || s) = sum_j t_j log(t_j / s_j)
         reverse_kl  KL(s || t) = sum_j s_j log(s_j / t_j)
         js          beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s, the generalized Jensen-Shannon
-                    divergence (GKD, Agarwal et al. 2024, arXiv 2306.13649, eq. 1). Its gradient, divided by beta, tends to that
-                    of forward_kl for beta -> 0; divided by 1 - beta, to that of reverse_kl for beta -> 1
+                    divergence (GKD, Agarwal et al. 2024, arXiv 2306.13649, eq. 1)
 
-    Raises ValueError for another kind, and for `js` with a beta that is not between 0 and 1.
+    The gradient of js, divided by beta, tends to the gradient of forward_kl for beta -> 0. The gradient of js, divided by
+    1 - beta, tends to the gradient of reverse_kl for beta -> 1.
+
+    Raises ValueError for an unknown kind, and for `js` with a beta that is not between 0 and 1.
     """
 
     kind: DivergenceKind = DivergenceKind.reverse_kl

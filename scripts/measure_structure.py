@@ -6,10 +6,10 @@ The script only reads source text and imports nothing of the project. So it can 
 1 if a limit is exceeded or a call path is broken. If CHECKOUT is not the script's own checkout, the exit status is always 0,
 because scripts/call_paths.json contains the call paths of the script's own revision.
 
-A call path follows one sample or one weight through the code. It contains every function of this project that is running when the
-next function of the path is called. It also contains each helper that builds the object which carries the sample or the weight
-from then on, such as a request, a block or a batch. It does not contain other helpers, functions that only read the sample (such
-as rewards, advantages and logs), or functions of Megatron and SGLang.
+A call path follows one sample or one weight through the code. The path contains every function of this project that is running
+when the next function of the path is called. It also contains each helper that builds the object which carries the sample or the
+weight from then on, such as a request, a block or a batch. It does not contain other helpers, functions that only read the sample
+(such as rewards, advantages and logs), or functions of Megatron and SGLang.
 """
 
 import argparse
@@ -124,8 +124,9 @@ def is_section_class(node: ast.ClassDef) -> bool:
 def broken_links(root: Path, path: list[str]) -> list[str]:
     """Return the errors in a call path. Each link of `path` is a function, `file.py:Class.method`, in the order of the calls.
 
-    Every function must exist, and its source must contain the name of the next function. Instead of the name of a special method
-    such as `__call__`, it must contain the name of the class. Instead of a nested function, it may name the outer function.
+    Every function must exist, and its source must contain the name of the next function. If the next function is a special method
+    such as `__call__`, the source must contain the name of the class instead. If the next function is nested, the source may
+    contain the name of the outer function instead.
 
     A link may end with " -> " and a reason why the function does not name the next function. The reason "return" means that the
     function returns, and that an earlier function of the path names the next function. Any other reason, such as a call through

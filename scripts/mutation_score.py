@@ -1,12 +1,12 @@
-"""Mutation testing with the operators of cosmic-ray: measures which fraction of small changes of the code the unit tests notice.
+"""Mutation testing with the operators of cosmic-ray: measures the fraction of small code changes that the unit tests notice.
 
     python scripts/mutation_score.py [--sample 10] [--seed 0] [--module PART_OF_A_PATH] [--minimum 0.85]
 
 Each mutant changes one operator, comparison, number or boolean of a target module. The unit tests that import this module
 run on the mutant, in a fork of a process that has imported the libraries already. So a mutant takes about a second, whereas
 cosmic-ray itself would start a new interpreter for each mutant. A mutant is caught if a test fails or if the tests take more
-than a minute. The exit status is 1 if the fraction of caught mutants is below the minimum. Mutants that cannot change any
-result are left out. The file scripts/equivalent_mutants.json, if it exists, lists them with reasons.
+than a minute. The exit status is 1 if the fraction of caught mutants is below the minimum. The fraction does not count mutants
+that cannot change any result. The file scripts/equivalent_mutants.json, if it exists, lists these mutants with reasons.
 """
 
 import argparse
@@ -44,7 +44,7 @@ TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed place of one module."""
+    """A module with one changed place."""
 
     path: Path
     line: int
@@ -76,7 +76,7 @@ class _Mutator(Visitor):
 def mutants_of(path: Path) -> list[Mutant]:
     """Return every mutant of a module.
 
-    Changes of annotations and of the options of `@dataclass` are left out, because they change no result.
+    The list does not contain changes of annotations and of the options of `@dataclass`, because they change no result.
     """
     source, tests = path.read_text(), tests_of(path)
     found: dict[str, Mutant] = {}
@@ -162,7 +162,7 @@ def _run_tests(mutant: Mutant) -> None:
 
 
 def preload() -> None:
-    """Import the libraries that the tests need. Each fork later imports the project itself, with its own mutant."""
+    """Import the libraries that the tests need. Each fork then imports the project itself, with the fork's mutant."""
     import hypothesis  # noqa: F401
     import numpy  # noqa: F401
     import omegaconf  # noqa: F401
@@ -176,7 +176,7 @@ def preload() -> None:
 
 
 def draw_sample(mutants: list[Mutant], per_module: int, seed: int) -> list[Mutant]:
-    """Return a random sample of `per_module` mutants of each module; 0 returns all mutants."""
+    """Return a random sample of `per_module` mutants of each module, or all mutants if `per_module` is 0."""
     generator, sample = random.Random(seed), []
     for path in sorted({mutant.path for mutant in mutants}):
         of_module = [mutant for mutant in mutants if mutant.path == path]

@@ -3,16 +3,16 @@
     python scripts/proven.py [--check]
 
 scripts/proven.json maps each feature to patterns of its tests. A pattern is a file in tests/, or FILE::PATTERN for some tests of
-a file. With " on GPUs" or " on several GPUs" at its end, it counts only there. `kinds` has patterns of the tests that use
-replacements for Transformer Engine, CUDA, GPUs or nodes.
+a file. A pattern that ends with " on GPUs" or " on several GPUs" counts only on these devices. The key `kinds` has patterns of
+the tests that use replacements for Transformer Engine, CUDA, GPUs or nodes.
 
 The script reads the source of the tests and imports nothing of the project. It fails if a pattern matches no test, if a feature
 has no test, or if a test of tests/gpu belongs to no feature. With --check, it writes nothing, and it also fails if the page is
 not current.
 
-Runs on GPUs are in benchmarks/results/*.json, such as files that `mrl bench gpu` wrote. Each file has the keys `card` (name of
-the GPU; also as `machine.card`), `date`, `programs` (from a test such as "tests/gpu/test_actor.py::test_x" to "passed" or
-another word), and optionally `gpus`, the number of GPUs, which is 1 by default.
+The results of runs on GPUs are in benchmarks/results/*.json, such as files that `mrl bench gpu` wrote. Each file has the keys
+`card` (name of the GPU; also as `machine.card`), `date`, `programs` (test, such as "tests/gpu/test_actor.py::test_x" -> "passed"
+or another outcome), and optionally `gpus`, the number of GPUs, which is 1 by default.
 """
 
 import argparse
@@ -122,7 +122,7 @@ class GpuRun:
 
 
 def matches(test: FoundTest, patterns: Iterable[str], column: str | None = None) -> bool:
-    """Return whether a test matches one of the patterns, and the pattern counts in `column` if it is given."""
+    """Return whether a test matches one of the patterns, and, if `column` is given, whether this pattern counts in the column."""
     for pattern in patterns:
         place, _, devices = pattern.partition(" on ")
         file, _, name = f"tests/{place}".partition("::")
@@ -166,7 +166,7 @@ def _ranks(decorators: Iterable[ast.expr]) -> frozenset[bool]:
 def read_runs(root: Path) -> dict[str, list[GpuRun]]:
     """Return the runs of each test on GPUs, the latest first.
 
-    The cases of a test in one file count as one run. Its outcome is "passed" if no case failed and one passed.
+    The cases of a test in one file count as one run. The outcome is "passed" if no case failed and at least one case passed.
     """
     runs: dict[str, list[GpuRun]] = {}
     for path in sorted((root / RESULTS).glob("*.json")):
@@ -184,7 +184,7 @@ def read_runs(root: Path) -> dict[str, list[GpuRun]]:
 
 
 def _latest(runs: Iterable[GpuRun], column: str) -> GpuRun | None:
-    """Return the latest run that counts in a column. A skipped test has not run, and one GPU proves nothing about several."""
+    """Return the latest run that counts in a column: not a skipped test, and for several GPUs not a run on one GPU."""
     return next((run for run in runs if run.outcome != "skipped" and (column == ONE_GPU or run.gpus > 1)), None)
 
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, and a fixture that forks the ranks of multi-process tests from this process."""
+"""Settings and fixtures of all tests: each process uses one thread, and `run_ranks` forks the ranks of a multi-process test."""
 
 import os
 
@@ -18,8 +18,8 @@ from rank_processes import run_in_processes
 
 pytest_plugins = ["device_scheduler"]
 
-# `make test` runs the same examples every time; `make test-all` draws new ones with --hypothesis-profile=random.
-# Tests run concurrently, so the duration of an example means nothing.
+# `make test` runs the same Hypothesis examples every time. `make test-all` draws new examples (--hypothesis-profile=random).
+# Examples have no deadline: tests run concurrently, so the duration of an example depends on the other tests.
 for profile, fixed in (("fixed", True), ("random", False)):
     hypothesis.settings.register_profile(
         profile, deadline=None, derandomize=fixed, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -27,14 +27,15 @@ for profile, fixed in (("fixed", True), ("random", False)):
 hypothesis.settings.load_profile("fixed")
 
 
-# Megatron imports absl, which TensorBoard needs. The log handler of absl closes its stream when Hydra configures logging, except
-# if the stream is `sys.stderr` at that moment. In a test with capsys, the handler would close pytest's file of captured output.
+# Megatron imports absl, a dependency of TensorBoard. When Hydra configures logging, absl's log handler closes its stream, unless
+# the stream is a standard stream of the process at that moment. By default, the stream is the file into which pytest captures
+# output. In a test with capsys, this file is not `sys.stderr`, so absl would close it.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of a parametrized test as extended, except those that `extended_except(*ids)` names."""
+    """If a test has the marker `extended_except(*ids)`, mark all its cases as extended, except the cases with these ids."""
     for item in items:
         exception = item.get_closest_marker("extended_except")
         if exception and item.callspec.id not in exception.args:
@@ -42,14 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what the imports have created from later garbage collections, which would pause a test for a noticeable time."""
+    """Exclude the objects that the imports have created from later garbage collections, so that collections take less time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def own_records(caplog):
-    """`own_records()` -> the log records of this test from our own packages. Other libraries log at any time."""
+    """`own_records()` -> the log records of this test from `mrl`, `models` and `parallel`, but not from other libraries."""
 
     def records() -> list[logging.LogRecord]:
         return [record for record in caplog.records if record.name.partition(".")[0] in ("mrl", "models", "parallel")]
@@ -63,7 +64,7 @@ def run_ranks():
     from parallel import device
 
     device.patch_megatron_for_cpu()
-    # Import once, before the forks, what Megatron otherwise imports when a model is built.
+    # Every rank needs these modules when it builds a model. A fork gets them from this process, so no rank imports them itself.
     import megatron.core.models.mimo.optimizer  # noqa: F401
 
     import mrl.workers.parity_trace  # noqa: F401

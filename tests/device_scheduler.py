@@ -1,8 +1,9 @@
-"""Plug-in of pytest: each test gets as many devices as it needs, and tests run side by side on the devices of this machine.
+"""pytest plug-in that runs tests side by side on the devices of this machine. Each test gets as many devices as it needs.
 
-`pytest -m gpu` uses all visible GPUs, and `--devices N` only N of them. Without GPUs, `--devices N` declares N slots.
-A test that needs two devices is marked `@pytest.mark.devices(2)`. Without this marker, a test needs one device. pytest-xdist
-starts one worker for each device. With -n0, or with one device, the tests run one after another in the process of the command.
+`pytest -m gpu` uses all visible GPUs. `pytest --devices N` uses only N of them. On a machine without GPUs, `--devices N` pretends
+that there are N devices. A test that needs two devices is marked `@pytest.mark.devices(2)`. Without this marker, a test needs one
+device. pytest-xdist starts one worker for each device. With -n0, or with one device, the main pytest process runs the tests one
+after another.
 """
 
 import json
@@ -22,18 +23,19 @@ import pytest
 from xdist.scheduler import LoadScheduling
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-NEEDS_FILE = "needs_file"  # key of the input of a worker: file in which the worker lists the needs of its tests
+NEEDS_FILE = "needs_file"  # key of `workerinput`: the file to which a worker writes how many devices each test needs
 
 
 class DeviceSchedule:
-    """Chooses which test starts next, and on which devices. The caller runs the tests, and says when they end.
+    """Chooses which test starts next, and on which devices. The caller runs the tests, and calls `end` when a test ends.
 
-    Of the waiting tests that fit on the free devices, the one that needs most devices starts, and of several the first. So no
-    device is idle while a waiting test could run on it. No test starves: while a test waits, another test that needs at least as
-    many devices is running. Proof: when the last such test ends, its devices suffice for the waiting test. All tests end within
-    2 max(longest test, device-seconds / (N + 1)) on N devices (Garey and Graham 1975, list scheduling with one resource).
+    Among the waiting tests that fit on the free devices, the test that needs most devices starts. If several tests need equally
+    many, the first of them starts. So no device is idle while a waiting test could run on it. No test starves: while a test
+    waits, at least one running test needs at least as many devices. When the last of these running tests ends, the waiting test
+    fits on its devices. On N devices, all tests end within 2 max(longest test, device-seconds / (N + 1)) (Garey and Graham 1975,
+    list scheduling with one resource).
 
-    Raises ValueError if a test needs more devices than there are, or none.
+    Raises ValueError if a test needs no device, or more devices than there are.
     """
 
     def __init__(self, devices: Sequence[str], needs: Sequence[int]):
@@ -47,11 +49,11 @@ class DeviceSchedule:
             self.repeat(test)
 
     def repeat(self, test: int) -> None:
-        """Let a test wait to be started, once more if it has already run."""
+        """Add a test to the waiting tests. A test that has already run then runs once more."""
         insort(self.waiting, test, key=lambda test: (-self.needs[test], test))
 
     def start_next(self) -> int | None:
-        """Start a test, whose devices are then `running[test]`. Returns None if no waiting test fits on the free devices."""
+        """Return the test that starts now, and store its devices in `running`. Returns None if no waiting test can start."""
         test = next((test for test in self.waiting if self.needs[test] <= len(self.free)), None)
         if test is not None:
             self.waiting.remove(test)
@@ -59,7 +61,7 @@ class DeviceSchedule:
         return test
 
     def end(self, test: int) -> list[str]:
-        """Free the devices of a test that has ended, also by a crash, and return them."""
+        """Free and return the devices of a test that has ended or crashed."""
         devices = self.running.pop(test)
         for device in devices:
             insort(self.free, device, key=self.devices.index)
@@ -68,7 +70,7 @@ class DeviceSchedule:
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A finished test: its id, its devices, and the times of its start and end (s)."""
+    """A finished test: its id, its devices, and when it started and ended (s)."""
 
     test: str
     devices: list[str]
@@ -77,7 +79,7 @@ class DeviceUse:
 
 
 def summary_of(devices: Sequence[str], uses: Sequence[DeviceUse]) -> dict[str, Any]:
-    """Return the wall time (s), the least time that any order of the tests needs (s), and the busy fraction of each device."""
+    """Return the wall time (s), a lower bound of it for any order of the tests (s), and the busy fraction of each device."""
     wall = max(use.end_s for use in uses) - min(use.start_s for use in uses)
     spans = [use.end_s - use.start_s for use in uses]
     area = sum(span * len(use.devices) for span, use in zip(spans, uses, strict=True))
@@ -93,7 +95,7 @@ class DeviceScheduling(LoadScheduling):
 
     def __init__(self, config: pytest.Config, log: Any, devices: Sequence[str], uses: list[DeviceUse]):
         super().__init__(config, log)
-        self.devices, self.uses = devices, uses  # `uses` receives the finished tests
+        self.devices, self.uses = devices, uses  # this object appends every finished test to `uses`
         self.queue = DeviceSchedule(devices, [])
         self.ids: list[str] = []
         self.starts: dict[int, float] = {}  # running test -> time of its start (s)
@@ -111,11 +113,12 @@ class DeviceScheduling(LoadScheduling):
         super().add_node_collection(
             node, [f"{test} needs {need}" for test, need in zip(collection, needs, strict=True)]
         )
-        if node not in self.node2collection:  # it replaces a worker that crashed
+        # pytest-xdist rejects a collection only if it comes from a worker that replaces a crashed worker.
+        if node not in self.node2collection:
             raise RuntimeError(f"{node} collected other tests than the workers before it")
 
     def schedule(self) -> None:
-        """Start tests. The first call comes when all workers have collected the same tests with the same needs."""
+        """Start tests. pytest-xdist makes the first call when all workers have collected their tests, which must be the same."""
         if self.collection is None and self._check_nodes_have_same_collection():
             self.collection = next(iter(self.node2collection.values()))
             ids_and_needs = [entry.rpartition(" needs ") for entry in self.collection]
@@ -132,7 +135,7 @@ class DeviceScheduling(LoadScheduling):
         self._start_tests()
 
     def remove_node(self, node: Any) -> str | None:
-        """Forget a worker that has ended. If it crashed in a test, free the devices and return the id of the test."""
+        """Forget a worker that has ended. If it crashed during a test, free the devices of the test and return the test's id."""
         crashed = self.node2pending.pop(node)
         for test in crashed:
             self._end(test)
@@ -161,7 +164,7 @@ class DeviceProcess:
         self.devices = devices
 
     def need(self, item: pytest.Item) -> int:
-        """Return the number of devices that a test occupies. A test that needs more than there are is skipped, on one device."""
+        """Return the number of devices that a test occupies: 1 if the test is skipped because it needs more than there are."""
         need = devices_needed(item)
         return need if need <= len(self.devices) else 1
 
@@ -172,15 +175,16 @@ class DeviceProcess:
 
 
 class DeviceWorker(DeviceProcess):
-    """Part of the plug-in for a worker of pytest-xdist: runs one test at a time, with the devices that come with it.
+    """Part of the plug-in for a worker of pytest-xdist: runs one test at a time, on the devices that the scheduler chose for it.
 
-    The loop of pytest-xdist starts a test only when it also knows the next one, because fixtures that both use stay set up. So a
-    test would wait while its devices are idle. This loop does not wait: only the fixtures of the session stay set up.
+    The loop of pytest-xdist starts a test only when it also knows the next test, so that it can keep the fixtures that both tests
+    use. Meanwhile, the devices of the first test would be idle. The loop of this class starts a test at once, and keeps only the
+    fixtures of the session.
     """
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write the need of each test to a file. After this, pytest-xdist sends the ids of the tests to the scheduler."""
+        """Write to a file how many devices each test needs, before pytest-xdist sends the ids of the tests to the scheduler."""
         needs = [self.need(item) for item in session.items]
         Path(session.config.workerinput[NEEDS_FILE]).write_text(json.dumps(needs))
 
@@ -193,11 +197,11 @@ class DeviceWorker(DeviceProcess):
         connection.channel.setcallback(commands.put, endmarker=shutdown)
         for _, command in iter(commands.get, shutdown):
             (index,) = command["indices"]
-            connection.item_index = index  # the reports of the test name it
+            connection.item_index = index  # pytest-xdist adds this number to each report of the test
             start = time.monotonic()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv(VISIBLE, ",".join(command["devices"]))
-                # `nextitem` may be any node: pytest keeps the fixtures of the node and of its parents.
+                # `nextitem` may be any node: pytest keeps the fixtures of this node and of its parents.
                 session.config.hook.pytest_runtest_protocol(item=session.items[index], nextitem=session)
             duration = time.monotonic() - start
             connection.sendevent("runtest_protocol_complete", item_index=index, duration=duration)
@@ -207,11 +211,11 @@ class DeviceWorker(DeviceProcess):
 
 
 class DeviceController(DeviceProcess):
-    """Part of the plug-in for the process of the command: gives devices to the tests, and reports how busy they were."""
+    """Part of the plug-in for the main pytest process: gives devices to the tests, and reports how busy the devices were."""
 
     def __init__(self, devices: Sequence[str], folder: Path):
         super().__init__(devices)
-        self.folder = folder  # for files of the workers
+        self.folder = folder  # folder of the workers' files (NEEDS_FILE)
         self.uses: list[DeviceUse] = []
 
     @pytest.hookimpl(optionalhook=True)
@@ -224,7 +228,7 @@ class DeviceController(DeviceProcess):
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Run a test on the first devices. With workers, this process runs no test."""
+        """Run a test on the first devices of the list. pytest calls this hook only if there are no workers."""
         devices, start = list(self.devices[: self.need(item)]), time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(VISIBLE, ",".join(devices))
@@ -261,15 +265,15 @@ def visible_gpus() -> list[str]:
     """Return the ids of the GPUs that CUDA_VISIBLE_DEVICES shows to this process. Does not initialize CUDA."""
     if VISIBLE in os.environ:
         return [gpu for gpu in os.environ[VISIBLE].split(",") if gpu]
-    import torch  # here, because it takes seconds
+    import torch  # imported only here, because the import takes seconds
 
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
 def scheduled_devices(config: pytest.Config) -> list[str]:
-    """Return the ids of the devices that this plug-in gives to tests; none if it leaves the tests alone.
+    """Return the ids of the devices on which this plug-in runs tests, or an empty list if the plug-in is not in use.
 
-    Raises UsageError if `--devices` is no number of devices of this machine.
+    Raises UsageError if `--devices` is less than 1 or more than the number of visible GPUs.
     """
     count, gpus = config.getoption("devices"), re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr"))
     if count is None and not gpus:
@@ -308,15 +312,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     config.pluginmanager.register(DeviceController(devices, Path(folder.name)))
     if workers is None and len(devices) > 1 and not config.getoption("usepdb"):
-        config.option.tx, config.option.dist = ["popen"] * len(devices), "load"  # what -n sets
+        config.option.tx, config.option.dist = ["popen"] * len(devices), "load"  # the options that -n sets
 
 
 @pytest.fixture
 def devices(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Ids of the devices of this test, as many as its marker `devices` says, 1 by default. Skips the test if there are fewer.
+    """Ids of the devices of this test. The marker `devices` says how many (1 by default). Skips the test if there are fewer.
 
-    CUDA_VISIBLE_DEVICES has these ids while the test runs. After a process has used CUDA, a change of the variable has no effect,
-    and a worker runs many tests. So a test must not use CUDA in its own process, but only in processes that it starts.
+    CUDA_VISIBLE_DEVICES contains these ids while the test runs. One process runs many tests, and a change of the variable has no
+    effect in a process that has used CUDA. So a test must use CUDA only in processes that it starts, not in its own process.
     """
     found, need = visible_gpus(), devices_needed(request.node)
     if len(found) < need:

@@ -1,4 +1,4 @@
-"""Command blocks of the documentation: the commands in each ```bash fence of README.md and docs/."""
+"""Reads the commands in the ```bash blocks of README.md, CONTRIBUTING.md, AGENTS.md and docs/."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ FENCE = re.compile(r"(?:<!-- needs: (?P<needs>[^>]+?) -->\n)?```bash\n(?P<text>.
 
 @dataclass(frozen=True)
 class Block:
-    """One fence. `needs`: what its commands need and a test machine lacks, for example "a cluster"; None: nothing."""
+    """One ```bash block. `needs`: what its commands need but a test machine does not have, such as "a cluster", or None."""
 
     page: str
     line: int

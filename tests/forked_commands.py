@@ -1,7 +1,7 @@
-"""Runs `mrl train` many times in forks of one process that has imported it, so that each run takes a fraction of a second.
+"""Runs `mrl train` many times, in forks of a process that has already imported it. So each run takes a fraction of a second.
 
-`python forked_commands.py` reads a JSON object per line from stdin: argv, cwd, output (a file), env and limit_s. It answers each
-object with a line that holds the exit status of the fork. The status is negative if a signal ended the fork.
+`python forked_commands.py` reads one JSON object per line from stdin, with the keys argv, cwd, output (a file), env and limit_s.
+It answers each object with one line: the exit status of the fork, which is negative if a signal ended the fork.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from mrl_runs import TAG
 
 
 def serve() -> None:
-    """Answer the requests on stdin until it closes."""
+    """Answer the requests on stdin until stdin is closed."""
     from mrl.commands import train_process  # the process that the supervisor of `mrl train` starts
 
     for module in ("transformers", "torch", "sglang.srt.server_args", "mrl.rollout.agents.tools", "pyarrow.parquet"):
@@ -35,7 +35,7 @@ def serve() -> None:
 
 
 def _run(main: Any, request: dict[str, Any]) -> None:
-    """Run the command in this fork, and end the fork as the interpreter ends a process."""
+    """Run the command in this fork, and end the fork with the exit status that a separate process of the command would have."""
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     with open(request["output"], "w") as output:
@@ -66,7 +66,7 @@ def _wait(child: int, limit_s: float) -> int:
 
 
 class ForkedCommands:
-    """Client of `serve`: starts the process, and runs commands in it."""
+    """Client of `serve`: starts a process that runs `serve`, and sends commands to it."""
 
     def __init__(self) -> None:
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
@@ -75,7 +75,7 @@ class ForkedCommands:
         )
 
     def run(self, argv: list[str], folder: Path, tag: str, limit_s: float = 180.0) -> tuple[int, str]:
-        """Run `mrl train ARGV` in `folder`. Returns exit status and output. Its children inherit the variable TAG."""
+        """Run `mrl train ARGV` in `folder`, and return its exit status and output. Its processes inherit the variable TAG."""
         output = folder / "terminal.log"
         request = dict(argv=argv, cwd=str(folder), output=str(output), env={TAG: tag}, limit_s=limit_s)
         assert self._server.stdin and self._server.stdout
@@ -91,7 +91,7 @@ class ForkedCommands:
 
 @contextlib.contextmanager
 def forked_commands() -> Iterator[ForkedCommands]:
-    """Return a context with a server of commands, which ends with it."""
+    """Return a context with a ForkedCommands, which is closed at the end of the context."""
     commands = ForkedCommands()
     try:
         yield commands

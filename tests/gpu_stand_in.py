@@ -1,9 +1,10 @@
-"""Simulated GPUs for whole runs: the processes of a run decide as on a machine with GPUs, and compute on the CPU.
+"""Simulated GPUs for whole runs: the processes take the branches for a machine with GPUs, but compute on the CPU.
 
-tests/simulated_gpus/sitecustomize.py calls `install` in every process of a Ray node whose environment has HOST. The modules in
-STAND_INS are changed when such a process imports them. Trainer ranks use Transformer Engine's own Python (tests/te_process.py). A
-transfer slot of CUDA IPC is in shared memory. Its handle has the form of torch's handle of CUDA IPC, and only a process that sees
-the GPU in the handle can open it. Everything else is the code of the run.
+tests/simulated_gpus/sitecustomize.py calls `install` in every process whose environment contains the variable HOST. A test sets
+this variable for a Ray node. `install` arranges that the modules in STAND_INS are changed when the process imports them. Trainer
+ranks use the unmodified Python code of Transformer Engine (tests/te_process.py). The transport `cuda_ipc` has its transfer slots
+in shared memory. The handle of such a slot has the form of torch's CUDA IPC handle, and only a process that sees the GPU in the
+handle can open the slot. All other code is that of a real run.
 """
 
 import importlib.abc
@@ -20,7 +21,7 @@ DEVICE_ARGUMENT = 6  # position of the device index among the arguments of torch
 
 
 def install() -> None:
-    """Give the modules in STAND_INS their stand-ins when this process imports them."""
+    """Arrange that each module in STAND_INS is changed when this process imports it."""
     sys.meta_path.insert(0, _Finder())
 
 
@@ -30,7 +31,7 @@ def visible_gpus() -> list[str]:
 
 
 def python_path(*folders: str) -> str:
-    """Return the PYTHONPATH of a driver whose processes shall use simulated GPUs."""
+    """Return a PYTHONPATH with which the driver and all processes of its run use simulated GPUs."""
     return os.pathsep.join([SITE, os.path.dirname(SITE), *folders])
 
 
@@ -51,13 +52,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _use_transformer_engine(device: Any) -> None:
-    """Trainer ranks prepare Megatron for a GPU with Transformer Engine where they otherwise prepare it for a CPU."""
+    """Make trainer ranks prepare Megatron for a GPU with Transformer Engine instead of for a CPU."""
     patch = device.patch_megatron_for_cpu
 
     def install_transformer_engine() -> None:
         from te_process import install
 
-        device.patch_megatron_for_cpu = patch  # `install` calls it
+        device.patch_megatron_for_cpu = patch  # `install` calls the original function
         install()
 
     device.patch_megatron_for_cpu = install_transformer_engine
@@ -97,7 +98,7 @@ class _Torch(types.ModuleType):
 
 
 def open_shared_memory(*arguments: Any) -> Any:
-    """Stand-in of torch's rebuild_cuda_tensor: return the memory [bytes] of another process."""
+    """Stand-in for torch's rebuild_cuda_tensor: return the memory [bytes] of another process."""
     import torch
 
     device, path, nbytes = arguments[DEVICE_ARGUMENT:]
@@ -106,7 +107,7 @@ def open_shared_memory(*arguments: Any) -> Any:
 
 
 def _reduce_tensor(tensor: Any) -> tuple[Callable, tuple]:
-    """Stand-in of torch's reduce_tensor for memory of a GPU: move the tensor's storage into shared memory and describe it."""
+    """Stand-in for torch's reduce_tensor: move the storage into shared memory, and return how another process opens it."""
     fd, nbytes = tensor.untyped_storage()._share_fd_cpu_()
     return open_shared_memory, (*[None] * DEVICE_ARGUMENT, 0, f"/proc/{os.getpid()}/fd/{fd}", nbytes)
 
@@ -132,11 +133,11 @@ def _locate_trainer_rank(session: Any) -> None:
     session.location_of = lambda device: location_of(torch.device("cuda", 0))
     session._local_address = lambda url: (
         "localhost"
-    )  # several hosts may not use a loopback address; these are simulated
+    )  # for several real hosts, this would be an address that other hosts can reach; simulated hosts are one machine
 
 
 def _locate_engine_rank(receiver: Any) -> None:
-    """An engine's weights are on the GPU with the index of the rank on its node, and are hashed as on a GPU."""
+    """Locate the weights of an engine rank on the GPU that has the rank's index on its node, and hash them as on a GPU."""
     import torch
 
     from mrl.weight_sync.sender import _weighted_sum
@@ -158,4 +159,4 @@ STAND_INS: dict[str, Callable[[Any], None]] = {
     "mrl.weight_sync.session": _locate_trainer_rank,
     "mrl.weight_sync.receiver": _locate_engine_rank,
 }
-"""Module -> function that gives it its stand-ins."""
+"""Name of a module -> function that changes the imported module."""

@@ -1,7 +1,8 @@
-"""Finds the operations that would make the host wait for the GPU, in code that runs on a CPU.
+"""Finds the operations on which the host would wait for a GPU. The checked code runs on a CPU.
 
-A GPU works through a queue of kernels while the host adds further kernels. If the host needs a value, a number of elements, or a
-copy between host and device without pinned memory, it must wait until the queue is empty, and then the GPU waits for the host.
+A GPU works through a queue of kernels while the host adds further kernels. The host must wait until the queue is empty if it
+needs a value or the number of elements of a result, or if it copies between host and device without pinned memory. Afterwards,
+the GPU is idle until the host has added new kernels.
 """
 
 import traceback
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-# Kernels whose result is a Python value, or has a number of elements that depends on the values of a tensor.
+# Kernels whose result is a Python value, or a tensor whose number of elements depends on the values of the arguments.
 WAITING_KERNELS = {
     aten._local_scalar_dense,  # item(), bool(), int(), float(), and a tensor as an index, a size or a condition
     aten.nonzero,
@@ -28,20 +29,20 @@ WAITING_KERNELS = {
     aten.allclose,
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
-# Functions that read a tensor on the CPU without a kernel. On a GPU they copy the tensor to the host.
+# Functions that copy a tensor from a GPU to the host. If the tensor is on the CPU, they call no kernel that could be recorded.
 COPIES_TO_HOST = {"tolist", "numpy", "cpu", "__array__"}
-# Functions that make a tensor from Python numbers; with a device they copy it from pageable memory, which waits.
+# Functions that make a tensor from Python numbers. If they make it on a GPU, the host waits, because its memory is pageable.
 COPIES_FROM_HOST = {"tensor", "as_tensor", "new_tensor"}
-# The places at which the code waits on purpose: (end of the file's path, function).
+# The function whose copies do not wait on a GPU, because it uses pinned memory: (end of the file's path, function).
 PINNED_COPY = ("parallel/device.py", "copy_to_device")
 
 
 class HostWaits(AbstractContextManager):
-    """Context that records in `found` every operation on which the host would wait, with the lines that call it.
+    """Context that records in `found` every operation on which the host would wait, with the lines of code that call it.
 
     Every tensor counts as a tensor on the GPU, except those that the code makes with `device="cpu"`. `recording` switches the
-    record on and off. `allowed` are the functions that may wait, each as (end of the file's path, name of the function or "" for
-    all). A function that such a function calls may not.
+    recording on and off. `allowed` lists the functions that may wait, each as (end of the file's path, function name), where ""
+    means all functions of the file. An operation counts as allowed only if an allowed function calls it directly.
     """
 
     def __init__(self, *allowed: tuple[str, str], recording: bool = True) -> None:
@@ -93,7 +94,7 @@ class HostWaits(AbstractContextManager):
 
 
 class _Functions(TorchFunctionMode):
-    """Sees calls of torch's Python functions."""
+    """Records the calls of torch's Python functions on which the host would wait."""
 
     def __init__(self, waits: HostWaits) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ def _names_device(args: tuple, kwargs: dict) -> bool:
 
 
 class _Kernels(TorchDispatchMode):
-    """Sees calls of kernels, also of those that C++ code and the backward pass call."""
+    """Records the calls of kernels on which the host would wait, also those from C++ code and from the backward pass."""
 
     def __init__(self, waits: HostWaits) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class _Kernels(TorchDispatchMode):
 
 
 def _counts_true_elements(packet, args: tuple) -> bool:
-    """Whether indexing needs the number of true elements of a mask. An assignment of one number becomes `masked_fill`."""
+    """Return whether indexing needs the number of a mask's true elements. torch assigns a single number by `masked_fill`."""
     has_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     assigns_number = "put" in packet.__name__ and args[2].numel() == 1
     return has_mask and not assigns_number

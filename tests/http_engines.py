@@ -14,13 +14,13 @@ from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.spec import RolloutSpec
 
 BROKEN = 0
-"""Used in place of an HTTP status: the server breaks the connection."""
+"""Value for `statuses`: the server breaks the connection instead of answering."""
 
 
 def reserve_port() -> socket.socket:
-    """Return a socket that is bound to a free port of 127.0.0.1. While it is open, no other process gets the port.
+    """Return a socket that is bound to a free port of 127.0.0.1. While the socket is open, no other process gets the port.
 
-    It does not listen, so connections are refused, unless a server of this process listens on the port.
+    The socket does not listen. Connections to the port are refused unless a server of this process listens on it.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,14 +36,14 @@ class HttpEngine:
 
     ready_status = 200
     server_info: ClassVar[dict] = {"enable_deterministic_inference": True}
-    key = ""  # API key that requests must have; "": none
+    key = ""  # API key that requests must have; "": they need none
 
     def __init__(self, *, delay_s: float = 0.01, statuses: tuple[int, ...] = (), computing: bool = True) -> None:
         self.delay_s, self.statuses, self.computing = delay_s, list(statuses), computing
         self.inputs: list[list[int]] = []
         self.seeds: list[int | None] = []
         self.posts = self.busy = self.busiest = self.heartbeats = 0
-        self._port = reserve_port()  # kept after the end of the server, so that connections to it are refused
+        self._port = reserve_port()  # stays open after `stop`, so that connections to this port are refused
         self.url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
         self._loop, ready = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
@@ -58,7 +58,7 @@ class HttpEngine:
             app.router.add_get("/v1/loads", self.loads)
             app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response(status=self.ready_status)))
             app.router.add_get("/server_info", self.describe)
-            self._runner = web.AppRunner(app, handler_cancellation=True)  # stops when the client disconnects
+            self._runner = web.AppRunner(app, handler_cancellation=True)  # cancels when a client leaves
             await self._runner.setup()
             await web.TCPSite(self._runner, *self._port.getsockname(), reuse_address=True).start()
             ready.set()
@@ -123,7 +123,7 @@ class HttpEngine:
 
 
 def spec_of(run_dir, **settings) -> RolloutSpec:
-    """Spec of an engine pool. Prompts and rewards, which the pool does not use, are left out."""
+    """Return the spec of an engine pool. Prompts and rewards are None, because the pool does not use them."""
     unused = dict(
         train=None, test=None, reward=None, advantage_pipeline=None, rollout_filter=None, evaluations=(), replay=None
     )
@@ -142,7 +142,7 @@ def spec_of(run_dir, **settings) -> RolloutSpec:
 
 @contextmanager
 def engine_pool(*servers: HttpEngine, **settings):
-    """Engine pool of these servers, ready for requests."""
+    """Context with an engine pool of these servers, which is ready for requests."""
     engines = EnginePool(spec_of("none", engine_urls=tuple(server.url for server in servers), **settings))
     engines.wait_ready(10)
     try:

@@ -16,7 +16,10 @@ TIMEOUT_S = 300
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copy the files of the repository, as `git clone` would, and return the copy. A build writes files beside its sources."""
+    """Copy the files that git does not ignore into `folder`, except tests, docs and benchmarks, and return `folder`.
+
+    A build needs a copy, because it writes files beside its sources.
+    """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, check=True).stdout.decode().split("\0")
     for name in filter(None, names):
@@ -56,7 +59,7 @@ class InstalledPackage:
 
 
 def run(command: Sequence[str], cwd: Path, timeout_s: float, variables: Mapping[str, str]):
-    """Run a command without the variables of Python and mrl that the tests have."""
+    """Run a command in the environment of this process, but without its variables PYTHON* and MRL_*."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MRL_"))}
     return subprocess.run(
         command, cwd=cwd, env=plain | variables, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -71,7 +74,8 @@ def install(wheel: Path, folder: Path) -> InstalledPackage:
         for name in content.infolist():
             path = Path(content.extract(name, made.site_packages))
             path.chmod(0o644 | (name.external_attr >> 16) & 0o111)
-    # A folder in a .pth file is added to sys.path, but .pth files in this folder, such as that of an editable mrl, are not read.
+    # This .pth file adds the site-packages of the tests to sys.path. Python does not read .pth files in a folder that it adds in
+    # this way, so it does not find an mrl that is installed there in editable mode.
     (made.site_packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     script = folder / "bin/mrl"
     script.write_text(

@@ -57,7 +57,7 @@ def make_case(seed: int, lengths=(3, 1, 5, 2, 4), spread: float = 0.5, per_token
 
 
 def loss_inputs(case: Case, logprobs: torch.Tensor | None = None, index=None, reduce=None) -> LossInputs:
-    """Return the inputs of a loss. `index`: response of each token; `reduce`: sums over ranks. Both have defaults."""
+    """Return the inputs of a loss. `index`: index of the response of each token. `reduce`: function that sums over ranks."""
     tensor = lambda x: torch.tensor(np.asarray(x), dtype=torch.float64)  # noqa: E731
     own = torch.tensor(case.rows if index is None else index)
     lengths = torch.tensor(case.lengths)
@@ -73,7 +73,7 @@ def loss_inputs(case: Case, logprobs: torch.Tensor | None = None, index=None, re
 
 
 def loss_and_gradient(loss, case: Case, weights: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return the weighted sum of the loss over tokens, and its gradient with respect to the log-probabilities [R]."""
+    """Return the weighted sum of the token losses, and the gradient of this sum by the log-probabilities [R]."""
     logprobs = torch.tensor(case.logprobs, requires_grad=True)
     per_token, _ = loss(loss_inputs(case, logprobs))
     total = (per_token * torch.tensor(weights)).sum()

@@ -1,4 +1,4 @@
-"""Processes that a test started: whether they are alive, and the output and the metrics of `mrl` commands."""
+"""Finds, signals and waits for processes that a test started, and reads the output and the metrics of `mrl` commands."""
 
 import json
 import os
@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 
 TAG = "MRL_TEST_RUN"
-PATIENCE = 3  # deadlines are this many times the time that a run takes on an idle machine
+PATIENCE = 3  # factor by which a deadline is longer than the time that a run takes on an idle machine
 
 
 def select_processes(
     processes: Iterable[psutil.Process | int], condition: Callable[[psutil.Process], object]
 ) -> list[psutil.Process]:
-    """Return the processes (or process ids) that meet the condition. One that ends while it is examined does not meet it."""
+    """Return the processes that meet the condition. A process that ends during the check does not meet the condition."""
     found = []
     for each in processes:
         with suppress(psutil.Error):
@@ -31,12 +31,12 @@ def select_processes(
 
 
 def is_alive(process: psutil.Process | int) -> bool:
-    """Return whether a process has not ended. A zombie has ended, although psutil says that it is running."""
+    """Return whether a process is alive. A zombie is not alive, although psutil says that it is running."""
     return bool(select_processes([process], lambda p: p.is_running() and p.status() != psutil.STATUS_ZOMBIE))
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """Return the children of a process and their children; none if the process has ended."""
+    """Return all descendants of a process, or an empty list if the process has ended."""
     with suppress(psutil.NoSuchProcess):
         return process.children(recursive=True)
     return []
@@ -53,12 +53,12 @@ def start_program(line: list[str], **options: Any) -> subprocess.Popen:
 
 
 def tagged(tag: str, variable: str = TAG) -> list[psutil.Process]:
-    """Return the live processes of one run; they inherited the variable with this value."""
+    """Return the live processes of one run: those in whose environment `variable` has the value `tag`."""
     return select_processes(psutil.process_iter(), lambda p: p.environ().get(variable) == tag and is_alive(p))
 
 
 def leftovers(tag: str, within_s: float, variable: str = TAG) -> list[psutil.Process]:
-    """Return the live processes of one run that are left after `within_s` seconds. Returns earlier if none is left."""
+    """Wait up to `within_s` seconds until all processes of one run have ended, and return those that are still alive."""
     end = time.monotonic() + within_s
     while (found := tagged(tag, variable)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -66,19 +66,19 @@ def leftovers(tag: str, within_s: float, variable: str = TAG) -> list[psutil.Pro
 
 
 def signal_all(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> None:
-    """Send a signal to processes. One that ended meanwhile, for example because its parent was killed, is passed over."""
+    """Send a signal to processes. Ignores processes that have already ended, for example because their parent was killed."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 
 
 def own_processes(word: str) -> list[psutil.Process]:
-    """Return the live processes of the run that this process belongs to whose command line has the argument `word`."""
+    """Return the live processes that belong to the same run as this process and that have `word` in their command line."""
     return select_processes(tagged(os.environ[TAG]), lambda process: word in process.cmdline())
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 600, poll_s: float = 0.05) -> None:
-    """Wait until the condition is true, or fail. The condition should stay true once it is, or this may miss it."""
+    """Wait until the condition is true. Fails after `timeout_s` seconds. May miss a condition that is true only for a moment."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"the condition did not become true within {timeout_s} s"
@@ -87,7 +87,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 600, poll_s: 
 
 @dataclass
 class RunFolder:
-    """The run directory of a run that may have been started by another process of the tests."""
+    """The run directory of a run. Another process of the tests may have started the run."""
 
     folder: Path
 
@@ -121,12 +121,15 @@ class MrlRun(RunFolder):
         return tagged(self.tag)
 
     def leftovers(self, within_s: float = 90) -> list[psutil.Process]:
-        """Return the processes of the run that are alive after `within_s` seconds. Ray's agents wait 60 s for a dead head."""
+        """Wait up to `within_s` seconds until all processes of the run have ended, and return those that are still alive.
+
+        The default is longer than 60 s, because Ray's agents wait 60 s for a head node that has died.
+        """
         return leftovers(self.tag, within_s)
 
 
 def restore_sigint() -> None:
-    """Restore the default action of SIGINT. A shell makes its background processes, such as these tests, ignore it."""
+    """Restore the default action of SIGINT. If the tests run in the background of a shell, the shell has made them ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -153,4 +156,4 @@ class Killing:
             signal_all(own_processes("mrl.commands.train_process"))
         return True
 '''
-"""Module with a rollout filter that kills the driver of its run once. Tests give it to `user_module`."""
+"""Source of a module whose rollout filter kills the driver of the run once. Tests pass it to the fixture `user_module`."""

@@ -1,4 +1,4 @@
-"""The file and the config of docs/concepts/algorithms.md in which every part of an algorithm is a function of the user."""
+"""The example of docs/concepts/algorithms.md: a Python file and a config whose algorithm consists of the user's functions."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ SOURCE = re.findall(r"```python\n(.*?)```", _PAGE, re.DOTALL)[0]
 
 
 def overrides() -> list[str]:
-    """Return the config of the page as overrides of mrl train."""
+    """Return the config in the page as overrides for `mrl train`."""
     (text,) = re.findall(r"```yaml\n(.*?)```", _PAGE, re.DOTALL)
     nodes = {f"{section}.{name}": node for section, part in yaml.safe_load(text).items() for name, node in part.items()}
     return [f"{key}={{{', '.join(f'{k}: {v}' for k, v in node.items())}}}" for key, node in nodes.items()]

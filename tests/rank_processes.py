@@ -14,9 +14,10 @@ from mrl.rollout.engines.leases import PortLease
 def run_in_processes(
     context: ForkContext | SpawnContext, dims, fn: Callable, args: tuple[Any, ...], timeout_s: float
 ) -> list[Any]:
-    """Return [fn(rank, *args) of each rank of `dims`]. Raises AssertionError with the traceback of a rank that failed.
+    """Return [fn(rank, *args) of each rank of `dims`].
 
-    With a spawn context, each rank gets its own GPU, because CUDA does not survive a fork.
+    Raises AssertionError if a rank fails, with its traceback, or if a rank does not return within `timeout_s`. With a spawn
+    context, each rank uses a GPU of its own. With a fork context, ranks cannot use GPUs, because CUDA does not work after a fork.
     """
     results, lease = context.Queue(), PortLease()
     main = _rank_main if isinstance(context, ForkContext) else _rank_main_on_gpu
@@ -47,7 +48,7 @@ def run_in_processes(
 
 
 def _rank_main_on_gpu(rank: int, *arguments: Any) -> None:
-    """Run a rank in a new process that sees only GPU `rank` of the visible GPUs."""
+    """Run a rank in this new process, which sees only one of the visible GPUs: the GPU whose position is `rank`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     _rank_main(rank, *arguments)
@@ -69,4 +70,4 @@ def _rank_main(rank: int, dims, port: int, results, fn: Callable, args: tuple) -
         results.put((rank, None, traceback.format_exc()))
     results.close()
     results.join_thread()
-    os._exit(0)  # without the atexit hooks that the fork inherited
+    os._exit(0)  # a fork must not run the atexit hooks that it has inherited

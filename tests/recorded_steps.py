@@ -1,4 +1,4 @@
-"""Recorded steps of runs: what predicts their sampled tokens, computed with Transformers, and their rewards."""
+"""Computes log-probabilities and rewards of recorded steps again: log-probabilities with Transformers, rewards from the data."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +13,9 @@ from mrl.data.tokenizer import decode
 
 @torch.no_grad()
 def log_distributions(folder: Path, block: TokenBlock) -> torch.Tensor:
-    """Return [R, V], in float64: the log-probabilities of all V tokens where each of the R tokens was sampled.
+    """Return [R, V] in float64: for each of the R sampled tokens, the log-probabilities of all V tokens that could be sampled.
 
-    `folder` has the model. The temperature is 1.
+    `folder` contains the model. The temperature is 1.
     """
     from transformers import AutoModelForCausalLM  # takes seconds to import
 
@@ -33,7 +33,7 @@ def sampled_logprobs(log_probs: torch.Tensor, block: TokenBlock) -> NDArray[np.f
 
 
 def exact_matches(block: TokenBlock, rows: NDArray[np.int64], folder: Path) -> NDArray[np.float64]:
-    """Return [B]: 1 for a response that is the right answer, else 0. `folder` has the input files of the quickstart."""
+    """Return [B]: 1 for a response that is the right answer, else 0. `folder` contains the input files of the quickstart."""
     import pyarrow.parquet as pq
 
     truths = pq.read_table(folder / "train.parquet", columns=["reward_model"]).column(0).to_pylist()

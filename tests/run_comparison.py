@@ -1,4 +1,4 @@
-"""Compare the metrics, ledgers and weights of two runs, without what depends on time, on the layout or on faults."""
+"""Compares metrics, ledgers and weights of two runs. Ignores the metrics that depend on time, on the layout or on faults."""
 
 import json
 from pathlib import Path
@@ -26,13 +26,13 @@ def reproducible_metrics(path: Path) -> list[dict]:
 
 
 def check_equal_weights(found: Path, expected: Path) -> None:
-    """The final weights of two runs have the same bytes."""
+    """Check that the final weights of two runs have the same bytes."""
     ours, theirs = (dict(deserialize((run_dir / "hf/model.safetensors").read_bytes())) for run_dir in (found, expected))
     assert ours and ours == theirs
 
 
 def check_equal_runs(disturbed: Path, undisturbed: Path) -> None:
-    """Two runs trained the same samples with the same metrics, and their final weights are bit-equal."""
+    """Check that two runs trained on the same samples with the same metrics, and that their final weights are bit-equal."""
     ledgers = [(run_dir / "ledger.jsonl").read_text() for run_dir in (disturbed, undisturbed)]
     assert ledgers[0] == ledgers[1], "no sample is lost, and none is trained twice"
     for name in ("metrics.jsonl", "eval.jsonl"):

@@ -1,4 +1,4 @@
-"""Sampled trajectories and groups with made-up tokens, for tests of what a step is assembled from."""
+"""Trajectories and groups with made-up tokens, for tests of the code that turns groups into the batch of a step."""
 
 from mrl.rewards.reward_types import Score
 from mrl.rollout.trajectory import Group, Sample, Trajectory

@@ -13,7 +13,7 @@ Push = Callable[[int, bool], Sequence[Any]]  # (version, engines were offloaded)
 
 
 class ScriptedHost:
-    """A rollout worker with engines at fixed URLs. `replace(failed URLs)` returns the URLs after a replacement."""
+    """Stand-in for a rollout worker with engines at `urls`. `replace(failed URLs)` returns the URLs of all engines afterwards."""
 
     def __init__(self, urls: Sequence[str], replace: Callable[[Sequence[str]], Sequence[str]]) -> None:
         self.urls, self.replace_engines = urls, replace
@@ -37,7 +37,7 @@ class ScriptedHost:
 
 
 class ScriptedRanks:
-    """Trainer ranks whose methods are functions of the test."""
+    """Stand-in for trainer ranks whose methods are functions of the test."""
 
     def __init__(self, **methods: Callable[..., list[Any]]) -> None:
         self.methods = methods
@@ -55,7 +55,7 @@ def scripted_lifecycle(
     colocated: ColocatedRoles = frozenset(),
     **settings: Any,
 ) -> EngineLifecycle:
-    """A lifecycle whose engines at `urls` have started; `settings` of weight_sync."""
+    """Return a lifecycle whose engines at `urls` have started. `settings`: fields of WeightSyncConfig."""
     scheduler = MemoryScheduler(colocated)
     for role, model in (models or {"actor": ScriptedModel()}).items():
         scheduler.register_model(role, model)

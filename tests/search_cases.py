@@ -76,7 +76,7 @@ def search_of(  # noqa: PLR0913 - a search has many settings
     modes: tuple[str, ...] = tuple(STALENESS),
     **hardware,
 ) -> LayoutSearch:
-    """A search for a workload with responses of up to 16,384 tokens."""
+    """Return a layout search for a workload with responses of up to 16,384 tokens."""
     arch, shape = model_of(fields)
     cluster = cluster_of(nodes, **hardware)
     work = StepWorkload(

@@ -1,4 +1,4 @@
-"""Reference implementation of packs of segments: visibility of tokens, positions, and attention with one dense mask."""
+"""Reference implementation for packs of segments: which tokens a token sees, positions, and attention with a dense mask."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from parallel.packing import Segment
 
 
 def ancestors(segments: list[Segment], number: int) -> list[int]:
-    """Return the segment's parent, the parent of that segment, and so on."""
+    """Return the numbers of the segment's parent, of the parent's parent, and so on."""
     parent = segments[number].parent
     return [] if parent is None else [parent, *ancestors(segments, parent)]
 

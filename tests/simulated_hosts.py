@@ -1,4 +1,4 @@
-"""Simulated hosts for tests of `mrl doctor`: network, mount and UTS namespaces of this machine, with injected faults."""
+"""Simulated hosts for tests of `mrl doctor`: each host consists of namespaces of this machine, and may have injected faults."""
 
 import json
 import os
@@ -41,7 +41,7 @@ done
 for one in $started; do wait ${one#*:} && echo 0 >$LAB/rc_${one%%:*} || echo $? >$LAB/rc_${one%%:*}; done
 """
 
-# The real command, except that environment variables can set its clock and its requirements.
+# Runs the real command, except that environment variables can set its clock and its requirements.
 START = """
 import os, sys, time
 import msgspec
@@ -65,7 +65,7 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class DoctorRun:
-    """Result of `mrl doctor` on all hosts."""
+    """Result of `mrl doctor` on all hosts that ran the command."""
 
     report: dict  # the first host's JSON
     statuses: dict[int, int]  # host -> exit status
@@ -88,7 +88,7 @@ class SimulatedHosts:
     started: Sequence[int] | None = None  # hosts on which the command runs; default: all
 
     def run(self, *options: str) -> DoctorRun:
-        """Run `mrl doctor --json` on all hosts; they use a shared folder as rendezvous unless `options` say otherwise."""
+        """Run `mrl doctor --json` on the hosts in `started`. `options` can replace the shared folder that is the rendezvous."""
         self._write()
         started = list(self.started if self.started is not None else range(self.hosts))
         meet = ["--hosts", str(self.hosts), "--rendezvous", str(self.folder / "meet")] if self.hosts > 1 else []
@@ -189,4 +189,4 @@ BOND = """
 ip link add bond9 index 3 type bridge; ip addr add 10.2.2.1/24 dev bond9; ip link set bond9 up
 ip rule add pref 1 from 10.2.2.1 blackhole; ip rule add pref 2 lookup local; ip rule del pref 0
 """
-"""Shell code that adds an interface which NCCL considers first and whose own address does not lead back to the host."""
+"""Shell code that adds an interface. NCCL tries this interface first, but not even the host itself can reach its address."""

@@ -1,4 +1,4 @@
-"""Stand-in of `transformer_engine_torch`, Transformer Engine's compiled extension: its functions in plain torch.
+"""Stand-in for `transformer_engine_torch`, the compiled extension of Transformer Engine: the same functions in plain torch.
 
 Only functions that a bfloat16 or float32 model calls have a stand-in. A call of any other function raises NotImplementedError.
 """
@@ -26,7 +26,7 @@ NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", _BACKENDS)  # 
 
 
 class _Constants(type):
-    """Metaclass of enumerations that no stand-in reads: each attribute becomes another number when it is first read."""
+    """Metaclass of enumerations whose values no stand-in uses: an attribute gets a new number when it is first read."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -36,12 +36,12 @@ class _Constants(type):
 
 
 class Extension(types.ModuleType):
-    """The module `transformer_engine_torch`. Names that this file does not define exist, but cannot be called."""
+    """The module `transformer_engine_torch`. It has every name; a call of a function that this file does not define raises."""
 
     def __init__(self) -> None:
         super().__init__(NAME, __doc__)
         self.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
-        # Transformer Engine also imports `*` from the extension, which finds only what is in this dictionary.
+        # Transformer Engine also contains `from transformer_engine_torch import *`, which finds only names in vars(self).
         here = {name: value for name, value in globals().items() if getattr(value, "__module__", None) == __name__}
         vars(self).update(dict.fromkeys(("layernorm_fwd", "layernorm_bwd"), _missing("layernorm")) | here)
 
@@ -72,7 +72,7 @@ def _store(result: Tensor, out: Tensor, accumulate: bool) -> Tensor:
 
 
 def _product(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> Tensor:
-    """Return op(b) op(a) in float32. cuBLAS orders matrices by columns, hence this order."""
+    """Return op(b) op(a) in float32. The order is that of cuBLAS, which stores matrices column by column."""
     a, b = a.reshape(-1, a.shape[-1]).float(), b.reshape(-1, b.shape[-1]).float()
     return (b.T if transpose_b else b) @ (a.T if transpose_a else a)
 
@@ -82,7 +82,7 @@ def generic_gemm(
     workspace_size, accumulate, split_accumulator, comm_overlap=None, comm_type=None, extra_output=None,
     bulk_overlap=False, alpha=1.0, beta=None,
 ):  # fmt: skip
-    """Return (product, gradient of the bias, None, None). With `grad`, the bias gets a gradient and is not added."""
+    """Return (product, gradient of the bias, None, None). With `grad`, compute the gradient of the bias instead of adding it."""
     assert quantizer is None and not gelu and comm_overlap is None and alpha == 1.0, "only plain matrix products"
     result, bias_grad = _product(a, transpose_a, b, transpose_b), None
     if bias is not None and grad:
@@ -100,7 +100,7 @@ def te_general_grouped_gemm(
     a, transpose_a, b, transpose_b, out, out_dtype, m_splits, bias, bias_dtype, single_output, gelu_in, grad, workspaces,
     workspace_size, accumulate, split_accumulator, num_sms,
 ):  # fmt: skip
-    """Compute one product per expert into `out`: a list, or with `single_output` consecutive rows of one tensor."""
+    """Write one product per expert into `out`, a list of tensors. With `single_output`, all products are rows of `out[0]`."""
     assert not any(tensor.numel() for tensor in (*gelu_in, *bias)), "experts have no bias and no GELU"
     start = 0
     for index, (left, right) in enumerate(zip(a, b, strict=True)):
@@ -164,7 +164,7 @@ def multi_tensor_adam(
 
 
 def get_fused_attn_backend(parameters) -> tuple[int, str]:
-    """Return that no fused kernel supports these parameters. Transformer Engine then computes attention in torch."""
+    """Answer that no fused kernel supports these parameters. Transformer Engine then computes attention in torch."""
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "no kernels on a CPU"
 
 
@@ -174,7 +174,7 @@ def fused_rope_forward(tokens, angles, start_positions, layout, interleaved, cu_
 
 
 def fused_rope_backward(gradient, angles, start_positions, layout, interleaved, cu_seqlens, cp_size, cp_rank):
-    """Rotate in the opposite direction."""
+    """Rotate the gradient in the opposite direction."""
     return _rotate(gradient, angles, cu_seqlens, -1.0)
 
 

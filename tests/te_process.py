@@ -1,6 +1,6 @@
-"""A process in which Megatron uses Transformer Engine's own Python over the stand-in in te_extension.py.
+"""Starts a process in which Megatron uses the Python code of Transformer Engine, with te_extension.py as compiled extension.
 
-Megatron decides when it is imported whether it uses Transformer Engine. Therefore these tests start a process for it.
+Megatron decides at its import whether it uses Transformer Engine. So tests with Transformer Engine need a process of their own.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def missing_python() -> str:
 
 @contextlib.contextmanager
 def te_process() -> Iterator[ProcessPoolExecutor]:
-    """Context with a pool of one new process, in which `install` has run."""
+    """Context with a pool that has one new process. `install` has run in this process."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, initializer=install) as pool:
         yield pool
@@ -48,7 +48,7 @@ def run_forked(dims, fn: Callable, *args: Any) -> list[Any]:
 
 
 def install() -> None:
-    """Make Megatron and mrl choose in this process what they choose on a GPU with Transformer Engine. Tensors stay on the CPU."""
+    """Make Megatron and mrl use the same classes in this process as on a GPU with Transformer Engine. Tensors stay on the CPU."""
     _import_transformer_engine()
     from parallel import device
 
@@ -56,7 +56,7 @@ def install() -> None:
     _simulate_gpu()
     _use_fused_adam()
     _detect_capabilities()
-    # Import once, before the forks, what Megatron otherwise imports when a model is built.
+    # Every rank needs these modules when it builds a model. A fork gets them from this process, so no rank imports them itself.
     for name in ("core.extensions.transformer_engine_spec_provider", "core.models.mimo.optimizer"):
         import_module(f"megatron.{name}")
     import_module("mrl.workers.parity_trace")
@@ -65,7 +65,7 @@ def install() -> None:
 
 
 def _import_transformer_engine() -> None:
-    """Import the unmodified Python of Transformer Engine. Only the functions that load shared libraries are replaced."""
+    """Import the Python code of Transformer Engine. Replaces only the functions that load shared libraries."""
     import torch  # noqa: F401
     from te_extension import NAME, Extension
 
@@ -83,7 +83,7 @@ def _import_transformer_engine() -> None:
 
 
 def _simulate_gpu() -> None:
-    """Give the answers of one Hopper GPU to Transformer Engine's questions about the device and its tensors."""
+    """Change torch so that Transformer Engine finds one Hopper GPU, and takes every tensor for a tensor on this GPU."""
     import torch
 
     gemm, cuda = import_module("transformer_engine.pytorch.cpp_extensions.gemm"), torch.cuda
@@ -112,7 +112,7 @@ def _without_cuda(to: Callable) -> Callable:
 
 
 def _use_fused_adam() -> None:
-    """Give Megatron Transformer Engine's optimizer again, which the CPU patches replaced by torch's."""
+    """Make Megatron use Transformer Engine's FusedAdam again. The CPU patches have replaced it with torch's Adam."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
 
@@ -123,7 +123,7 @@ def _use_fused_adam() -> None:
 
 
 def _detect_capabilities() -> None:
-    """Detect the libraries as on a GPU, then compute on the CPU again, over gloo."""
+    """Make mrl detect the libraries of a machine with a GPU. Afterwards, `has_cuda` says no, so mrl uses the CPU and gloo."""
     from parallel import device
 
     found = device.capabilities()

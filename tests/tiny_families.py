@@ -21,7 +21,7 @@ LLAMA3_ROPE = dict(
     factor=8.0,
     low_freq_factor=1.0,
     high_freq_factor=4.0,
-    original_max_position_embeddings=16,  # some wavelengths are longer, some shorter, some in between
+    original_max_position_embeddings=16,  # one RoPE wavelength is between 16 / 4 and 16 / 1, the others are longer
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=16)
 
@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
-    """Write a model of FAMILIES to `folder` and return it. `overrides`: config fields. Equal calls write equal weights."""
+    """Write a model of FAMILIES to `folder`, and return `folder`. `overrides`: config fields. Equal calls write equal weights."""
     import torch
     import transformers
 
@@ -94,7 +94,7 @@ def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
     torch.manual_seed(1)
     config = getattr(transformers, f"{prefix}Config")(
         **deepcopy(SIZES | fields | overrides)
-    )  # some config classes change it
+    )  # a copy, because some config classes change the fields
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,4 +1,4 @@
-"""Checks a trace by the rules of the trace event format, and with Perfetto, if scripts/fetch_perfetto.sh has downloaded it."""
+"""Checks a trace by the rules of the trace event format, and loads traces into Perfetto (scripts/fetch_perfetto.sh)."""
 
 import json
 import shutil
@@ -29,13 +29,13 @@ def check_trace_format(events: Iterable[Mapping[str, Any]]) -> None:
         for start, negative in sorted(row):
             while open_ends and open_ends[-1] <= start:
                 open_ends.pop()
-            # Times are rounded to microseconds, so a span may exceed the span around it by one.
+            # Times are rounded to microseconds, so a span may end one microsecond after the span that contains it.
             assert not open_ends or start - negative <= open_ends[-1] + 1, "spans of a row nest"
             open_ends.append(start - negative)
 
 
 def has_perfetto() -> bool:
-    """Return whether Perfetto's trace processor and Node.js, which runs it, are there."""
+    """Return whether Perfetto's trace processor has been downloaded, and Node.js, which runs it, is installed."""
     return (PERFETTO / "trace_processor.wasm").exists() and shutil.which("node") is not None
 
 

@@ -1,4 +1,4 @@
-"""Replacement on a CPU for torch's attention kernel for sequences of variable length."""
+"""CPU stand-in for torch's attention kernel for sequences of variable length."""
 
 from itertools import pairwise
 
@@ -19,13 +19,13 @@ def varlen_attn(  # noqa: PLR0913  the signature of torch
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """Compute what `torch.nn.attention.varlen.varlen_attn` computes, and check what its CUDA kernel demands."""
+    """Return the result of `torch.nn.attention.varlen.varlen_attn`, and check the arguments as its CUDA kernel does."""
     assert query.size(2) == key.size(2) and key.shape == value.shape, "all heads have the same number of channels"
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q.is_contiguous() and cu_seq_k.is_contiguous()
     assert window_size == (-1, 0), "causal, aligned at the last query and the last key"
     repeat = query.size(1) // key.size(1)
     assert enable_gqa or repeat == 1
-    with torch._C.DisableTorchFunction():  # the kernel reads these numbers on the device
+    with torch._C.DisableTorchFunction():  # hidden from HostWaits: the CUDA kernel reads these numbers on the GPU
         spans = [list(pairwise(bounds.tolist())) for bounds in (cu_seq_q, cu_seq_k)]
     assert [max(end - start for start, end in part) for part in spans] == [max_q, max_k]
     key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))

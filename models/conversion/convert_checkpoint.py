@@ -40,7 +40,7 @@ def to_megatron(
 ) -> None:
     """Convert the Hugging Face folder that contains `config` to a Megatron checkpoint, which any layout can load.
 
-    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always has in float32. If a
+    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always keeps in float32. If a
     conversion was interrupted, a second call resumes it.
 
     Raises:
@@ -84,7 +84,7 @@ def to_hf(
 ) -> None:
     """Convert a Megatron checkpoint to a Hugging Face folder, with the config and tokenizer from the folder of `config`.
 
-    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always has in float32. If a
+    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always keeps in float32. If a
     conversion was interrupted, a second call resumes it.
 
     Raises:

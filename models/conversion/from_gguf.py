@@ -9,12 +9,12 @@ from parallel.durable_files import apply_umask, atomic_folder
 
 
 def from_gguf(source: Path, output: Path, dtype: torch.dtype) -> None:
-    """Write model, tokenizer and chat template of the GGUF file `source` to the folder `output`, with weights of type `dtype`.
+    """Write model, tokenizer and chat template of the GGUF file `source` to the folder `output`. Weights get the dtype `dtype`.
 
     `output` appears when it is complete. Raises ValueError if `source` is not a GGUF file of a model that transformers can
     read, or if `output` exists.
     """
-    from transformers import AutoTokenizer  # takes seconds
+    from transformers import AutoTokenizer  # takes seconds to import
 
     if not source.is_file() or source.suffix != ".gguf":
         raise ValueError(f"gguf={source}: no such file; expected a file whose name ends with .gguf.")
@@ -41,8 +41,8 @@ def from_gguf(source: Path, output: Path, dtype: torch.dtype) -> None:
 def _read_model(source: Path) -> Any:
     """Return the model with float32 weights.
 
-    `from_pretrained` with a GGUF file needs the package accelerate, so the tensors are loaded here. Raises ValueError if the
-    file lacks a weight.
+    `from_pretrained` with a GGUF file needs the package accelerate, so this function loads the tensors itself. Raises ValueError
+    if the file lacks a weight, or has a weight that the model does not use.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

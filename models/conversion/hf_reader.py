@@ -261,7 +261,7 @@ def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
 
 
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
-    """Raise ValueError if the tensors in `weights` are not exactly those of a model with this config.
+    """Raise ValueError if the tensors in `weights` are not exactly the tensors of a model with this config.
 
     If mrl wrote the folder, all its files are read and compared with their hashes.
     """

@@ -27,7 +27,7 @@ from models.conversion.resumable_folder import ResumableFolder
 from models.families import family_of
 from models.hf_config import HFConfig
 
-MAX_SHARD_BYTES = 2_000_000_000  # default of the largest size of a weight file
+MAX_SHARD_BYTES = 2_000_000_000  # default limit for the size of a weight file
 TensorKind = tuple[str, tuple[int, ...]]  # (dtype in the spelling of safetensors, shape)
 _COPIED_FILES = ("config.json", "generation_config.json", "chat_template.json", "*.jinja", "tokenizer*", "vocab*")
 _COPIED_FILES += ("merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
@@ -96,7 +96,7 @@ class HFFolderWriter:
     def complete(self, source: Path, notes: dict[str, str], fields: dict[str, Any] | None = None) -> None:
         """Add the index, the config and tokenizer files of `source`, and `notes`. Then rename the folder to its target.
 
-        `notes` is file name -> text. `fields` replaces the fields of the config.
+        `notes` is file name -> text. If `fields` is given, config.json gets these fields instead of the fields in `source`.
         """
         missing = sorted(name for names in self._missing.values() for name in names)
         assert not missing, f"{len(missing)} tensors were not written, the first is {missing[0]}"
@@ -119,9 +119,9 @@ class HFFolderWriter:
 def write_export(
     tensors: Iterable[tuple[str, Tensor]], config: HFConfig, target: str | Path, notes: dict[str, str]
 ) -> None:
-    """Write a Hugging Face folder with `tensors` and `config`, the tokenizer beside the config, and `notes` (file name -> text).
+    """Write a Hugging Face folder with `tensors`, `config`, the tokenizer beside `config`, and `notes` (file name -> text).
 
-    `tensors` are all tensors of a model with this config, in any order. Only one of them is in memory at a time. `target` appears
+    `tensors` are all tensors of a model with this config, in any order. Only one tensor is in memory at a time. `target` appears
     when it is complete. Raises FileExistsError if `target` exists.
     """
     target = Path(target)

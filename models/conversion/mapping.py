@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the driver validates checkpoints with these tables without 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Slice of a tensor, such as a rank's shard. It has the indices `starts[d] <= i < starts[d] + sizes[d]` in each dim d."""
+    """Slice of a tensor, such as a rank's shard. In dim d, it covers the indices `starts[d] <= i < starts[d] + sizes[d]`."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -46,7 +46,7 @@ class Box:
         return Box(_replace_at(self.starts, dim, low), _replace_at(self.sizes, dim, high - low))
 
     def intersect(self, other: Box) -> Box:
-        """Return the intersection of both boxes, which may be empty."""
+        """Return the intersection of this box and `other`, which may be empty."""
         starts = tuple(map(max, self.starts, other.starts))
         ends = map(min, self._ends, other._ends)
         return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
@@ -56,7 +56,7 @@ class Box:
         return tuple(map(add, self.starts, self.sizes))
 
     def within(self, outer: Box) -> Box:
-        """Return this box with indices that count from the start of the box `outer`."""
+        """Return this box with its indices counted from the start of the box `outer`."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
 
     def chunks(self, max_elements: int) -> list[Box]:
@@ -87,7 +87,7 @@ class ParamMapping:
     This base class is for parameters that are equal to a single Hugging Face tensor.
     """
 
-    megatron: str  # parameter name; {layer} and {expert} stand for global indices, not for those on a rank
+    megatron: str  # parameter name; {layer} and {expert} are indices in the whole model, not indices on a rank
     hf: tuple[str, ...]  # Hugging Face tensor names, in the order in which `merge` needs the tensors
     shapes: tuple[tuple[str, ...], ...]  # shapes of the Hugging Face tensors, as keys of Architecture.sizes
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
@@ -95,7 +95,7 @@ class ParamMapping:
     present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter
-    expert: int | None = None  # index of the expert, set by `for_layer`; None: the parameter is in no expert
+    expert: int | None = None  # index of the expert, set by `for_layer`; None: the parameter belongs to no expert
 
     def for_layer(self, layer: int, expert: int | None = None) -> ParamMapping:
         """Return this row with the indices of one layer and one expert in its names."""

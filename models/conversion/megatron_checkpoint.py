@@ -49,7 +49,7 @@ _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun
 class TensorLocation:
     """Location of a row's tensor in a checkpoint: `stored[key][index]`.
 
-    `counts` are the sizes of the leading dims that `index` selects from: the numbers of stacked layers and of experts.
+    `index` selects an entry in each leading dim. `counts` are the sizes of these dims: the numbers of stacked layers and experts.
     """
 
     key: str
@@ -90,7 +90,7 @@ def merged_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 class MegatronReader:
-    """Reads the weights of a checkpoint that any layout saved, one row of the family's table at a time."""
+    """Reads the weights of a checkpoint of any layout, one row of the family's table at a time."""
 
     def __init__(self, folder: str | Path, arch: Architecture, rows: Sequence[ParamMapping]) -> None:
         """Validate `folder` and read its metadata.
@@ -183,7 +183,7 @@ class MegatronReader:
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """One Megatron tensor that is written: its row, its location, and the shape and dtype in which it is stored."""
+    """A Megatron tensor to write: its row, its location, and the shape and dtype in which the checkpoint stores it."""
 
     row: ParamMapping
     location: TensorLocation
@@ -206,7 +206,7 @@ class MegatronWriter:
 
     @property
     def missing(self) -> dict[str, list[TensorToWrite]]:
-        """File name -> tensors of the file, for the files that are not written yet."""
+        """The files that are not written yet: file name -> tensors of the file."""
         return {name: items for name, items in self.files.items() if name not in self.partial.finished}
 
     def write(

@@ -27,29 +27,32 @@ class ResumableFolder:
 
     Each file gets its final name when it is complete, and a manifest lists the finished files. The manifest also stores
     `made_from`, the inputs and options from which the files are made. A later process uses the finished files only if its own
-    inputs and options are the same. Inside the `with` block, this process has a lock on the folder. A complete folder has the
-    hashes of its files, see parallel.file_hashes.
+    inputs and options are the same. Inside the `with` block, this process has a lock on the folder. A complete folder contains
+    the hashes of its files, see parallel.file_hashes.
     """
 
     def __init__(self, target: Path, folder: Path, made_from: dict[str, Any]) -> None:
         self.target, self.folder, self.made_from = target, folder, made_from
         self.finished: dict[str, Any] = {}
-        self._hashes: dict[str, FileHash] = {}  # of the finished files
+        self._hashes: dict[str, FileHash] = {}  # hashes of the finished files
         self._lock: int | None = None
 
     @classmethod
     def beside(cls, target: str | Path, made_from: dict[str, Any]) -> "ResumableFolder":
         """Return a folder that is written as `TARGET.partial`. Raises ValueError if `target` exists.
 
-        `TARGET.partial` may exist after an interrupted write.
+        If `TARGET.partial` exists after an interrupted write, the `with` block resumes that write.
         """
         target = Path(target)
         refuse_existing(target)
-        made_from = json.loads(json.dumps(made_from))  # gives the values the same types as in a manifest that was read
+        made_from = json.loads(json.dumps(made_from))  # so that a comparison with a manifest file sees the same types
         return cls(target, target.with_name(target.name + ".partial"), made_from)
 
     def __enter__(self) -> "ResumableFolder":
-        """Create or resume the folder. Raises ValueError if its `made_from` differs, or if another process writes the folder."""
+        """Create or resume the folder.
+
+        Raises ValueError if the manifest has another `made_from`, or if another process writes the folder.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_folder(self.folder)
         manifest = self.folder / _MANIFEST
@@ -69,7 +72,7 @@ class ResumableFolder:
             self._lock = None
 
     def unfinished(self, name: str) -> Path:
-        """Return the temporary path of the file `name`, which the file has until it is complete."""
+        """Return the path that the file `name` has until it is complete."""
         return self.folder / (name + _UNFINISHED)
 
     def finish(self, name: str, note: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Loads Hugging Face weights into the ranks of a Megatron model, and exports them from the ranks, by the family's table."""
+"""Loads Hugging Face weights into the ranks of a Megatron model and exports them again, according to the family's table."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -32,14 +32,14 @@ _HEADS: dict[HeadKind, list[ParamMapping]] = {
     ],
     "score": [SCORE_HEAD],
 }
-"""Rows of the heads that replace the output layer."""
+"""Table rows of the heads that replace the output layer, by kind of head."""
 
 
 def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup) -> Tensor:
     """Return this rank's rows [V/tp, H] of the output layer of a language model in a Hugging Face folder.
 
-    The rows are divided over the ranks of `group` as Megatron divides them; the last ranks have padding if they do not divide
-    evenly. `family_path`: the user's own model family, see ModelSpec.
+    As in Megatron, each rank of `group` gets an equal number of rows, and the last ranks may get padding rows. `family_path`: the
+    user's own model family, see the field `family` of ModelSpec.
     """
     config, weights = HFConfig.load(folder, family_path), HFWeights(folder)
     family = family_of(config)
@@ -50,7 +50,7 @@ def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup
 
 
 class WeightBridge:
-    """Converts between the parameters of this rank and Hugging Face tensors, by the family's table."""
+    """Converts between the parameters of this rank and Hugging Face tensors, according to the family's table."""
 
     def __init__(
         self, config: HFConfig, chunks: list[GPTModel], dims: ParallelDims, head: HeadKind = "vocabulary"
@@ -63,7 +63,7 @@ class WeightBridge:
         arch = family.read(config)
         self.family, self.arch = family, arch
         self.dims, self.sizes = dims, arch.sizes | {"one": 1}
-        # numbers of experts of a layer: in the whole model, and on each rank
+        # number of experts of a layer: in the whole model, and on each expert-parallel rank
         self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
         self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
         self.rows = family.param_mappings(arch)
@@ -94,8 +94,8 @@ class WeightBridge:
     def load(self, weights: HFWeights) -> None:
         """Load this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
 
-        If the model has a value head or a score head but the checkpoint has none, the head keeps its initial values. A critic
-        that starts from a reward model takes over the score head.
+        If the model has a value head or a score head but the checkpoint has none, the head keeps its initial values. If a critic
+        starts from a reward model, the weight of its value head is loaded from the score head.
         """
         for row in [*self.rows, *self.copies]:
             param, stored = self.params.get(row.megatron), self._stored_row(row, weights)
@@ -109,7 +109,7 @@ class WeightBridge:
                 weights.release(name)
 
     def _stored_row(self, row: ParamMapping, weights: HFWeights) -> ParamMapping | None:
-        """Return the row that reads the parameter of `row` from a checkpoint. None: the parameter keeps its initial value."""
+        """Return the row whose tensors in `weights` give the parameter of `row`. None: the parameter keeps its initial value."""
         if row not in self.own_head or row.hf[0] in weights:
             return row
         has_score = row.megatron == OUTPUT_WEIGHT and SCORE_HEAD.hf[0] in weights
@@ -155,9 +155,9 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor). Every rank for which `participates_in_export` is true must iterate.
 
-        `tensor_of` may replace each parameter by another tensor, such as its gradient. `dtype` is the dtype of these tensors
-        (None: the dtype of the parameters). With `tensor_of`, buffers are left out, because they have no gradient. The yielded
-        tensors may share memory with the parameters, so the caller must use or copy them before the parameters change.
+        `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` is the dtype of these tensors
+        (None: the dtype of the parameters). With `tensor_of`, buffers are not exported, because they have no gradient. The
+        yielded tensors may share memory with the parameters, so the caller must use or copy them before the parameters change.
         """
         rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
         tensor_of = tensor_of or Tensor.detach
@@ -224,8 +224,9 @@ def _gather(shard: Tensor, group: ProcessGroup, is_split: bool) -> list[Tensor]:
 def _global_names(chunk: GPTModel, local_experts: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the whole model, tensor) for the tensors of a virtual stage.
 
-    The names contain the indices of layers and experts in the whole model, and experts have one naming scheme. The tensors are
-    the parameters and the correction biases of the routers. (These are the only buffers in a checkpoint.)
+    The names contain the indices of layers and experts in the whole model. The names of sequential experts and of grouped experts
+    have the same form. The tensors are the parameters and the correction biases of the routers. (A checkpoint has no other
+    buffers.)
     """
     first_expert = groups.ep_group().rank() * local_experts
     layer_of = {str(local): layer.layer_number - 1 for local, layer in enumerate(chunk.decoder.layers)}

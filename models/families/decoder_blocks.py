@@ -106,7 +106,7 @@ DEFAULTS: dict[str, Any] = dict(
     tie_encoder_decoder=False,
     is_encoder_decoder=False,
 )
-"""Values that transformers uses for fields that a config may omit, and that many families share. Sizes are never omitted."""
+"""Default values, in transformers, of fields that a config may omit and that many families have. No config omits sizes."""
 FULL_ATTENTION_DEFAULTS: dict[str, Any] = dict(use_sliding_window=False, layer_types=None)
 
 
@@ -170,7 +170,7 @@ def attention_parts(config: HFConfig) -> frozenset[str]:
 def read_decoder(
     config: HFConfig, *, parts: frozenset[str] = frozenset(), rope: Rope | None = None, **transformer: Any
 ) -> Architecture:
-    """Translate the config of a decoder that consists of these blocks. Raises ValueError if a value is not supported.
+    """Translate the config of a decoder that consists of blocks of this file. Raises ValueError if a value is not supported.
 
     `parts` are the optional parts of this model. `rope` is the model's rotary embedding (None: RoPE over all components of a
     head). `transformer` contains further fields of Megatron's config.
@@ -216,8 +216,8 @@ def read_decoder(
 
 # MoE layers with sigmoid routing, as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is a
 # sigmoid. The score of an expert is its affinity plus a correction bias. The router first chooses the groups of experts whose two
-# best scores have the largest sum, and then the experts with the best scores in these groups. The outputs of the chosen experts
-# are weighted by the affinities without the bias, normalized and scaled. Shared experts process every token and form one MLP.
+# best scores have the largest sum, and then the experts with the best scores in these groups. The weights of the chosen experts'
+# outputs are the affinities without the bias, normalized and scaled. Shared experts process every token and form one MLP.
 SIGMOID_ROUTED_MOE = (
     *moe_mlp("mlp", *_EXPERT_MATRICES),
     ParamMapping(
@@ -256,7 +256,7 @@ def sigmoid_routed_moe_parts(config: HFConfig) -> frozenset[str]:
 def read_sigmoid_routed_moe(config: HFConfig) -> dict[str, Any]:
     """Return Megatron's fields for MoE layers with sigmoid routing. Raises ValueError if a value is not supported."""
     config.expect(norm_topk_prob=True)
-    # These fields describe extra layers, which are neither loaded nor exported.
+    # These fields describe MTP layers, which are neither loaded nor exported.
     config.read_fields.update(("num_nextn_predict_layers", "num_mtp_layers"))
     num_layers, num_dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     width = config["moe_intermediate_size"]
@@ -279,7 +279,7 @@ def _read_expert_groups(config: HFConfig) -> dict[str, int]:
         raise ValueError(f"{config.path}: num_experts_per_tok={topk} is not supported; expected at least 2.")
     if groups == 1:
         return {}
-    if topk // chosen != 2:  # Megatron 0.19 ranks groups by the sum of their best topk // chosen experts
+    if topk // chosen != 2:  # Megatron 0.19 ranks groups by the total score of their best topk // chosen experts
         raise ValueError(
             f"{config.path}: num_experts_per_tok={topk} with n_group={groups} and topk_group={chosen} is not supported: "
             f"groups of experts are ranked by their best two experts; expected {2 * chosen} or {2 * chosen + 1} experts "

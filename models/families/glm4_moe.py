@@ -1,6 +1,6 @@
-"""GLM-4.5: grouped-query attention, RoPE on a part of each head; first dense layers, then MoE layers.
+"""GLM-4.5: grouped-query attention, RoPE on a part of each head; dense layers, then MoE layers with sigmoid routing.
 
-The MoE layers have shared experts and a router with sigmoid scores, which decoder_blocks.py explains.
+The MoE layers also have shared experts. decoder_blocks.py explains sigmoid routing.
 """
 
 from dataclasses import replace

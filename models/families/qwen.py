@@ -53,7 +53,8 @@ def translate_moe(config: HFConfig) -> Architecture:
         moe_ffn_hidden_size=config["moe_intermediate_size"],
         moe_layer_freq=[int(n not in dense and (n + 1) % step == 0) for n in range(config["num_hidden_layers"])],
         moe_router_topk=config["num_experts_per_tok"],
-        moe_router_pre_softmax=not config["norm_topk_prob"],  # True: softmax over all experts; False: over the chosen
+        # True: the softmax is over all experts; False: it is over the chosen experts
+        moe_router_pre_softmax=not config["norm_topk_prob"],
     )
 
 

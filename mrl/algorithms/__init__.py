@@ -1,1 +1,1 @@
-"""Advantages, losses, KL penalties and corrections: pure functions of arrays and tensors, the parts of a policy update."""
+"""The parts of a policy update: advantages, losses, KL penalties and corrections, as pure functions of arrays and tensors."""

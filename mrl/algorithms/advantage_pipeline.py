@@ -1,4 +1,4 @@
-"""The advantage pipeline. Once per step, it turns the rewards of the whole batch into the columns that the losses read."""
+"""The advantage pipeline. Once per step, it reads the rewards of the whole batch and computes the columns for the losses."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class AdvantagePipeline:
     The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens the advantages, and computes the extra
     columns. A response without sampled tokens is ignored, also in the mean reward of its group.
 
-    With `resampling`, some responses count several times in the loss, and responses that count 0 times are rejected, after
-    all columns are computed.
+    `resampling` acts after all columns are computed. Some responses then count several times in the loss, and responses that
+    count 0 times are rejected.
 
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
-    extra columns. A rejected response counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
+    extra columns. A rejected response still counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
 
     `ScoredBatch.given_advantages` replaces advantages after the whitening.
     """
@@ -111,7 +111,7 @@ class AdvantagePipeline:
         return counts
 
     def with_parts(self, advantage: Advantage | None, loss: Loss | None) -> AdvantagePipeline:
-        """Return the pipeline with another estimator or another policy loss. None keeps the present one.
+        """Return the pipeline with another estimator or another policy loss. None keeps the present estimator or loss.
 
         The correction and the KL penalty of an objective stay, unless `loss` is an Objective.
         """
@@ -129,7 +129,7 @@ class AdvantagePipeline:
     ) -> AdvantageColumns:
         """Return the columns [R] of the responses for which `rows` [B] is true, as if the step had only these responses.
 
-        All other responses are rejected, and their tokens get 0. None stands for all responses.
+        All other responses are rejected, and their tokens get 0. `rows=None` selects all responses.
         """
         if rows is None:
             return self(scored, columns, kl_coef, seed)
@@ -147,7 +147,7 @@ class AdvantagePipeline:
         return AdvantageColumns(expanded, zero, rejected, part.metrics, counts)
 
     def _estimate(self, batch: AdvantageInputs) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
-        """Call the advantage estimator. Returns advantages [R], and returns [R] if it has computed any.
+        """Call the advantage estimator. The result is (advantages [R], returns [R] or None).
 
         Raises ValueError if a result has a wrong shape or a number that is not finite.
         """
@@ -171,7 +171,7 @@ class AdvantagePipeline:
     def _token_rewards(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float
     ) -> tuple[NDArray[np.float64], dict[str, float]]:
-        """Return token rewards [R], from which the KL penalties are subtracted, and metrics."""
+        """Return (token rewards [R] minus KL penalties, metrics)."""
         if scored.turn_rewards is None:
             rewards = np.zeros(scored.lengths.sum())
             nonempty = scored.lengths > 0

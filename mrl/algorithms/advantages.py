@@ -2,8 +2,8 @@
 
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
-advantage 0 if its group has only one response, or if all rewards of the group are equal; GDPO, if each part of the reward is
-equal in the group.
+advantage 0 if its group has only one response, or if all rewards of the group are equal. (For GDPO, every part of the reward
+must be equal in the group.)
 """
 
 from collections.abc import Mapping
@@ -87,11 +87,11 @@ class GRPO:
 
     `scale_rewards` selects the standard deviation, as in trl:
 
-        group  that of the rewards of the group
-        batch  that of the rewards of all responses of the step (Lite PPO, Liu et al. 2025, arXiv 2508.08221)
+        group  standard deviation of the rewards of the group
+        batch  standard deviation of the rewards of all responses of the step (Lite PPO, Liu et al. 2025, arXiv 2508.08221)
         none   no division (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783, 3.2)
 
-    The paper does not say which standard deviation it uses. The default is the unbiased one (`ddof=1`), as in the
+    The paper does not say whether its standard deviation is biased. The default is the unbiased estimate (`ddof=1`), as in the
     common implementations. Raises ValueError for any other `scale_rewards`.
     """
 
@@ -134,8 +134,8 @@ class RLOO:
 class ReinforcePlusPlusBaseline:
     """Reward minus the mean of the group (Hu et al. 2025, REINFORCE++-baseline).
 
-    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this;
-    conf/algorithm/reinforce_pp_baseline.yaml sets it.
+    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this.
+    conf/algorithm/reinforce_pp_baseline.yaml sets this key.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -225,9 +225,8 @@ class PassAtK:
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
         groups = GroupStatistics(inputs.groups)
-        order = np.lexsort(
-            (inputs.rewards, groups.index)
-        )  # sorted by group, then by reward; the best of a group comes last
+        # Sort by group, then by reward, so that the best response of a group comes last.
+        order = np.lexsort((inputs.rewards, groups.index))
         is_best = np.diff(groups.index[order], append=-1) != 0
         has_second = np.diff(groups.index[order], prepend=-1) == 0  # the previous row belongs to the same group
         rewards = inputs.rewards[order]
@@ -292,7 +291,7 @@ class GDPO:
             normalised = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
             total += self.weights.get(name, 1.0) * normalised
         # The mean over the batch is 0 because the mean of each group is 0. Subtracting the mean would only add rounding errors.
-        # The standard deviation is the unbiased one, as in the normalisation over the group and in trl.
+        # The standard deviation is unbiased, as in the normalisation over the group and in trl.
         return total / (total.std(ddof=int(len(total) > 1)) + self.eps) if self.normalize_batch else total
 
 
@@ -325,8 +324,8 @@ class ReinforcePlusPlus:
 
     The token rewards contain the KL penalty of algorithm.kl_in_reward.
 
-    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this;
-    conf/algorithm/reinforce_pp.yaml sets it.
+    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this. conf/algorithm/reinforce_pp.yaml
+    sets this key.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -339,19 +338,19 @@ class ReinforcePlusPlus:
 
 @dataclass(frozen=True)
 class OptimalTokenBaseline:
-    """Reward to go minus a baseline for each token, with which the gradient has the smallest variance (OTB, Li et al. 2026).
+    """Reward to go minus a token baseline, which minimizes the variance of the gradient (OTB, Li et al. 2026).
 
     The advantage of token t of response i is G[i, t] - B[t]. G[i, t] is the sum of the rewards from this token to the end. B[t]
-    is the mean of G[., t] over the responses of the group that have a token t, with the weights W[i, t]. W[i, t] is the sum of
-    1 - 2 pi + sum pi^2 over the tokens up to t. This is the squared norm of the gradient of log pi with respect to the logits:
-    pi is the old probability of the token, and sum pi^2 is over the vocabulary.
+    is the weighted mean of G[., t] over the responses of the group that have a token t, with the weights W[., t]. W[i, t] is the
+    sum of 1 - 2 pi + sum pi^2 over the tokens up to t, where pi is the old probability of the token and sum pi^2 is over the
+    vocabulary. Each term is the squared norm of the gradient of log pi with respect to the logits.
 
     The index t counts only sampled tokens. So this class is verl's `tir_optimal_token_baseline` for responses of several turns,
     and verl's `optimal_token_baseline` for responses of one turn.
 
     With `zero_tail`, B[t] is 0 if only one response of the group has a token t. Without `zero_tail`, the advantage of such a
-    token is 0. With `correction`, the terms of W are multiplied by the squares of the weights of this correction, for samples
-    of another policy than the old policy. A token whose old log-probability is NaN adds 0 to W.
+    token is 0. `correction` is for samples of another policy than the old policy. It multiplies the terms of W by the squares of
+    its weights. A token whose old log-probability is NaN adds 0 to W.
 
     Raises ValueError for a `correction` with numerator=current.
     """
@@ -374,7 +373,7 @@ class OptimalTokenBaseline:
 
     @property
     def group_relative(self) -> bool:
-        """Whether the advantage of a response alone in its group is 0."""
+        """Whether the advantage of a response that is alone in its group is 0."""
         return not self.zero_tail
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
@@ -427,7 +426,7 @@ class OnPolicyDistillation:
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         """Return advantages [R], and the returns [R] of `reward` if it has any."""
         old, teacher = (inputs.columns[name].astype(np.float64) for name in ("old_logprobs", "teacher_logprobs"))
-        log_ratio = np.where(np.isnan(old), 0.0, teacher - old)  # NaN: a token for which the engine reported none
+        log_ratio = np.where(np.isnan(old), 0.0, teacher - old)  # NaN: the engine reported no log-probability
         advantages = self.coef * discounted_sums(log_ratio, inputs.lengths, self.gamma)
         if self.reward is None:
             return Advantages(advantages)
@@ -438,7 +437,7 @@ class OnPolicyDistillation:
 
 @dataclass(frozen=True)
 class NoAdvantage:
-    """Advantage 0 of every response, for a loss that reads no advantages, such as Distillation without a policy loss."""
+    """Advantage 0 for every response, for a loss that reads no advantages, such as Distillation without a policy loss."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     uses_token_rewards: ClassVar[bool] = False

@@ -48,11 +48,12 @@ NUMERATORS = ("old", "current")
 
 @dataclass(frozen=True)
 class ImportanceSampling:
-    """Weights from the ratio pi_old / pi_rollout: the trainer's probability of a sampled token, divided by the engine's.
+    """Computes weights from the ratio pi_old / pi_rollout of a sampled token.
 
-    pi_old is the probability before the first optimizer step on the response. With `numerator=current`, the numerator is the
-    probability under the current weights, without gradient. `algorithm.old_logprobs=rollout` needs this numerator, because
-    pi_old is then pi_rollout. Use it with a loss that has no ratio, such as PolicyGradient, or with mode=reject.
+    pi_rollout is the probability of the token in the engine. pi_old is its probability in the trainer before the first optimizer
+    step on the response. With `numerator=current`, the numerator is the probability under the current weights, without gradient.
+    `algorithm.old_logprobs=rollout` needs this numerator, because pi_old is then pi_rollout. Use `numerator=current` with a loss
+    that has no ratio, such as PolicyGradient, or with mode=reject.
 
     `level` selects the ratio of a token:
 
@@ -69,11 +70,12 @@ class ImportanceSampling:
     With `veto`, all tokens of a response get weight 0 if the response has a token whose own ratio is below `veto`. The veto
     works with every level and mode.
 
-    With `batch_normalize`, the weights are divided by their mean, so that the loss keeps its scale. The mean is taken once for
-    the step, before the step is divided into mini-batches: over the tokens with level=token, and over the responses otherwise.
-    Tokens and responses that the mode masks count as 0. The following do not count: truncated responses that
-    algorithm.mask_truncated excludes, the veto, other corrections, and, with level=token, tokens for which the engine reported
-    no log-probability. If the mean is below 1e-8, the weights are not divided, as in verl.
+    With `batch_normalize`, the weights are divided by their mean, so that the loss keeps its scale. The mean is computed once per
+    step, before the step is divided into mini-batches. With level=token, it is the mean over tokens, otherwise over responses.
+    Tokens and responses that the mode masks have the weight 0 in the mean. The mean does not include truncated responses that
+    algorithm.mask_truncated excludes. With level=token, it does not include tokens for which the engine reported no
+    log-probability. The veto and other corrections do not change the mean. If the mean is below 1e-8, the weights are not
+    divided, as in verl.
 
     Published methods are settings of this class:
 
@@ -83,9 +85,11 @@ class ImportanceSampling:
     - the weight pi_prox / pi_behave of decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025, eq. 5):
       level=token, mode=truncate, high=inf
 
-    Rejected tokens count in the denominators of the loss; in verl they do not count. Raises ValueError for an unknown level,
-    mode or numerator, for low < 0, for low >= high, and for `batch_normalize` with mode=reject, whose weights are only 0 or 1,
-    or with numerator=current, whose weights are not known before the optimizer steps.
+    Rejected tokens count in the denominators of the loss; in verl they do not count.
+
+    Raises ValueError for an unknown level, mode or numerator, for low < 0, and for low >= high. Also raises ValueError for
+    `batch_normalize` with mode=reject (the weights are only 0 or 1) or numerator=current (the weights are not known before the
+    optimizer steps).
     """
 
     level: str = "token"
@@ -169,7 +173,7 @@ class ImportanceSampling:
 
 
 def _log_ratio(inputs: LossInputs, numerator: str) -> Tensor:
-    """Return the log-ratio [R] of the policy that `numerator` names to the engine's policy, without gradient."""
+    """Return [R], without gradient: the log-probability under the policy `numerator` minus the engine's log-probability."""
     policy = inputs.logprobs if numerator == "current" else inputs.old_logprobs
     return (policy - inputs.rollout_logprobs).detach()
 
@@ -214,11 +218,13 @@ class Rejection:
     `level` selects what is compared with `high`:
 
         token  the divergence of the token; a token above `high` is rejected
-        sum    the sum over the response; all tokens of a response above `high` are rejected, as with mean and max
+        sum    the sum over the response
         mean   the mean over the response
         max    the largest divergence of a token of the response
 
-    ImportanceSampling with mode=reject compares r itself, which is verl's estimate k1. `numerator` is the one of
+    With sum, mean and max, all tokens of a response above `high` are rejected.
+
+    ImportanceSampling with mode=reject compares r itself, which is verl's estimate k1. `numerator` has the same meaning as in
     ImportanceSampling. Rejected tokens count in the denominators of the loss; in verl they do not count.
 
     Raises ValueError for an unknown level, kind or numerator, and for a `high` of 0 or less.
@@ -310,10 +316,10 @@ def mismatch_sums(old: Tensor, rollout: Tensor, left_out: Tensor | None = None) 
     """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
     `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are the engine's. Tokens for which
-    the engine reported NaN are only counted. `left_out` [R]: tokens that no engine of the run sampled, which are not counted. The
-    results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
+    the engine reported NaN are only counted. `left_out` [R]: whether no engine of the run sampled the token. Such tokens are not
+    even counted. The results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
     """
-    # masked and not removed: on a GPU, the host would wait for the number of remaining tokens
+    # Unknown tokens are masked and not removed: with removal, the host would wait until the GPU knows how many tokens remain.
     not_reported = rollout.isnan() if left_out is None else rollout.isnan() & ~left_out
     unknown = not_reported if left_out is None else not_reported | left_out
     log_ratio = (old.detach().double() - rollout.double()).masked_fill(unknown, 0.0)

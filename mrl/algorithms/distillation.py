@@ -58,7 +58,7 @@ class Distillation(PolicyLoss):
 
     divergence: str = "reverse_kl"  # forward_kl, reverse_kl or js
     beta: float = 0.5  # weight of the teacher in the mixture of js
-    top_k: int | None = None  # number of tokens of the teacher; None: the whole vocabulary
+    top_k: int | None = None  # number of the teacher's most probable tokens; None: the whole vocabulary
     temperature: float | None = None  # temperature of both distributions; None: rollout.temperature
     coef: float = 1.0
     policy: Loss | None = None  # a loss that learns from rewards; None: rewards have no effect

@@ -1,4 +1,4 @@
-"""Choice of the responses that are trained, by their rewards: filters of groups, and resampling of the responses of a step.
+"""Functions that choose by reward on which responses a step trains: filters of groups, and resampling of responses.
 
 The rollout worker samples a new prompt in place of each group that a filter rejects.
 """
@@ -71,7 +71,7 @@ class NonzeroVariance:
     is dropped. A group is also dropped if its largest and its smallest reward differ by at most `tolerance`.
 
     `metric` selects a part of the reward in place of the total reward (see `filter_values`). The paper counts correct
-    responses, so a punishment of long responses should not decide: set `metric=correctness`, or the name of the part.
+    responses. If the reward contains a penalty for long responses, set `metric=correctness`, or the name of the part.
     """
 
     tolerance: float = 0.0
@@ -108,7 +108,7 @@ class Resampling(Protocol):
     def __call__(
         self, rewards: NDArray[np.float64], groups: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Return [B]: how often each response counts in the loss. A response that counts 0 times is not trained.
+        """Return [B]: how often each response counts in the loss. The step does not train on responses that count 0 times.
 
         `rewards` [B] are the rewards of the responses before KL penalties, and `groups` [B] the ids of their prompts.
         """
@@ -120,9 +120,9 @@ FILTRATION_METHODS = ("pow", "max_min", "max_random")
 
 @dataclass(frozen=True)
 class PolicyFiltration:
-    """Draws the training responses at random, with replacement, by their rewards r (PF-PPO, Zhang et al. 2024).
+    """Draws responses at random, with replacement. The probability depends on the reward r (PF-PPO, Zhang et al. 2024).
 
-    Rewards near the extremes are more reliable than others, so their responses are drawn more often. The number of draws equals
+    Rewards near the extremes are more reliable, so responses with such rewards are drawn more often. The number of draws equals
     the number of responses. A response that is drawn n times counts n times in the loss and in its denominators, as if the batch
     had n copies of it; it is still computed once. Advantages are computed before the draw, from all responses.
 
@@ -132,7 +132,7 @@ class PolicyFiltration:
         max_min     equal for the responses with the largest and with the smallest reward; nearly 0 for others
         max_random  four times as large for the responses with the largest reward as for others
 
-    The responses of each group are compared and drawn on their own. With `per_group=False`, all responses of the step are
+    By default, responses are compared and drawn separately for each group. With `per_group=False`, all responses of the step are
     compared and drawn together, as in verl. Raises ValueError for an unknown method, and for a `power` below 0.
     """
 

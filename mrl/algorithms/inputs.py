@@ -30,7 +30,7 @@ class ScoredBatch:
     # name of a part of the reward -> values of this part [B]
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
-    # [B] advantage in place of the estimator's; NaN: the estimator decides. None: it decides for all responses
+    # [B] advantage that replaces the estimator's advantage; NaN: not replaced. None: no advantage is replaced
     given_advantages: NDArray[np.float64] | None = None
 
     def select(self, rows: NDArray[np.bool_]) -> ScoredBatch:
@@ -49,7 +49,7 @@ class ScoredBatch:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Input of an advantage estimator. Responses without sampled tokens are left out, so here B does not count them."""
+    """Input of an advantage estimator. It contains only responses with sampled tokens, so B is here the number of these."""
 
     # [R] reward of each response or turn at its last token, else 0; the KL penalty of each token is already subtracted
     token_rewards: NDArray[np.float64]
@@ -159,7 +159,7 @@ class LossInputs:
     advantages: Tensor  # [R]
     # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
     entropy: Tensor
-    # [R] log-probabilities from the engine that sampled the tokens. If the engine reported none for a token, `old_logprobs`
+    # [R] log-probabilities from the engine that sampled the tokens; where the engine reported none, the value of `old_logprobs`
     rollout_logprobs: Tensor
     responses: Responses  # computes sums and means over each response
     # name -> column [R]: a column for each name in `needs` of the loss and the correction, and their extra columns
@@ -167,7 +167,7 @@ class LossInputs:
 
 
 def needs_of(part: object) -> frozenset[str]:
-    """Return the names of the columns that a part of an algorithm reads: its attribute `needs`, or no names without it.
+    """Return the names of the columns that a part of an algorithm reads: its attribute `needs` (default: no names).
 
     Raises ValueError if `needs` is a text in place of a set of names.
     """
@@ -178,7 +178,7 @@ def needs_of(part: object) -> frozenset[str]:
 
 
 def to_numbers(values: object, source: str, finite: bool = True) -> NDArray[np.float64]:
-    """Return what a part of an algorithm returned as an array of numbers. `source` names the part in an error.
+    """Convert the result of a part of an algorithm to an array of numbers. `source` names the part in an error.
 
     Raises ValueError if the values are not numbers or, with `finite`, if one of them is not finite.
     """
@@ -202,7 +202,7 @@ def join_extra_columns(
 ) -> dict[str, Column]:
     """Return the extra columns [R] of several parts of an algorithm. A part without the method `extra_columns` has none.
 
-    Raises ValueError if two parts return columns of the same name, if the name is that of another column of the step, or if a
+    Raises ValueError if two parts return columns of the same name, if another column of the step has the same name, or if a
     column does not have one number for each token.
     """
     joined: dict[str, Column] = {}

@@ -44,7 +44,7 @@ class KLPenalty:
         k2              the gradient of KL(policy || reference)
         k3              the gradient of KL(reference || policy), as in GRPO (DeepSeekMath 2024, eq. 4)
         abs             twice the gradient of the total variation distance, sum |policy - reference| / 2
-        k1+, k3+, abs+  the gradient of k2, with the value of k1, k3 or abs; the names are verl's
+        k1+, k3+, abs+  the gradient of k2, with the value of k1, k3 or abs; verl uses the same names
         unbiased        the gradient of KL(policy || reference), also for samples of the old policy. The value is k3
                         times the ratio pi / pi_old, and gradients flow through both factors (DeepSeek-V3.2 2025, 3.1).
                         In the reward, `unbiased` is k3

@@ -1,10 +1,16 @@
 """Policy losses per sampled token, and the value loss of the critic.
 
-In the formulas, A is the advantage of a token, pi the token's probability under the current model weights, pi_old the
-token's probability before the first optimizer step of the training step (with algorithm.old_logprobs=rollout, the
-probability that the engine reported), and r the ratio pi / pi_old. sg is the
-stop-gradient. `mrl.algorithms.objective` averages the losses and adds KL and entropy terms. The losses with one ratio per
-response are in `mrl.algorithms.sequence_losses`.
+Symbols in the formulas:
+
+    A       advantage of a token
+    pi      probability of the token under the current model weights
+    pi_old  probability of the token before the first optimizer step of the training step; with algorithm.old_logprobs=rollout,
+            the probability that the engine reported
+    r       the ratio pi / pi_old
+    sg      stop-gradient
+
+`mrl.algorithms.objective` averages the losses and adds KL and entropy terms. The losses with one ratio per response are in
+`mrl.algorithms.sequence_losses`.
 """
 
 from __future__ import annotations
@@ -123,8 +129,8 @@ class PolicyGradient(PolicyLoss):
 class CISPO(PolicyLoss):
     """Policy gradient with the clipped ratio as factor (MiniMax-M1 2025, eq. 4-5).
 
-    The loss is -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi. Clipped tokens also have a gradient, because the factor
-    has none. The paper sets no lower bound, and does not publish the upper bound. The default upper bound
+    The loss is -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi. Clipped tokens also have a gradient, because the clip changes
+    only the factor of log pi. The paper sets no lower bound, and does not publish the upper bound. The default upper bound
     1 + clip_high = 5 is from Khatri et al. (2025, ScaleRL).
     """
 
@@ -199,7 +205,7 @@ class DPPO(PolicyLoss):
 def binary_kl(old: Tensor, new: Tensor) -> Tensor:
     """Return KL(Bernoulli(e^old) || Bernoulli(e^new)) in nats. All arrays are [R]; `old` and `new` are log-probabilities.
 
-    The probability of the other event, 1 - e^x, counts as at least 1e-8, so that the result is finite.
+    The probability of the other event, 1 - e^x, is clamped to at least 1e-8, so that the result is finite.
     """
     log_others_old, log_others_new = ((-logprobs.expm1()).clamp(min=1e-8).log() for logprobs in (old, new))
     return old.exp() * (old - new) - old.expm1() * (log_others_old - log_others_new)
@@ -266,8 +272,8 @@ class ClipCov(PolicyLoss):
 
     The number of selected tokens is `fraction` times the number of all tokens.
 
-    The authors' code also clips r in the way of PPO, with 1 for both bounds. Here `clip_low` and `clip_high` are these
-    bounds. By default r is not clipped.
+    The authors' code also clips r as PPO does, with 1 for both bounds. Here `clip_low` and `clip_high` are these bounds. By
+    default, r is not clipped.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
@@ -351,18 +357,18 @@ class ValueLossFunction(Protocol):
 
 @dataclass(frozen=True)
 class TopEntropy:
-    """Another policy loss, but 0 for all tokens except those with the largest entropy (Wang et al. 2025, arXiv 2506.01939).
+    """Applies another policy loss only to the tokens with the largest entropy (Wang et al. 2025, arXiv 2506.01939).
 
-    A token has a loss if its entropy is at least the (1 - fraction) quantile of the entropies of all tokens of the step that are
-    in the loss. Entropies are those before the first optimizer step, so the selection depends neither on micro-batches nor on
-    the parallel layout. The quantile is interpolated linearly between two entropies, as in trl.
+    All other tokens have the loss 0. A token is selected if its entropy is at least the (1 - fraction) quantile of the entropies
+    of all tokens in the loss of the step. The entropies are computed before the first optimizer step, so the selection depends
+    neither on micro-batches nor on the parallel layout. The quantile is interpolated linearly between two entropies, as in trl.
 
-    Tokens without loss still count in the denominators of the loss, as in the paper. KL penalties and the entropy bonus apply
-    to all tokens. Raises ValueError for a `fraction` outside [0, 1].
+    Tokens that are not selected still count in the denominators of the loss, as in the paper. KL penalties and the entropy bonus
+    apply to all tokens. Raises ValueError for a `fraction` outside [0, 1].
     """
 
     loss: Loss  # the loss of the selected tokens
-    fraction: float = 0.2  # fraction of the tokens that have a loss
+    fraction: float = 0.2  # fraction of the tokens that are selected
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:

@@ -30,13 +30,14 @@ if TYPE_CHECKING:  # the driver builds and checks objectives without torch
 
 @dataclass(frozen=True)
 class EntropyBonus:
-    """Entropy bonus of the loss: `coef` times the entropy, in nats, of the distribution that predicts a token is subtracted.
+    """Entropy bonus: `coef` times the entropy, in nats, of the distribution that predicts a token. The loss subtracts it.
 
-    With `target`, the coefficient adapts as in Skywork-OR1 (He et al. 2025, adaptive entropy control): after a training step
-    whose mean entropy per token is at most `target`, it grows by `step`, otherwise it falls by `step`. It stays between 0
-    and `max_coef`. A step uses the bonus only if the mean entropy of the last step was at most `target`. In the paper, the
-    entropy before the update of the same step decides. Raises ValueError for values outside these bounds: target > 0, step > 0,
-    and 0 <= coef <= max_coef.
+    With `target`, the coefficient adapts as in Skywork-OR1 (He et al. 2025, adaptive entropy control). If the mean entropy per
+    token of a training step is at most `target`, the coefficient grows by `step` after this step. Otherwise it falls by `step`.
+    The coefficient stays between 0 and `max_coef`. A step uses the bonus only if the mean entropy of the last step was at most
+    `target`. In the paper, the entropy before the update of the same step decides.
+
+    With `target`, raises ValueError unless target > 0, step > 0 and 0 <= coef <= max_coef.
     """
 
     coef: float = 0.0
@@ -106,7 +107,7 @@ class Objective:
 
     @property
     def distillation(self) -> Distillation | None:
-        """What the output head must compute of a teacher; None: nothing."""
+        """The Distillation loss, which tells the output head what to compute; None: the policy loss is not a Distillation."""
         return getattr(self.policy, "distillation", None)
 
     @property
@@ -166,8 +167,8 @@ def check_token_values(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the result of a loss or of a correction if it has the right form, otherwise raise ValueError.
 
-    `tokens` is a tensor [R]. `key` is the config key of the loss or correction `part`, for the message. The numbers are not
-    read, because the host would wait for the device.
+    `tokens` is a tensor [R]. `key` is the config key of the loss or correction `part`, for the message. The function does not
+    read the numbers, because the host would wait for the device.
     """
     source = f"{key}: {describe_plug_in(part)}"
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
@@ -206,7 +207,7 @@ class AggregationInputs:
 
 
 Aggregation = Callable[[AggregationInputs], NDArray[np.floating]]
-"""Interface of an aggregation: it returns [B], for each response the weight that each of its tokens has in the loss.
+"""Interface of an aggregation. It returns [B]: for each response, the weight of every token of the response in the loss.
 
 `algorithm.aggregation._target_` may name any callable of this form. A response of length 0 has no tokens, but it counts in B.
 """
@@ -241,7 +242,7 @@ def token_sum(inputs: AggregationInputs) -> NDArray[np.float64]:
 
 
 def sequence_sum(inputs: AggregationInputs) -> NDArray[np.float64]:
-    """Return 1 / B: the loss is the mean over responses of the sum of the token losses of a response."""
+    """Return 1 / B: the loss of a response is the sum of its token losses, and the loss is the mean over responses."""
     return np.full(len(inputs.lengths), 1.0 / max(len(inputs.lengths), 1))
 
 
@@ -260,7 +261,7 @@ class TokenWeighting:
     max_response_tokens: int | None = None  # None: unknown; see AggregationInputs
 
     def __call__(self, lengths: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return [B]: for each response, the weight that each of its tokens has in the loss.
+        """Return [B]: for each response, the weight of every token of the response in the loss.
 
         `lengths` [B] are the numbers of sampled tokens, and `groups` [B] are the ids of the prompts. Raises ValueError if the
         aggregation returns anything but B finite numbers of 0 or more.

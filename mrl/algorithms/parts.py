@@ -1,6 +1,6 @@
-"""AlgorithmParts: the objects that make up the configured algorithm. They are built and checked before any process starts.
+"""Builds AlgorithmParts, the objects that make up the configured algorithm, and checks them before any process starts.
 
-Coefficients are the coefficients of the KL penalties and of the entropy bonus, which may adapt over a run.
+The class Coefficients has the coefficients of the KL penalties and of the entropy bonus, which may adapt over a run.
 """
 
 import difflib
@@ -24,11 +24,11 @@ from mrl.config.validate import REFERENCE, TEACHER, roles_of, teachers_of
 from mrl.core.user_code import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
-"""Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head that it is.
+"""Column that the actor computes before its first optimizer step on a rollout -> name of this output of MegatronActor.head.
 
-The actor computes all of these columns that are needed in one forward pass."""
+One forward pass computes all of these columns that the algorithm needs."""
 COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
-"""Columns (one number per sampled token) that the parts of an algorithm may name in `needs`. Models compute them, if needed.
+"""Columns (one number per sampled token) that parts of an algorithm may name in `needs`. Models compute the needed columns.
 
 An entry of the key `roles` computes a further column, such as teacher_logprobs.
 
@@ -49,7 +49,7 @@ COEF_METRICS = {
     "kl_loss": "policy/kl_coef_loss",
     "entropy": "policy/entropy_coef",
 }
-"""Name of a term -> name of the metric that has the coefficient which the step used."""
+"""Name of a term -> name of the metric that reports which coefficient the step used."""
 
 
 class Term(Protocol):
@@ -62,11 +62,11 @@ class Term(Protocol):
 
     @property
     def target(self) -> float | None:
-        """The measured value that the coefficient is adapted to; None: the coefficient is constant."""
+        """Target of the measured value. The coefficient adapts to reach it. None: the coefficient is constant."""
         ...
 
     def next_coef(self, coef: float, measured: float, samples: int) -> float:
-        """Return the coefficient after a training step with `samples` responses that measured `measured`."""
+        """Return the coefficient after a training step with `samples` responses. `measured`: value that the step measured."""
         ...
 
     def is_active(self, measured: float | None) -> bool:
@@ -90,7 +90,7 @@ class AlgorithmParts:
 def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) -> AlgorithmParts:
     """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together.
 
-    `step_needs`: what the training step needs in addition, if `trainer._target_` names one.
+    `step_needs`: further columns that the step of `trainer._target_` needs.
     """
     algorithm = config.algorithm
     objective = build_objective(config)
@@ -155,7 +155,7 @@ def _check_needs(needs: frozenset[str], advantage: Advantage, columns: frozenset
 
 
 def _check_role_columns(config: Config, needs: frozenset[str]) -> None:
-    """Raise ValueError if no model or several models would compute a column for the same responses."""
+    """Raise ValueError if no model computes a needed column, or if several models compute a column for the same responses."""
     teachers, computed_by = teachers_of(config), dict[str, str]()
     for name, role in roles_of(config).items():
         key, expected = f"roles.{name}", f"{TEACHER if name in teachers else name}_logprobs"
@@ -287,7 +287,7 @@ class Coefficients:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the coefficients that the next step uses as metrics."""
+        """Return metrics: the coefficients that the next step uses."""
         return {COEF_METRICS[name]: coef for name, coef in self.current().items()}
 
     def adapt(self, metrics: Mapping[str, float], samples: int) -> None:
@@ -302,7 +302,7 @@ class Coefficients:
                 self.measured[name] = measured
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficients, and what they adapt to, for a checkpoint."""
+        """Return the coefficients, and the measured values to which they adapt, for a checkpoint."""
         return dict(values=dict(self.values), measured=dict(self.measured))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

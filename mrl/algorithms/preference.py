@@ -2,12 +2,17 @@
 
 A loss over pairs trains on rows with a chosen and a rejected response to one prompt. Both responses of a pair are always in one
 micro-batch (TrainBatch.whole_groups), in which the responses have the order chosen, rejected, chosen, rejected, ...
-The loss of a pair is the loss of every token of both responses. With the aggregation sequence_mean, which the supervised stage
-uses, the loss of a mini-batch is therefore the mean loss of its pairs.
+Every token of both responses has the loss of the pair. With the aggregation sequence_mean, which the supervised stage uses, the
+loss of a mini-batch is therefore the mean loss of its pairs.
 
-In the formulas, y_w is the chosen and y_l the rejected response, |y| the number of tokens of y, pi(y) the probability of y under
-the current weights, pi_ref(y) its probability under the initial weights, sigma the logistic function, and
-h(y) = log(pi(y) / pi_ref(y)).
+Symbols in the formulas:
+
+    y_w, y_l   the chosen and the rejected response
+    |y|        number of tokens of y
+    pi(y)      probability of y under the current weights
+    pi_ref(y)  probability of y under the initial weights
+    h(y)       log(pi(y) / pi_ref(y))
+    sigma      the logistic function
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 PAIRS, LABELS = "pairs", "labels"
 """Form of the rows on which a loss trains: prompt, chosen and rejected response, or prompt, response and label (good or bad)."""
-LARGEST_MEAN_LOGPROB = -1e-6  # bound of the mean log-probability in ORPO, whose odds are infinite at 0
+LARGEST_MEAN_LOGPROB = -1e-6  # upper bound of the mean log-probability in ORPO, because the odds are infinite at 0
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -33,7 +38,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def chosen_and_rejected(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the values of the n responses of a micro-batch into those of chosen and of rejected responses: two of [pairs].
+    """Split the values [n] of the responses of a micro-batch into two tensors [pairs]: chosen and rejected responses.
 
     An empty micro-batch has one response without tokens, which is in no pair.
     """
@@ -44,7 +49,7 @@ def chosen_and_rejected(values: Tensor) -> tuple[Tensor, Tensor]:
 def pairs_to_tokens(values: Tensor, responses: Responses) -> Tensor:
     """Return, for each token, the value of its pair: [pairs] -> [tokens on this rank].
 
-    If only one response of a pair has tokens, they count twice, so that every pair has the same weight.
+    If only one response of a pair has tokens, its tokens count twice, so that every pair has the same weight.
     """
     chosen, rejected = chosen_and_rejected((responses.lengths > 0).to(values.dtype))
     return responses.to_tokens((values * 2 / (chosen + rejected).clamp(min=1)).repeat_interleave(2))
@@ -76,7 +81,7 @@ class PairLoss(PolicyLoss):
         raise NotImplementedError
 
     def chosen_loss(self, inputs: LossInputs) -> Tensor | None:
-        """Return a loss [n] of each response that is added to the pair's loss for the chosen response; None: nothing is added."""
+        """Return a further loss [n] of each response, or None. The loss of a pair includes this loss of the chosen response."""
         return None
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -160,7 +165,7 @@ class Hinge(PairLoss):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
-    beta: float = 0.1  # 1 / beta is the difference of h from which a pair has no loss
+    beta: float = 0.1  # a pair has no loss if h(y_w) - h(y_l) is at least 1 / beta
 
     def __post_init__(self) -> None:
         check_positive(self, "beta")
@@ -263,7 +268,7 @@ class KTO(PolicyLoss):
 
 
 class ScoreLoss:
-    """Base class of losses of a reward model. They get the score of each response in place of log-probabilities."""
+    """Base class of losses of a reward model. Such a loss reads the score of each response instead of log-probabilities."""
 
     head: ClassVar[str] = "score"
     needs: ClassVar[frozenset[str]] = frozenset()

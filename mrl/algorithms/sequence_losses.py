@@ -1,12 +1,19 @@
 """Policy losses with one ratio or penalty per response. They return one loss per token.
 
-In the formulas, y is a response, |y| its number of tokens, and pi(y) its probability under the current model weights. A is
-the advantage, pi the probability of a token, r the ratio pi / pi_old of a token, and sg the stop-gradient. pi_old is the
-probability before the first optimizer step of the training step.
+Symbols in the formulas:
+
+    y                  a response
+    |y|                number of tokens of y
+    pi(y), pi          probability of a response, or of a token, under the current model weights
+    pi_old(y), pi_old  the same probabilities before the first optimizer step of the training step
+    A                  advantage
+    r                  the ratio pi / pi_old of a token
+    sg                 stop-gradient
 
 In the papers of GSPO, GSPOToken and GMPO, the loss of a response is the mean over its tokens: use
-`algorithm.aggregation=sequence_mean`. In those of OPMD and TOPR it is the sum: use `algorithm.aggregation=fixed_length`.
-Context parallelism may divide a response over ranks; `inputs.responses` sums over the tokens on all these ranks.
+`algorithm.aggregation=sequence_mean`. In the papers of OPMD and TOPR, it is the sum over its tokens: use
+`algorithm.aggregation=fixed_length`. Context parallelism may divide a response over ranks; `inputs.responses` sums over the
+tokens on all these ranks.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Measurements of one GPU for `mrl bench gpu`: kernels, a training step, movement of the trainer's state, transfers."""
+"""Measurements of one GPU for `mrl bench gpu`: kernels, a training step, offload of the trainer's state, transfers."""

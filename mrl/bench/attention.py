@@ -1,7 +1,7 @@
-"""Attention of one layer over packs, with the kernel that mrl chooses and with the other kernels of this machine.
+"""Measures the attention of one layer over packs, with the kernel that mrl chooses and with the other kernels of this machine.
 
 `measure_attention` is a section of `mrl bench gpu` (see mrl.bench.sections). This module imports Megatron, so
-`parallel.device.patch_megatron_for_cpu` must run before.
+`parallel.device.patch_megatron_for_cpu` must run before the import.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, PackedSequences], Tensor]
 
 
 def measure_attention(job: SectionJob) -> None:
-    """Section attention: time of forward and backward pass of one layer's attention, by pack and by kernel."""
+    """Section attention: measure the forward and backward pass of one layer's attention, for each pack and kernel."""
     start_one_rank()
     sizes = ATTENTIONS[job.spec.size]
     for name, segments in packs(sizes).items():
@@ -58,7 +58,8 @@ def _measure_pack(job: SectionJob, sizes: AttentionSizes, name: str, segments: l
     counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     inputs = [torch.randn(tokens, count, sizes.channels, **shape).requires_grad_() for count in counts]
     pairs = attended_pairs(pack(segments, device()))
-    flops = 3.5 * 4 * pairs * sizes.heads * sizes.channels  # the backward pass has 2.5 times those of the forward pass
+    # The backward pass has 2.5 times the FLOPs of the forward pass.
+    flops = 3.5 * 4 * pairs * sizes.heads * sizes.channels
     reference: Tensor | None = None
     for kernel, forward in attention_kernels(job, name, sizes, segments):
 
@@ -89,7 +90,7 @@ def packs(sizes: AttentionSizes) -> dict[str, list[Segment]]:
 
 
 def mixed_lengths(total: int) -> list[int]:
-    """Return log-normal lengths whose sum is `total`, always the same ones."""
+    """Return log-normal lengths whose sum is `total`. Every call returns the same lengths."""
     rng, lengths = np.random.default_rng(0), []
     while (left := total - sum(lengths)) > 0:
         lengths.append(min(left, max(1, int(rng.lognormal(np.log(total / 24), 0.9)))))
@@ -111,7 +112,7 @@ def _triangle(n: int) -> int:
 def attention_kernels(
     job: SectionJob, name: str, sizes: AttentionSizes, segments: Sequence[Segment]
 ) -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    """Yield (name of a kernel, function of query, key and value). Leaves out kernels that this machine does not have.
+    """Yield (name of a kernel, function of query, key and value). Omits kernels that this machine does not have.
 
     The kernel that mrl chooses is the last one, because choosing FlashAttention-3 changes torch for the whole process.
     """
@@ -152,7 +153,7 @@ def _optional_kernels(
 
 
 def _gathering(kernel: AttentionKernel, packed: PackedSequences) -> Callable[..., Tensor]:
-    """Return a function of query, key and value, whose rows are in the order of the tokens.
+    """Return a function of query, key and value. The rows of these tensors are in the order of the tokens.
 
     The function gathers the rows for the calls of the pack, runs `kernel`, and returns the output in the order of the tokens.
     """

@@ -45,7 +45,7 @@ from parallel.logprobs import linear_logprobs
 
 GIB, MIB = 1 << 30, 1 << 20
 MIN_TIMED_S = 0.02  # calls that take less time are timed together
-FIRST_FP8_CAPABILITY = (8, 9)  # of the card: Ada and newer
+FIRST_FP8_CAPABILITY = (8, 9)  # compute capability of the first cards with fp8 matrix products (Ada)
 PACKAGES = (
     *("torch", "transformer-engine", "flash-attn", "flash-attn-3", "megatron-core", "triton", "liger-kernel", "apex"),
     *("sglang", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "mrl"),
@@ -54,7 +54,7 @@ PACKAGES = (
 
 
 def read_machine(job: SectionJob) -> None:
-    """Section machine: the card, and the versions of the packages that determine the numbers."""
+    """Section machine: report the card, and the versions of the packages that determine the numbers."""
     facts = dict(
         python=platform.python_version(),
         host_cores=psutil.cpu_count(),
@@ -89,7 +89,7 @@ def _version(package: str) -> str | None:
 
 
 def published_tflops(card: str) -> float | None:
-    """Return the peak for dense bfloat16 matrix products that conf/cluster has for this card; None if it has none.
+    """Return the card's peak of dense bfloat16 matrix products in TFLOP/s, from conf/cluster; None if the card is not there.
 
     `card` is the name that CUDA reports, such as "NVIDIA H100 80GB HBM3". PCIe and NVL cards have other peaks than the SXM cards
     of conf/cluster.
@@ -105,9 +105,10 @@ def published_tflops(card: str) -> float | None:
 
 
 def seconds_of(run: Callable[[], object], budget_s: float = 0.5, least: int = 3) -> float:
-    """Return the median seconds of one call of `run`, after one call that is not timed.
+    """Return the median duration of a call of `run` in seconds. The first call is not timed.
 
-    Calls for `budget_s` seconds, and at least `least` times. The device is idle before and after each timed interval.
+    Calls are repeated for `budget_s` seconds, and at least `least` times. The device is idle before and after each timed
+    interval.
     """
     _timed(run, 1)
     first = _timed(run, 1)
@@ -128,9 +129,9 @@ def _timed(run: Callable[[], object], calls: int) -> float:
 
 
 def peak_memory(run: Callable[[], object]) -> list[Value]:
-    """Call `run` once. Returns the memory that it needs in addition to what was allocated before; [] if that is unknown.
+    """Call `run` once. Returns the peak memory during the call, minus the memory in use before the call; [] if that is unknown.
 
-    On a GPU, torch counts allocated bytes. On a CPU, this is the growth of the resident memory of the process.
+    On a GPU, memory means the bytes that torch has allocated. On a CPU, it means the resident memory of the process.
     """
     if has_cuda():
         synchronize()
@@ -144,7 +145,7 @@ def peak_memory(run: Callable[[], object]) -> list[Value]:
         before = _resident_peak()
         run()
         return [("peak memory", (_resident_peak() - before) / MIB, "MiB")]
-    except OSError:  # the kernel does not allow it
+    except OSError:  # the kernel does not allow the write
         return []
 
 
@@ -155,7 +156,7 @@ def _resident_peak() -> int:
 
 # Matrix products.
 
-MATRICES = {  # size -> (m, k, n) of products [m, k] x [k, n]; the second has the shape of an MLP of Qwen3-4B
+MATRICES = {  # size -> (m, k, n) of products [m, k] x [k, n]; the second product has the shape of an MLP of Qwen3-4B
     "full": ((8192, 8192, 8192), (16384, 2560, 19456)),
     "small": ((4096, 4096, 4096), (8192, 2560, 19456)),
     "toy": ((256, 256, 256), (512, 64, 192)),
@@ -163,7 +164,7 @@ MATRICES = {  # size -> (m, k, n) of products [m, k] x [k, n]; the second has th
 
 
 def measure_matrix_products(job: SectionJob) -> None:
-    """Section matrix: TFLOP/s of matrix products in bfloat16 and fp8, or in float32 on a CPU."""
+    """Section matrix: measure the TFLOP/s of matrix products in bfloat16 and fp8, or in float32 on a CPU."""
     set_threads()
     dtype, best = torch.bfloat16 if has_cuda() else torch.float32, 0.0
     for m, k, n in MATRICES[job.spec.size]:
@@ -206,7 +207,8 @@ class HeadSizes:
     positions: int
     hidden: int
     vocab: int
-    chunks: tuple[int, ...]  # the second one is mrl's default in proportion
+    # Positions in a chunk of logits. The second number is the chunk that mrl would choose.
+    chunks: tuple[int, ...]
 
 
 HEADS = {
@@ -228,7 +230,7 @@ def whole_logprobs(
 
 
 def measure_head(job: SectionJob) -> None:
-    """Section head: time and memory of forward and backward pass of the log-probabilities, by method."""
+    """Section head: measure time and memory of the log-probabilities (forward and backward pass), for each method."""
     set_threads()
     sizes = HEADS[job.spec.size]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -241,7 +243,8 @@ def measure_head(job: SectionJob) -> None:
     with torch.no_grad():
         few = slice(0, CHECKED_POSITIONS)
         expected = whole_logprobs(hidden[few].float(), weight.float(), targets[few])[0]
-    flops = 6 * sizes.positions * sizes.hidden * sizes.vocab  # of forward and backward pass, without repeated products
+    # FLOPs of the forward and backward pass, without recomputed products.
+    flops = 6 * sizes.positions * sizes.hidden * sizes.vocab
     for name, logprobs in head_methods(job, sizes).items():
 
         def run(logprobs=logprobs) -> None:
@@ -305,7 +308,7 @@ PEER_TIMEOUT_S = 300.0  # longest wait for a message of the other process, which
 
 
 def measure_ipc(job: SectionJob) -> None:
-    """Section ipc: GB/s from one process to another one on the same device, through the slots of a weight sync."""
+    """Section ipc: measure the GB/s from one process to another process on the same device, through weight-sync slots."""
     set_threads()
     sizes, context = TRANSFERS[job.spec.size], multiprocessing.get_context("spawn")
     name = "CUDA IPC" if has_cuda() else "shared memory"
@@ -313,7 +316,7 @@ def measure_ipc(job: SectionJob) -> None:
     ours, theirs = context.Pipe()
     receiver = context.Process(target=receive_buckets, args=(theirs, sizes), daemon=True)
     receiver.start()
-    theirs.close()  # so that the end of the receiver is noticed
+    theirs.close()  # otherwise this process would not notice the end of the receiver
     endpoint = (CudaIpcSendEndpoint if has_cuda() else SharedMemorySendEndpoint)(sizes.bucket_bytes)
     source = torch.randint(0, 256, (sizes.bucket_bytes,), dtype=torch.uint8, device=device())
     ours.send((endpoint.handle(), checksum(source)))
@@ -355,7 +358,7 @@ def _receive(connection: Connection):
 
 
 def receive_buckets(connection: Connection, sizes: TransferSizes) -> None:
-    """Receive two pushes in a process of its own: copy each bucket out of its slot and acknowledge it."""
+    """Receive two pushes in a separate process: copy each bucket out of its slot and acknowledge it."""
     end_with_parent()
     set_threads()
     handle, expected = _receive(connection)
@@ -377,7 +380,7 @@ def receive_buckets(connection: Connection, sizes: TransferSizes) -> None:
 
 
 def measure_checksums(job: SectionJob) -> None:
-    """Section hashing: share of the checksums in a weight push and in a checkpoint."""
+    """Section hashing: measure which share of the time of a weight push and of a checkpoint the checksums take."""
     set_threads()
     sizes = TRANSFERS[job.spec.size]
     with job.case("checksums of a weight push"):
@@ -391,7 +394,8 @@ def measure_checksums(job: SectionJob) -> None:
         fill_s = seconds_of(fill)
         copy_s = seconds_of(lambda: copy.copy_(slot))
         hash_s = seconds_of(lambda: [checksum(view) for view in chunk_views(slot, bucket)])
-        push_s = fill_s + copy_s + hash_s  # the receiver copies the bucket, and hashes it again
+        # fill_s includes the checksums of the sender. The receiver copies the bucket and computes its checksums again.
+        push_s = fill_s + copy_s + hash_s
         job.row(
             f"weight push, bucket of {bucket.nbytes / MIB:.0f} MiB",
             ("checksums", bucket.nbytes / hash_s / 1e9, "GB/s"),
@@ -414,7 +418,7 @@ def measure_checksums(job: SectionJob) -> None:
 
 
 def bucket_of(nbytes: int) -> Bucket:
-    """Return a bucket of bfloat16 matrices with about `nbytes` bytes: one of half the size, and smaller ones."""
+    """Return a bucket of bfloat16 matrices with about `nbytes` bytes: each has half the size of the remaining bytes."""
     width, chunks, left = 64, [], nbytes // 2
     while left >= width:
         rows = max(1, left // 2 // width)

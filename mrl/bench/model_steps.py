@@ -1,7 +1,7 @@
-"""A training step, and the sleep of a trainer, with mrl's own model, packing and optimizer.
+"""Measures a training step, and the sleep of a trainer, with mrl's own model, packing and optimizer.
 
 Each function `measure_*` is a section of `mrl bench gpu` (see mrl.bench.sections). This module imports Megatron, so
-`parallel.device.patch_megatron_for_cpu` must run before.
+`parallel.device.patch_megatron_for_cpu` must run before the import.
 """
 
 import json
@@ -84,7 +84,7 @@ TOY = QWEN3_4B | dict(
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes of a training step. The model has fewer layers if they do not fit."""
+    """Sizes of a training step. The model has fewer layers if not all layers fit into memory."""
 
     config: dict[str, Any]  # fields of config.json
     num_groups: int
@@ -92,7 +92,7 @@ class StepSizes:
     prompt: tuple[int, int]  # smallest and largest number of tokens of a prompt
     response: tuple[int, int]  # smallest and largest number of tokens of a response
     max_tokens: int  # tokens of one micro-batch
-    sleep_layers: int  # most layers of the model that is offloaded
+    sleep_layers: int  # largest number of layers of the model that is offloaded
 
 
 STEPS = {
@@ -100,13 +100,13 @@ STEPS = {
     "small": StepSizes(QWEN3_4B, 4, 8, (128, 512), (128, 1024), 8192, sleep_layers=6),
     "toy": StepSizes(TOY, 4, 4, (8, 16), (8, 32), 256, sleep_layers=2),
 }
-USABLE_FRACTION = 0.85  # fraction of the free GPU memory that the plan of the measured model may use
+USABLE_FRACTION = 0.85  # fraction of the free GPU memory that the measured model may use according to the planner
 HOST_FRACTION = 0.4  # fraction of the free host memory for the copy of an offloaded model
 PROFILED_KERNELS = 10
 
 
 def measure_step(job: SectionJob) -> None:
-    """Section step: tokens/s, efficiency, memory and kernels of a training step, for several packings."""
+    """Section step: measure tokens/s, efficiency, memory and kernels of a training step, for several packings."""
     start_one_rank()
     sizes = STEPS[job.spec.size]
     layers = layers_that_fit(sizes, free_device_bytes(), sizes.config["num_hidden_layers"])
@@ -150,7 +150,7 @@ def random_groups(
         tuple[int, int], tuple[int, int]
     ],  # (smallest, largest) number of tokens of prompts, and of responses
 ) -> tuple[TokenBlock, TrainBatch]:
-    """Return a batch of random tokens with normally distributed advantages, which trains all rows."""
+    """Return a batch of random tokens with normally distributed advantages. A step trains on all its rows."""
 
     def tokens(smallest: int, largest: int) -> list[int]:
         return rng.integers(0, vocab, rng.integers(smallest, largest + 1)).tolist()
@@ -164,7 +164,7 @@ def random_groups(
 
 
 def padded_rows(rng: np.random.Generator, vocab: int, block: TokenBlock) -> TokenBlock:
-    """Return a block whose rows all have the length of the longest row: what a trainer computes that pads its rows."""
+    """Return a block in which all rows have the length of the longest row, as in a trainer that pads the rows."""
     longest, rows = int(block.lengths.max()), []
     prompts = [block.prompt(row).tolist() for row in range(len(block.lengths))]
     for prompt in prompts:
@@ -179,7 +179,7 @@ def partition(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPa
 
 
 def multiply_adds(config: dict[str, Any], block: TokenBlock, plan: StepPartition, shared: bool) -> float:
-    """Return the multiply-adds of a forward pass: of each computed token in the layers, and of each sampled token in the head."""
+    """Return the multiply-adds of a forward pass: all computed tokens in the layers, all sampled tokens in the head."""
     hf = HFConfig(Path("config.json"), config)
     linear, quadratic = family_of(hf).read(hf).multiply_adds()
     head = config["hidden_size"] * config["vocab_size"]
@@ -202,7 +202,7 @@ def _first_rows(rows: NDArray[np.int64], plan: StepPartition) -> NDArray[np.int6
 def build_actor(job: SectionJob, config: dict[str, Any]) -> MegatronActor:
     """Build an actor with random weights.
 
-    The weight file has no bytes on the disk: it is a hole that reads as zeros. The weights are drawn on the device.
+    The weight file is sparse: it needs no space on the disk and reads as zeros. The weights are drawn on the device.
     """
     job.progress(f"building {config['num_hidden_layers']} layers of hidden size {config['hidden_size']}")
     folder = Path(mkdtemp(prefix="model-"))  # in the temporary folder of the section
@@ -266,7 +266,7 @@ def _kernels() -> Kernels:
 
 
 def keys_read_per_token(block: TokenBlock, plan: StepPartition) -> float:
-    """Return the largest ratio of keys that attention reads to tokens, over the micro-batches of shared prompts."""
+    """For each micro-batch with shared prompts, divide the keys that attention reads by the tokens. Return the largest ratio."""
     ratios = [1.0]
     for rows in plan.rank_batches[0].micro_batches:
         prompts = block.prompt_lengths[_first_rows(rows, plan)].sum()
@@ -320,7 +320,7 @@ def report_kernels(job: SectionJob, update: Callable[[], None]) -> None:
 
 
 def measure_sleep(job: SectionJob) -> None:
-    """Section sleep: GB/s with which a trainer's weights and optimizer state go to the host and back, and what stays behind."""
+    """Section sleep: measure the GB/s of offloading and loading a trainer, and the memory that stays on the device."""
     start_one_rank()
     sizes, free = STEPS[job.spec.size], free_device_bytes()
     layers = layers_that_fit(

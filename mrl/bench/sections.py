@@ -1,8 +1,8 @@
 """Sections of `mrl bench gpu`. Each section runs in a child process with a deadline, and reports through a file.
 
 `python -m mrl.bench.sections SPEC` runs one section; SPEC is a SectionSpec as JSON. The process appends a line of JSON to the
-file for each table row, for each measurement that it leaves out, and at each step. So the numbers of a section that crashes or
-does not finish are not lost. This module imports no torch, so that the command shows its first line at once.
+file for each table row, for each measurement that is not possible, and at each step. So the file keeps the numbers of a section
+that crashes or does not finish. This module imports no torch, so that the command shows its first line at once.
 """
 
 import importlib
@@ -26,14 +26,14 @@ from typing import Any, TextIO
 from mrl.core.installation import IS_CHECKOUT, PACKAGE_ROOT, python_path
 from mrl.core.processes import end_with_parent
 
-POLL_S = 0.1  # time between two looks at the file of a running section
+POLL_S = 0.1  # time between two reads of the file of a running section
 MACHINE_TIMEOUT_S = 300.0  # longest time to import torch from a slow disk and to start CUDA
 LOG_LINES = 30  # number of lines of a failed section's output that the report contains
 MAX_PROBLEM = 300  # longest problem, in characters
 SIZES = ("full", "small", "toy")
 Value = tuple[str, float, str]  # (quantity, number, unit)
 CASE_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, OSError)
-"""What libraries raise if they cannot compute a case on this machine. Running out of GPU memory is a RuntimeError, too."""
+"""Exceptions of libraries that cannot compute a case on this machine. torch's OutOfMemoryError is a RuntimeError, too."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Section:
     name: str
     title: str
     function: str  # "package.module:function"; the function takes a SectionJob
-    share: float  # part of the time of the command
+    share: float  # fraction of the time of the command
     megatron: bool = False  # whether the module imports Megatron, which is then prepared for this device
 
 
@@ -59,9 +59,9 @@ SECTIONS = (
 )
 """All sections in the order in which they run."""
 
-USED_BY_PROGRAMS = 0.95  # part of the section's time after which pytest is ended
+USED_BY_PROGRAMS = 0.95  # fraction of the section's time after which pytest is ended
 TEST_LINE = re.compile(r"(\S*::(\S+)) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?")
-"""Line that pytest prints for a test: file and name, name, outcome, and the reason if it was skipped."""
+"""Line that pytest prints for a test: file with name, name alone, outcome, and the reason if the test was skipped."""
 
 MACHINE = Section("machine", "card and versions", "mrl.bench.device_rates:read_machine", 0.0)
 
@@ -81,7 +81,7 @@ class SectionSpec:
 
 @dataclass(frozen=True)
 class SectionJob:
-    """What the function of a section receives: its arguments, and methods that report results."""
+    """Argument of a section's function. It has the arguments of the process, and methods that report results."""
 
     spec: SectionSpec
     events: TextIO
@@ -121,7 +121,7 @@ class SectionJob:
 
     @contextmanager
     def case(self, what: str) -> Iterator[None]:
-        """Context of one measurement: announces it, and reports an error in it without ending the section."""
+        """Context of one measurement. Reports its start, and reports an error without ending the section."""
         self.progress(what)
         try:
             yield
@@ -267,7 +267,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _end_of_process(status: int, log: Path) -> str:
-    """Say why a process ended that reported no error itself."""
+    """Return why a process ended, if the process reported no error itself."""
     last = log.read_text(errors="replace").strip().splitlines()[-1:]
     reason = f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
     if -status == signal.SIGKILL:
@@ -283,7 +283,7 @@ def _kill(child: subprocess.Popen) -> None:
 
 
 def check_programs(job: SectionJob) -> None:
-    """Section correctness: run the programs of tests/gpu with pytest, one line for each test."""
+    """Section correctness: run the programs of tests/gpu with pytest, and report the outcome of each test."""
     folder = PACKAGE_ROOT / "tests" / "gpu"
     if not (IS_CHECKOUT and folder.is_dir()):
         job.leave_out(
@@ -294,18 +294,19 @@ def check_programs(job: SectionJob) -> None:
         job.leave_out("programs of tests/gpu", "pytest is not installed; run make setup")
         return
     chosen = ["-m", "extended" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else "gpu"]
-    if job.spec.size == "toy":  # programs of seconds
+    if job.spec.size == "toy":  # programs that take only seconds
         chosen += ["-k", "equals_the_exact_attention or whole_logits or reads_the_slots"]
     _run_pytest(job, [str(folder), *chosen])
 
 
 def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
-    """Run pytest, and report each test. Before the deadline, pytest is ended and the other tests are left out."""
+    """Run pytest, and report each test. Before the deadline, pytest is ended; the remaining tests do not run."""
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
     wide = os.environ | {"COLUMNS": "400"}  # so that pytest prints the whole reason of a skipped test
     pytest = subprocess.Popen(command, cwd=PACKAGE_ROOT, stdout=subprocess.PIPE, text=True, errors="replace", env=wide)
     assert pytest.stdout is not None, "the output is a pipe"
-    timer = threading.Timer(USED_BY_PROGRAMS * job.spec.deadline_s, pytest.kill)  # its children end with this section
+    # The child processes of pytest end with this section.
+    timer = threading.Timer(USED_BY_PROGRAMS * job.spec.deadline_s, pytest.kill)
     timer.start()
     counts = dict(PASSED=0, FAILED=0, SKIPPED=0, ERROR=0)
     for line in pytest.stdout:

@@ -80,8 +80,8 @@ def model_sizes(arch: Architecture) -> dict[str, int]:
 def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
     """Find the checkpoint that the key `resume` selects for this run directory.
 
-    Without `check_hashes`, only the sizes of the checkpoint's files are compared, which takes less than a second.
-    Raises ValueError if the run would overwrite results in the directory, or if all checkpoints there are incomplete or damaged.
+    If `check_hashes` is False, only the sizes of the checkpoint's files are compared. This takes less than a second. Raises
+    ValueError if the run would overwrite results in the directory, or if all checkpoints there are incomplete or damaged.
     """
     folder = Path(config.run.dir).resolve()
     store = CheckpointStore(folder / "checkpoints")
@@ -106,7 +106,7 @@ def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoi
 
 
 def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
-    """Return the command and config of the run in `folder`. If run.json is damaged, they are taken from the newest checkpoint.
+    """Return the command and config of the run in `folder`, from run.json or, if that is damaged, from the newest checkpoint.
 
     Raises ValueError if run.json is damaged and the run has no checkpoint.
     """

@@ -1,7 +1,7 @@
 """The run directory: its lock, the record of the command and config, and the sample ledger.
 
-Only one process at a time holds the lock. The ledger records which samples each step trained. With the ledger, one can
-prove that no sample was lost, trained twice, or trained too late.
+Only one process at a time holds the lock. The ledger records on which samples each step trained. With the ledger, one can prove
+that no sample was lost, and that no step trained on a sample twice or too late.
 """
 
 import json
@@ -135,7 +135,7 @@ class SampleLedger:
         requests: for each group, the serial number of its prompt request
         prompts: for each group, the number of tokens in its prompt
         lengths: for each group, the number of sampled tokens in each response
-        offline: the row numbers of the trained rows of `data.offline.path`; absent if the run has no such rows
+        offline: the row numbers of the step's rows from `data.offline.path`; absent if the run has no such rows
         updates: for each optimizer step, weight version -> [count of tokens in the loss that this weight version sampled,
             (sum of the token weights of these tokens) / (sum of all token weights)]. Token weights do not include corrections.
 
@@ -149,14 +149,14 @@ class SampleLedger:
     def record(
         self, step: int, rollouts: Rollouts, drawn: list[int], token_weights: Sequence[NDArray[np.float64]] = ()
     ) -> None:
-        """Record the samples that a training step trained. The step makes weight version `step`.
+        """Record the samples on which a training step trained. The step makes weight version `step`.
 
         Args:
             step: 1 for the first training step of the run.
             rollouts: samples of the step.
             drawn: for each data set in `data.train`, the number of rows that the run has drawn since it began.
             token_weights: for each optimizer step, an array [B]: for each response, the weight that each of its tokens has in
-                the loss. The weight is 0 if the optimizer step does not train the response.
+                the loss. The weight is 0 if the optimizer step does not train on the response.
         """
         sampled = slice(rollouts.num_sampled)
         starts = np.flatnonzero(np.diff(rollouts.groups[sampled], prepend=-1))

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 _EXPORT = re.compile(r"step_(\d{6,})")  # name of a folder in exports/
-_STEP_FILE = "mrl_step.json"  # is written last to the folder hf/; has the step of its weights
+_STEP_FILE = "mrl_step.json"  # last file that is written to the folder hf/; it has the step of the weights
 
 
 def exported_step(run_dir: Path) -> int | None:
-    """Return the step whose weights the folder hf/ has. None: there is no complete folder of this version of mrl."""
+    """Return the step whose weights the folder hf/ has. None: hf/ is missing or incomplete, or an older mrl has written it."""
     try:
         return int(json.loads((run_dir / "hf" / _STEP_FILE).read_text())["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -97,10 +97,10 @@ class CheckpointSaver:
         self._folder = os.open(self.run_dir, os.O_RDONLY)  # stays open; `check_in_place` compares it with the path
 
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Begin a checkpoint if one is due, and finish a pending one. A failure is logged, and the run continues.
+        """Begin a checkpoint if one is due, and finish a pending checkpoint. A failure is logged, and the run continues.
 
-        Raises RunDirMovedError, as do the other functions that write, if the run directory was moved, deleted or replaced.
-        `state`: state of the driver. `metrics`: metrics of the last step.
+        `state`: state of the driver. `metrics`: metrics of the last step. Raises RunDirMovedError if the run directory was
+        moved, deleted or replaced. The methods `save_now` and `finish` raise this error, too.
         """
         check_in_place(self._folder, self.run_dir)
         step, schedule = state["progress"]["step"], self.schedule
@@ -180,7 +180,7 @@ class CheckpointSaver:
         self.discard_rollout_log(saved.step)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Call `action`. If it fails, log the failure and abandon the pending save, but raise a ProcessesLostError again."""
+        """Call `action`. If it fails, log the failure and abandon the pending save. Only a ProcessesLostError is raised again."""
         try:
             action()
         except ProcessesLostError:
@@ -204,13 +204,13 @@ class CheckpointSaver:
         shutil.rmtree(old, ignore_errors=True)
 
     def _prune_exports(self, step: int) -> None:
-        """Remove old folders of exports/. Folders of steps after `step`, from before the run was resumed, do not count."""
+        """Remove old folders of exports/. Folders of later steps, which the run wrote before it was resumed, do not count."""
         names = [_EXPORT.fullmatch(path.name) for path in (self.run_dir / "exports").iterdir()]
         steps = sorted(int(name[1]) for name in names if name and int(name[1]) <= step)
         keep = self.schedule.keep_last_exports
         for old in steps[:-keep] if keep else []:
             folder = self.run_dir / "exports" / f"step_{old:06d}"
-            # A folder with its name is always complete, also if a kill interrupts its removal.
+            # Renamed first, so that a kill during the removal leaves no incomplete folder with the old name.
             folder.rename(folder.with_name(f".{folder.name}.old"))
         for remains in (self.run_dir / "exports").glob(".step_*.old"):
             shutil.rmtree(remains, ignore_errors=True)

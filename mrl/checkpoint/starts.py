@@ -65,13 +65,13 @@ def record_run(run_dir: Path, step: int, hosts: Sequence[Mapping[str, Any]]) -> 
         outcome, message = _outcome(error), f"{type(error).__name__}: {error}"
         raise
     finally:
-        # A text that is shortened first may end with a part of a secret, which nothing finds.
+        # Secrets are removed before the text is shortened: a part of a secret at the end would not be found.
         shown = _without_secrets([message])[0][:ERROR_CHARACTERS] if message else None
         _append(run_dir, RunEvent("end", time.time(), _last_step(run_dir, step), outcome=outcome, error=shown))
 
 
 def read_events(run_dir: Path) -> list[RunEvent]:
-    """Return the events of a run in order; [] if none are recorded. Damaged lines are left out with a warning."""
+    """Return the events of a run in order; [] if none are recorded. Damaged lines are skipped with a warning."""
     path, events = run_dir / STARTS_FILE, []
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
@@ -82,7 +82,7 @@ def read_events(run_dir: Path) -> list[RunEvent]:
 
 
 def _append(run_dir: Path, event: RunEvent) -> None:
-    """Append an event. If the file cannot be written, a warning is logged and the run goes on."""
+    """Append an event. If the file cannot be written, a warning is logged and the run continues."""
     path = run_dir / STARTS_FILE
     try:
         with path.open("ab+") as file:
@@ -116,7 +116,7 @@ def _last_step(run_dir: Path, first: int) -> int:
 def _command() -> str:
     """Return the command line of this process without secrets."""
     name = Path(sys.argv[0]).stem.removesuffix("_process")
-    # The quotes of a shell, which are added last, would divide a secret.
+    # Secrets are removed before the shell quotes are added, because quotes could divide a secret.
     return shlex.join(["mrl", name, *_without_secrets(sys.argv[1:])])
 
 

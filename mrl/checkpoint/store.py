@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 3  # format of checkpoint folders; checkpoints of another format are refused
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
-_PARTIAL = ".partial-"  # begins the name of an incomplete folder
+_PARTIAL = ".partial-"  # prefix of the name of an incomplete folder
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Checkpoint:
     def read(cls, path: Path) -> Checkpoint:
         """Read a checkpoint. Raises ValueError if it is incomplete; the message names the missing part.
 
-        The hash of state.json and the sizes of all other files are compared; `check_hashes` compares their hashes.
+        This method compares the hash of state.json, but only the sizes of all other files. `check_hashes` compares their hashes.
         """
         content = _read_state(path)
         if damage := find_damage(path, content["files"], content=False):
@@ -98,7 +98,7 @@ class CheckpointStore:
 
     folder: Path
     keep_last: int = 2  # number of newest checkpoints to keep
-    keep_last_of: Mapping[str, int] = field(default_factory=dict)  # part -> this number for the part, if it is another
+    keep_last_of: Mapping[str, int] = field(default_factory=dict)  # part -> its own value of `keep_last`
     keep_best: int = 0  # number of checkpoints to keep in addition: the ones with the highest scores
     copy_to: str | None = None  # fsspec URL of a folder to which each checkpoint is copied
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoints have files with wrong hashes
@@ -151,17 +151,17 @@ class CheckpointStore:
         return not self._steps()
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint with all parts, except `damaged` ones.
+        """Return the newest complete checkpoint that has all parts and that is not in `damaged`.
 
-        Incomplete ones are skipped with a warning.
+        Incomplete checkpoints are skipped with a warning.
         """
         return next(self._with_all_parts(), None)
 
     def latest_intact(self, *, check_hashes: bool = True) -> Checkpoint | None:
-        """Return the newest checkpoint with all parts whose files all have their hashes. Others are skipped with a warning.
+        """Return the newest checkpoint that has all parts, and whose files all have the recorded hashes.
 
-        The function reads all files of the checkpoint, so it takes time. It adds the steps that it skips to `damaged`.
-        Without `check_hashes`, only the sizes of the files are compared.
+        All other checkpoints are skipped with a warning, and those with wrong hashes are added to `damaged`. The function reads
+        all files of a checkpoint, so it takes time. If `check_hashes` is False, it compares only the sizes of the files.
         """
         if not check_hashes:
             return self.latest()
@@ -194,7 +194,7 @@ class CheckpointStore:
         return [int(name[1]) for name in names if name]
 
     def _prune(self) -> None:
-        """Remove the parts of old checkpoints that are not kept. The newest checkpoint keeps all its parts."""
+        """Remove the parts that old checkpoints need not keep. The newest checkpoint keeps all its parts."""
         complete = list(self._complete())
         scores = {one.step: one.score for one in complete if one.score is not None}
         best = sorted(sorted(scores), key=lambda step: scores[step], reverse=True)[: self.keep_best]
@@ -213,7 +213,7 @@ class CheckpointStore:
     def _remove_parts(self, checkpoint: Checkpoint, parts: tuple[str, ...]) -> None:
         """Remove parts of a checkpoint, and what an interrupted removal has left.
 
-        state.json is written first. A kill therefore leaves a complete checkpoint with files that do not belong to it.
+        state.json is written first. A kill after that leaves a complete checkpoint, and files that do not belong to it.
         """
         if parts:
             files = {name: entry for name, entry in checkpoint.files.items() if name.partition("/")[0] not in parts}
@@ -266,10 +266,10 @@ class CheckpointStore:
 
 
 def find_checkpoint(path_or_run: str, *, check_hashes: bool = True) -> Checkpoint:
-    """Return the checkpoint in a folder. The folder may also be a run directory or its checkpoints/; then return the newest.
+    """Return the checkpoint in a folder. For a run directory or its folder checkpoints/, return the newest checkpoint there.
 
-    Without `check_hashes`, only the sizes of the files are compared. Raises ValueError if there is no complete checkpoint, or
-    if the named checkpoint is damaged.
+    If `check_hashes` is False, only the sizes of the files are compared. Raises ValueError if there is no complete checkpoint,
+    or if the named checkpoint is damaged.
     """
     path = Path(path_or_run)
     if not path.is_dir():

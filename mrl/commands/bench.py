@@ -44,7 +44,7 @@ The exit status is 0 if every section ran or was left out, 1 if a section failed
 
 SCHEMA = 1  # version of the layout of the JSON file
 FREE_GIB = {"full": 60.0, "small": 14.0}
-"""Size -> free memory of the card that it needs."""
+"""Size -> free GPU memory that it needs."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,7 +82,7 @@ def _minutes(text: str) -> float:
 
 
 def visible_device(device: str, visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES with which processes see one GPU, or none for `device` cpu. `visible` is its current value."""
+    """Return a value of CUDA_VISIBLE_DEVICES that shows one GPU, or none if `device` is cpu. `visible`: the current value."""
     if device == "cpu":
         return ""
     return "0" if visible is None else visible.split(",")[0]
@@ -197,7 +197,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _end(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)  # ends the process of the current section on the way
+    raise SystemExit(128 + number)  # an exception, so that `measure` also ends the process of the current section
 
 
 def main(argv: list[str]) -> int:

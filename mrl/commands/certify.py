@@ -82,7 +82,7 @@ def job(config: Config) -> None:
 
 def print_table(differences: list[ParityDifference], title: str) -> None:
     """Print one row for each kind of tensor or number, with the largest difference over all layers and experts."""
-    from rich.console import Console  # not needed by `mrl --help`
+    from rich.console import Console  # imported here, because `mrl --help` does not need rich
     from rich.table import Table
 
     kinds: dict[str, list[ParityDifference]] = {}
@@ -97,7 +97,7 @@ def print_table(differences: list[ParityDifference], title: str) -> None:
 
 
 def engine_job(config: Config, json_path: str | None) -> None:
-    """Compare an engine with the trainer: print a table and the cause, and write a JSON file. Exit with 1 if they differ."""
+    """Compare an engine with the trainer: print a table and the cause, write a JSON file. Exit with status 1 if they differ."""
     try:
         plan, layout = plan_tools.plan_engine_check(config)
     except ValueError as error:
@@ -140,8 +140,8 @@ def conclusion(report: EngineReport) -> str:
 
 
 def print_places(report: EngineReport, title: str) -> None:
-    """Print one row for each place, with the largest difference of its layers, or the first layer that differs."""
-    from rich.console import Console  # not needed by `mrl --help`
+    """Print one row for each place: its first layer that differs. If no layer differs, show the largest difference."""
+    from rich.console import Console  # imported here, because `mrl --help` does not need rich
     from rich.table import Table
 
     table = Table("place", "layer", "max abs diff", "relative", "tolerance", "", title=title)

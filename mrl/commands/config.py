@@ -81,7 +81,7 @@ class KeyEntry:
     unit: str
     allowed: str
     description: str
-    groups: tuple[str, ...]  # config groups (folders of conf/) that have a file which sets the key
+    groups: tuple[str, ...]  # config groups (folders of conf/) with a file that sets the key
 
     def matches(self, words: list[str]) -> bool:
         """Return whether each word is in the name or the description."""
@@ -118,7 +118,7 @@ def _describe_section(schema: type, default: Any, prefix: str, groups: dict[str,
 
 
 def _groups_by_key() -> dict[str, set[str]]:
-    """Return a dict: dotted key -> the groups in conf/ that have a file which sets the key."""
+    """Return dotted key -> groups in conf/ with a file that sets the key."""
     found: dict[str, set[str]] = {}
     for path in sorted(CONF.glob("*/*.yaml")):
         group, text = path.parent.name, path.read_text()

@@ -66,7 +66,7 @@ class ConvertArguments:
     """The KEY=VALUE arguments of one subcommand, such as to-hf."""
 
     def __init__(self, kind: str, arguments: Sequence[str], known: Sequence[str]) -> None:
-        """Read the arguments of the subcommand `kind`. `known` are the keys that it takes.
+        """Read the arguments of the subcommand `kind`. `known`: keys that the subcommand accepts.
 
         Raises ValueError if an argument is not of the form KEY=VALUE, a key is not in `known`, or a key is repeated.
         """
@@ -90,7 +90,7 @@ class ConvertArguments:
         return self._values[key]
 
     def path(self, key: str) -> Path:
-        """Return the folder that a required key gives. Raises ValueError if the key is missing."""
+        """Return the value of a required key as a path. Raises ValueError if the key is missing."""
         return Path(self.required(key))
 
     def optional(self, key: str, read: Callable[[str], Any], default: Any, expected: str) -> Any:
@@ -205,7 +205,7 @@ class ConvertProgressBar:
     interval_s: float = 10.0
 
     def __enter__(self) -> "ConvertProgressBar":
-        from rich import progress  # not needed by `mrl --help`
+        from rich import progress  # imported here, because `mrl --help` does not need rich
         from rich.console import Console
 
         self.console = Console(file=sys.stdout)
@@ -238,7 +238,7 @@ class ConvertProgressBar:
 
 
 def _print_checks(results: "Sequence[ConversionCheck]", title: str) -> None:
-    from rich.console import Console  # not needed by `mrl --help`
+    from rich.console import Console  # imported here, because `mrl --help` does not need rich
     from rich.table import Table
 
     table = Table("check", "result", "", title=title)
@@ -271,7 +271,7 @@ def main(argv: list[str]) -> int:
             "mrl: the process that computes logits was killed, possibly because memory was full; logits=false skips this check\n"
         )
         return 2
-    except KeyboardInterrupt:  # the files that are complete stay on disk
+    except KeyboardInterrupt:  # complete files stay on disk
         sys.stderr.write("mrl: interrupted; the same command resumes the conversion\n")
         return 130
 

@@ -83,9 +83,9 @@ def read_requirements(keys: Sequence[str]) -> Requirements | None:
 
 
 def _config_keys(arguments: argparse.Namespace) -> list[str]:
-    """Return the keys of the command line, or those of the sweep's run that --point names.
+    """Return the keys of the command line. With --point, return the keys of this point of a sweep.
 
-    Raises ValueError if the folder of --point contains no sweep.
+    Raises ValueError if the parent folder of --point contains no sweep.
     """
     if not arguments.point:
         return [*(f"--config-dir={folder}" for folder in arguments.config_dir), *arguments.keys]
@@ -117,7 +117,7 @@ def _join_rendezvous(arguments: argparse.Namespace) -> Rendezvous:
 
 
 def examine(arguments: argparse.Namespace, clock: Callable[[], float] = time.time) -> tuple[DoctorReport, bool]:
-    """Examine this host, or all hosts of a rendezvous. Return (report, whether this process has to print the report).
+    """Examine this host, or all hosts of a rendezvous. Return (report, whether this process should print the report).
 
     Raises ValueError for wrong arguments.
     """

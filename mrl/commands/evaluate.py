@@ -54,9 +54,9 @@ docs/reference/commands.md explains how each number and interval is computed.
 
 
 def job(config: Config, overrides: Sequence[str] = ()) -> None:
-    """Run one evaluation: print a table and write the report files. Or submit it as a Slurm job.
+    """Run one evaluation, print a table and write the report files; or submit the evaluation as a Slurm job.
 
-    `overrides`: those of the command line, which the job gets too.
+    `overrides`: overrides of the command line. A Slurm job gets the same overrides.
     """
     with hydra_entry.exit_on_user_error():
         if config.evaluate.columns and not config.evaluate.input:
@@ -108,7 +108,7 @@ def _response_folder(config: Config) -> Path:
     choose_k(config.evaluate.k, config.generate.samples)
     plan = plan_generation(config)
     if not config.generate.score:
-        # a mistake in a reward is an error before the generation starts
+        # so that a mistake in a reward is an error before the generation starts
         checked_rewards(config.reward, config.data.test_sets)
     generate.run_generation(plan)
     return plan.store.folder
@@ -117,9 +117,9 @@ def _response_folder(config: Config) -> Path:
 def print_table(summaries: list[EvaluationSummary], title: str, confidence: float) -> None:
     """Print a table with one block for each data source and one row for each k.
 
-    Below it, print how many responses of each source were truncated, not scored or had no answer.
+    Below the table, print for each source how many responses were truncated, could not be scored or had no answer.
     """
-    from rich.table import Table  # not needed by `mrl --help`
+    from rich.table import Table  # imported here, because `mrl --help` does not need rich
 
     table = Table("data source", title=f"{title}\nmeans over prompts, {confidence:.0%} intervals", title_justify="left")
     for name in ("prompts", "mean@n", "k", "pass@k", "maj@k"):
@@ -145,7 +145,7 @@ def print_table(summaries: list[EvaluationSummary], title: str, confidence: floa
 
 
 def print_comparison(comparison: Comparison, confidence: float) -> None:
-    """Print a table of the differences from an earlier evaluation, and below it the number of prompts without a counterpart."""
+    """Print a table of the differences from an earlier evaluation, and the number of prompts that only one of the two has."""
     from rich.table import Table
 
     sys.stdout.write(f"difference from {comparison.folder}:\n")
@@ -184,7 +184,7 @@ def print_harness_results(results: Sequence[HarnessResult], title: str, confiden
 
 
 def _console() -> "Console":
-    from rich.console import Console  # not needed by `mrl --help`
+    from rich.console import Console  # imported here, because `mrl --help` does not need rich
 
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 

@@ -51,7 +51,7 @@ docs/reference/commands.md explains the columns of the output and the effect of 
 
 
 def job(config: Config, overrides: Sequence[str] = ()) -> None:
-    """Run one generation, or submit it as a Slurm job. `overrides`: those of the command line, which the job gets too."""
+    """Run one generation, or submit it as a Slurm job. `overrides`: overrides of the command line, also for the Slurm job."""
     with hydra_entry.exit_on_user_error():
         if is_submitted(config):
             submit(config, overrides, "generate")
@@ -60,7 +60,7 @@ def job(config: Config, overrides: Sequence[str] = ()) -> None:
 
 
 def is_submitted(config: Config) -> bool:
-    """Return whether the command is submitted as a Slurm job. In the job, cluster.address is set."""
+    """Return whether the command must be submitted as a Slurm job. Inside this job, cluster.address is set."""
     return bool(config.cluster.scheduler and not config.cluster.address)
 
 
@@ -116,7 +116,7 @@ class ResponseBar:
     interval_s: float = 10.0
 
     def __enter__(self) -> "ResponseBar":
-        from rich import progress  # not needed by `mrl --help`
+        from rich import progress  # imported here, because `mrl --help` does not need rich
         from rich.console import Console
 
         self.console = Console(file=sys.stdout, highlight=False)
@@ -148,7 +148,7 @@ class ResponseBar:
 
 
 def run_command(argv: list[str], job: Callable[[Config, Sequence[str]], None], usage: str) -> int:
-    """Compose the config of `mrl generate` or `mrl evaluate` and call `job` with it and with the overrides."""
+    """Compose the config of `mrl generate` or `mrl evaluate`, and call `job(config, overrides)`."""
     argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
     with hydra_entry.exit_on_user_error():
         arguments = hydra_entry.prepare_arguments(argv)

@@ -30,7 +30,7 @@ GROUPS = ("algorithm", "placement", "reward")
 
 @dataclass
 class Translation:
-    """What an imported config becomes: overrides, notes, and keys that no table contains."""
+    """The translation of an imported config: overrides, notes, and keys that no table contains."""
 
     overrides: Overrides = field(default_factory=dict)  # mrl key -> value
     translated: list[tuple[str, Overrides]] = field(default_factory=list)  # (foreign KEY=VALUE, its overrides)
@@ -56,7 +56,7 @@ def translate(source: str, values: Values) -> Translation:
 
 
 def _name_in(rules: Mapping[str, Rule], key: str) -> str | None:
-    """Return the name that covers `key` in a table: the key itself, or else the longest name with `*`."""
+    """Return the name in `rules` that matches `key`: the key itself, or else the longest name that ends with `*`."""
     if key in rules:
         return key
     return max((name for name in rules if name.endswith("*") and key.startswith(name[:-1])), key=len, default=None)
@@ -169,12 +169,12 @@ def _read_script(text: str) -> Iterator[tuple[str, Any]]:
         value = _split(assigned[2]) if assigned else []
         if assigned and len(value) <= 1:
             variables[assigned[1]] = _expand("".join(value), variables)
-        else:  # also a command with assignments before it, as in `A=1 python ...`
+        else:  # a command, possibly with assignments before it, as in `A=1 python ...`
             words += [_expand(word, variables) for word in _words(line)]
     option: str | None = None
     arguments: list[str] = []
     for word in [*words, "--"]:
-        if _ALL_OF_ARRAY.fullmatch(word):  # "$@", or an array whose words were read where the script defines it
+        if _ALL_OF_ARRAY.fullmatch(word):  # "$@" or an array: its words were read where the script defines it
             word = "--"
         if word.startswith("--") and not _DOTTED_KEY.fullmatch(word):
             if option:
@@ -198,7 +198,7 @@ def _split(text: str) -> list[str]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words of a line. The brackets of an array are left out; "--" marks the end of an array, or an empty line."""
+    """Return the words of a line without the brackets of an array. At the end of an array and in an empty line, add "--"."""
     ends = not line.strip() or line.rstrip().endswith(")")
     return [*_split(re.sub(r"^\s*\w+=\(|(?<!\))\)\s*$", " ", line)), *(["--"] if ends else [])]
 

@@ -1,4 +1,4 @@
-"""`mrl plan rollout`: simulates how fast a run is with other staleness, other divisions of the GPUs, or over-sampling."""
+"""`mrl plan rollout`: simulates how fast a run would be with other staleness, other divisions of the GPUs, or over-sampling."""
 
 import difflib
 import sys
@@ -52,7 +52,7 @@ fitted to the run in run.dir. Every speed can also be set by its key.
 
 @dataclass(frozen=True)
 class RolloutPlanKeys:
-    """Arguments of the command; see USAGE. Instead of None, the value of the run in `run.dir` is used, or else a default."""
+    """Arguments of the command; see USAGE. For None, the command uses the value of the run in `run.dir`, or else a default."""
 
     run_dir: str | None = None
     lengths: str | None = None
@@ -110,7 +110,7 @@ def _parse_value(key: str, text: str, type_name: str) -> str | int | float | boo
     return value
 
 
-# Used without run.dir
+# Defaults for a command without run.dir
 DEFAULT_SETUP = RolloutSetup(prompts_per_step=128, num_engines=4, staleness=0, in_order=True)
 DEFAULT_SPEEDS = RunSpeeds(
     EngineSpeeds(fixed_step_s=0.015, request_s=0.0001, prefill_s=0.00003, max_running=256),
@@ -133,7 +133,7 @@ class SimulationInput:
 
 
 def simulation_input(keys: RolloutPlanKeys) -> SimulationInput:
-    """Return the input of the simulator from the arguments and, if run.dir is given, from the run in it.
+    """Return the input of the simulator, from the arguments and, if run.dir is given, from the run in run.dir.
 
     Raises ValueError if the arguments are wrong or the run directory cannot be used.
     """
@@ -233,7 +233,7 @@ def show(simulated: SimulationInput, scenarios: list[Scenario]) -> None:
 
 def draw_scenarios(path: Path, scenarios: Sequence[Scenario], *, title: str) -> None:
     """Draw a bar chart into a PNG file: the seconds of a step in each scenario, with their lower bound."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here: the import takes a second
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 1.2 + 0.32 * len(scenarios)), dpi=150, layout="constrained")

@@ -1,4 +1,4 @@
-"""`mrl plan search`: finds the layout, placement and division of GPUs with the shortest predicted step, and explains it."""
+"""`mrl plan search`: finds the layout, placement and division of GPUs with the shortest predicted step; explains the result."""
 
 import json
 import sys
@@ -70,11 +70,11 @@ FIXABLE = {
 TRANSPORT_PLACEMENTS = {Transport.cuda_ipc: "colocated", Transport.process_group: "disaggregated"}
 """Transport between GPUs -> the only placement with which it works."""
 DEFAULT_PROMPT_TOKENS = 512  # used if the config has neither prompts nor a length of prompts
-MEASURED_ROWS = 256  # number of rows of each file of data.train whose prompts are tokenized
+MEASURED_ROWS = 256  # in each file of data.train, the prompts of at most this number of rows are tokenized
 
 
 def fixed_values(config: Config) -> dict[str, Any]:
-    """Return name in LayoutSpace.fixed -> value, for all keys that plan.fix names.
+    """Return LayoutSpace.fixed (name -> value) for all keys that plan.fix names.
 
     Raises ValueError for a key that the search does not set.
     """
@@ -93,7 +93,7 @@ def fixed_values(config: Config) -> dict[str, Any]:
 def required_placement(config: Config, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the placement that weight_sync.transport requires, as an entry of LayoutSpace.fixed; {} if it requires none.
 
-    Raises ValueError if the transport does not work on GPUs, or not with the placement in `fixed`.
+    Raises ValueError if the transport does not work on GPUs, or if it does not work with the placement in `fixed`.
     """
     transport = Transport(config.weight_sync.transport)
     if transport is Transport.shared_memory:
@@ -137,7 +137,7 @@ def prompt_length(config: Config) -> tuple[int, str]:
 
 
 def length_distribution(config: Config) -> LengthDistribution:
-    """Return the distribution of the lengths in plan.lengths, or a log-normal distribution.
+    """Return the distribution of the lengths in plan.lengths; without this key, return a log-normal distribution.
 
     Raises ValueError if plan.lengths cannot be read.
     """
@@ -197,7 +197,7 @@ def make_search(config: Config) -> LayoutSearch:
 
 
 def overrides(search: LayoutSearch, candidate: RunCandidate) -> list[str]:
-    """Return the overrides with which `mrl train` uses a candidate."""
+    """Return the overrides that give `mrl train` the settings of a candidate."""
     layout, work = candidate.trainers.layout, search.work
     keys = layout.overrides(candidate.trainers.replicas, search.space.shape.num_experts > 0)
     keys |= {"rollout.num_engines": candidate.num_engines, "rollout.engine_tp": candidate.engine_tp}

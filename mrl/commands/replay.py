@@ -47,7 +47,7 @@ compared: the arguments or the dump are wrong, or a process died or hung.
 A step dump contains the config of its run. `mrl replay` runs the code of all classes that this config names, so replay only dumps
 from people whom you trust.
 """
-OPTIONS = ("model.dtype", "weights", "output")  # keys that USAGE explains
+OPTIONS = ("model.dtype", "weights", "output")  # accepted keys that do not begin with `parallel.`
 
 
 @dataclass
@@ -180,7 +180,7 @@ def _report(result: ReplayResult, dump: StepDump, title: str, folder: Path) -> N
 
 
 def _print_table(result: ReplayResult, title: str) -> None:
-    from rich.console import Console  # not needed by `mrl --help`
+    from rich.console import Console  # imported here, because `mrl --help` does not need rich
     from rich.table import Table
 
     table = Table("layer", "tokens", "largest difference", "tolerance", "", title=title)

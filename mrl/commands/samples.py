@@ -13,7 +13,7 @@ from rich.style import Style
 
 from mrl.core.sample_file import TextSample, escaped, read_samples
 
-# Name of a colouring -> (values of the tokens of a sample, what the colours mean)
+# Value of --color -> (function that returns the values of a sample's tokens, meaning of these values)
 COLORINGS: dict[str, tuple[Callable[[TextSample], Sequence[float | None]], str]] = {
     "logprob": (lambda sample: sample.logprobs, "log-probability of the token, as the engine computed it"),
     "advantage": (lambda sample: sample.advantages, "advantage of the token"),
@@ -47,10 +47,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def choose(samples: Sequence[TextSample], count: int, *, best: bool, worst: bool) -> list[TextSample]:
-    """Return `count` of `samples`, which must be sorted best first, as `read_samples` returns them.
+    """Return `count` of `samples`. The samples must be sorted best first, as `read_samples` returns them.
 
-    With `best`, these are the first samples, and with `worst` the last ones. With both or neither, half of
-    them are taken from each end.
+    With `best`, return the first samples, and with `worst` the last ones. With both or neither, return half of them from each
+    end.
     """
     count = min(count, len(samples))
     num_best = count if best and not worst else 0 if worst and not best else (count + 1) // 2
@@ -113,7 +113,7 @@ def show(run_dir: Path, args: argparse.Namespace) -> str:
 
 
 def _samples_of(run_dir: Path, step: int | None) -> tuple[int, list[TextSample]]:
-    """Return a step and its samples; None stands for the last step. Keeps one step in memory, because all may not fit."""
+    """Return a step and its samples; None: the last step. Keeps only one step in memory, because all steps may not fit."""
     steps, chosen = [], None
     for each, samples in read_samples(run_dir):
         steps.append(each)

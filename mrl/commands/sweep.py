@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
         status = hydra_entry.run(["--multirun", *arguments], train_process.train)
     except PointFailedError:  # raised by a sweeper that stops at the first failure
         status = 1
-    # An interrupted sweep has no table. Another launcher than mrl's writes no SWEEP_FILE, so its sweep has no table either.
+    # An interrupted sweep gets no table. A sweep of another launcher gets none either: only mrl's launcher writes SWEEP_FILE.
     if status > 1 or not (folder / SWEEP_FILE).exists():
         return status
     return print_results(load_sweep(folder))

@@ -1,4 +1,4 @@
-"""`mrl timeline`: merges the timelines of a run's processes into one file, and says what the steps spend their time on."""
+"""`mrl timeline`: merges the timelines of a run's processes into one file, and says which phases take the time of the steps."""
 
 import argparse
 import re
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def steps_of(text: str | None) -> range | None:
-    """Return the steps that `--steps` names: "3:5" is 3, 4 and 5, and "3" is step 3 only. None stands for all steps."""
+    """Return the steps of the option --steps: "3:5" means the steps 3, 4 and 5, "3" means step 3, and None means all steps."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)

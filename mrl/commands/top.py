@@ -19,9 +19,9 @@ from rich.live import Live
 from mrl.tracking.live_view import LiveRun, RunView, frame
 from mrl.tracking.report.recorded_run import check_is_run
 
-ONCE_INTERVAL_S = 0.3  # time between two measurements of CPU time for a single frame
+ONCE_INTERVAL_S = 0.3  # time between the two measurements of CPU time that a single frame needs
 MIN_INTERVAL_S = 0.2
-MAX_CPU = 0.01  # part of a core that the live display may use; with hundreds of processes, frames come less often
+MAX_CPU = 0.01  # fraction of a core that the live display may use; if a frame needs more, frames come less often
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,7 +69,7 @@ def read_twice(run: LiveRun) -> RunView:
 
 
 def show_live(run: LiveRun, console: Console, every_s: float) -> None:
-    """Show a frame every `every_s` seconds, or less often if it needs much CPU, until the user presses q or Ctrl-C."""
+    """Show a frame every `every_s` seconds, or less often if a frame needs much CPU time, until the user presses q or Ctrl-C."""
     with _read_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
@@ -84,7 +84,7 @@ def show_live(run: LiveRun, console: Console, every_s: float) -> None:
 
 @contextmanager
 def _read_keys() -> Iterator[None]:
-    """Let the terminal pass each key at once and show none. The settings of the terminal are restored at the end."""
+    """Set the terminal so that it passes each key at once and shows none. At the end, restore the settings of the terminal."""
     if not sys.stdin.isatty():
         yield
         return

@@ -6,13 +6,13 @@ from mrl.launch import supervisor
 
 
 def main(argv: list[str]) -> int:
-    """Start and supervise the training process. This process imports only what it needs, so it starts quickly."""
+    """Start and supervise the training process. The supervising process imports only what it needs, so it starts quickly."""
     argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
     if "-m" in argv or "--multirun" in argv:
         from mrl.commands import sweep  # imported here, because it imports Hydra
 
         return sweep.main(argv)
-    # With --cfg, --help and others, the command prints only its result.
+    # With options such as --cfg and --help, the command must print nothing but its result.
     prints_only = any(word.startswith("-") for word in argv) or "cluster.dry_run=true" in argv
     if not prints_only:
         sys.stderr.write("mrl train: reading the config\n")

@@ -37,8 +37,9 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
     """Train one run to its end, or submit the run as a Slurm job. Return the metric by which sweeps compare runs.
 
     For a submitted run, return None. If the run directory has a checkpoint, training continues from this checkpoint. If the run
-    is finished, only its result is printed. A preempted run saves a checkpoint and exits with REQUEUE_STATUS. `overrides` are the
-    overrides of the command line, which the Slurm job gets too.
+    is finished, only its result is printed. A preempted run saves a checkpoint and exits with REQUEUE_STATUS.
+
+    `overrides`: overrides of the command line. A Slurm job gets the same overrides.
     """
     if config.cluster.scheduler and not config.cluster.address:
         return _submit(config, overrides)
@@ -87,7 +88,7 @@ def _run_dir_word(config: Config) -> str:
 def _submit(config: Config, overrides: Sequence[str]) -> None:
     """Check everything that needs no GPU, then submit the Slurm job. With cluster.dry_run, print the script instead."""
     with hydra_entry.exit_on_user_error():
-        plan = plan_fitting_run(config, check_hashes=False)  # the job reads the checkpoint, not the login node
+        plan = plan_fitting_run(config, check_hashes=False)  # only the job reads the checkpoint
         rehearse(plan)
         cluster = with_node_count(config.cluster, plan.pools)
         for warning in idle_gpus_of_job(plan.pools, gpus_of_nodes(cluster)):
@@ -98,7 +99,7 @@ def _submit(config: Config, overrides: Sequence[str]) -> None:
 
 
 def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) -> str:
-    """Return the last screen of a run: what was learned, where the model and the checkpoint are, and the next commands."""
+    """Return the last output of a run: rewards, the places of the model and of the checkpoint, and commands to run next."""
     folder, goal = Path(config.run.dir), config.trainer.stop_reward
     rewards = [step["reward/mean"] for step in read_first_steps(folder / "metrics.jsonl", "reward/mean")]
     first = f" ({rewards[0]:.3f} in the first step)" if rewards else ""

@@ -1,4 +1,4 @@
-"""`mrl wandb-report`: saves a wandb workspace with the sections of the metrics page, in the same order."""
+"""`mrl wandb-report`: saves a wandb workspace with the sections of docs/reference/metrics.md, in the same order."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from mrl.checkpoint.run_dir import read_run_record
 from mrl.core import metrics
 from parallel.durable_files import write_file
 
-LAST_LINES = 100  # names are read from this number of lines at the end of metrics.jsonl and of eval.jsonl
+LAST_LINES = 100  # metric names are read from this number of lines at the end of metrics.jsonl and of eval.jsonl
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,1 +1,1 @@
-"""The config of a run: the schema of every key, its validation, and the objects that it names."""
+"""The config of a run: the schema of all keys, the checks of their values, and the instantiation of plug-ins."""

@@ -18,13 +18,16 @@ _K1_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
 
 
 def correction_node(nodes: list[Overrides]) -> Overrides:
-    """Override of algorithm.correction with one node, or with the product of several nodes."""
+    """Return the override that sets algorithm.correction to one node, or to the product of several nodes."""
     product = {"_target_": f"{_CORRECTIONS}Product", "corrections": nodes}
     return {"algorithm.correction": nodes[0] if len(nodes) == 1 else product}
 
 
 def verl_correction(value: Any, values: Values) -> Overrides | Note:
-    """Translate all keys algorithm.rollout_correction.* together. Each of these keys has this rule and gives the same result."""
+    """Translate all keys algorithm.rollout_correction.* together.
+
+    This function is the rule of rollout_is, rollout_rs and bypass_mode, and returns the same result for each of these keys.
+    """
     read = lambda name, default=None: values.get(VERL_CORRECTION + name, default)  # noqa: E731
     bypass, policy_gradient = is_on(read("bypass_mode")), str(read("loss_type")) == "reinforce"
     nodes, overrides = list[dict[str, Any]](), dict[str, Any]()
@@ -47,7 +50,7 @@ def verl_correction(value: Any, values: Values) -> Overrides | Note:
 
 
 def _verl_rejections(options: Any, thresholds: Any) -> list[tuple[str, list[float]]]:
-    """Return (option, bounds) for each option of rollout_rs. A bound is one number, or two numbers joined by `_`."""
+    """Return (option, bounds) for each option of rollout_rs. verl writes two bounds as numbers joined by `_`."""
     names = [name.strip() for name in str(options or "").split(",") if name.strip()]
     texts = [text.strip() for text in str(thresholds).split(",")]
     texts = texts * len(names) if len(texts) == 1 else texts
@@ -65,7 +68,7 @@ def _rejection(option: str, bounds: list[float]) -> Overrides:
 
 
 def _verl_weights(level: str, threshold: str) -> Overrides:
-    """Return the node for verl's rollout_is. A threshold of two numbers joined by `_` masks; one number truncates."""
+    """Return the node for verl's rollout_is: a mask if the threshold is two numbers joined by `_`, else a truncation."""
     low, _, high = threshold.rpartition("_")
     bounds = (
         {"mode": "mask", "low": float(low), "high": float(high)} if low else {"mode": "truncate", "high": float(high)}
@@ -76,7 +79,8 @@ def _verl_weights(level: str, threshold: str) -> Overrides:
 def trl_correction(value: Any, values: Values) -> Overrides | Note:
     """Translate the keys vllm_importance_sampling_* and off_policy_mask_threshold together.
 
-    Each of these keys, and use_vllm, has this rule and gives the same result. With vLLM, trl corrects by default.
+    This function is the rule of vllm_importance_sampling_correction, off_policy_mask_threshold and use_vllm, and returns the same
+    result for each of these keys. With vLLM, trl corrects by default.
     """
     prefix, nodes = "vllm_importance_sampling_", list[dict[str, Any]]()
     if is_on(values.get(f"{prefix}correction", values.get("use_vllm", False))):

@@ -1,8 +1,8 @@
-"""Counterparts of the keys of verl, slime and trl: which mrl keys mean the same, and why some keys have none.
+"""Counterparts of the keys of verl, slime and trl: which mrl keys mean the same, and why some keys have no counterpart.
 
 `mrl import` and the hints for unknown keys read these tables. A rule is the name of the mrl key that takes the same value, or a
-function that returns overrides. If no override is needed or possible, the rule is a `Note`. A key that ends with `*` stands
-for all keys that begin with the text before the `*`.
+function that returns overrides. If no override is needed or possible, the rule is a `Note`. A key that ends with `*` matches all
+keys that begin with the text before the `*`.
 """
 
 from functools import partial
@@ -428,7 +428,7 @@ TRL: dict[str, Rule] = {
 
 
 SOURCES: dict[str, dict[str, Rule]] = {"verl": VERL, "slime": SLIME, "trl": TRL}
-_TARGETS = {  # key of another trainer whose rule is a function -> the mrl key that the hint names
+_TARGETS = {  # key of another trainer whose rule is not the name of an mrl key -> the mrl key that the hint names
     "data.train_files": "data.train",
     "data.val_files": "data.test",
     f"{_ACTOR}ppo_mini_batch_size": "algorithm.mini_batches",
@@ -458,7 +458,7 @@ _TARGETS = {  # key of another trainer whose rule is a function -> the mrl key t
 
 
 def counterpart_of(key: str) -> tuple[str, str] | None:
-    """Return (mrl key, other trainer) for a key that has the name of a verl, slime or trl key; None if there is none.
+    """Return (mrl key, other trainer) for a key that has the name of a verl, slime or trl key, or None.
 
     The key may lack its first parts, as in `rollout.n`, and may begin with dashes, as in `--rm-type`.
     """

@@ -70,19 +70,19 @@ OPTIONS = (
     "--dry-run",
 )
 """Options of Hydra, and of mrl train."""
-_runs_hydra = False  # whether a command runs Hydra in this process; that Hydra also composes the points of a sweep
+_runs_hydra = False  # whether hydra.main runs in this process; then `_compose` uses the same Hydra (in a sweep)
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:
     """Compose the config from `argv`, call `job` with it, and return the exit status.
 
-    With `--multirun` Hydra's launcher calls `job` for each run of the sweep.
+    With `--multirun`, Hydra's launcher calls `job` for each run of the sweep.
 
     Args:
         argv: Overrides of config keys (KEY=VALUE), and options of Hydra.
         job: Function that takes the checked config. In a sweep, `job` returns the metric by which runs are compared.
         usage: Text that --help prints. If `usage` is empty, Hydra prints its own help.
-        weights: Whether the job needs the weights of models. If not, only configs and tokenizers are fetched from the Hub.
+        weights: Whether the job needs the weights of models. If false, only configs and tokenizers are fetched from the Hub.
     """
     if usage and any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(usage)
@@ -111,7 +111,7 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights:
 
 def _run_job(job: Callable[[Config], Any], config: Config) -> None:
     """Call `job`. If it raises an exception, report the error, and end the process with status 1, or 2 for a StartError."""
-    logging.raiseExceptions = False  # a full disk must not fill the terminal with tracebacks of logging
+    logging.raiseExceptions = False  # otherwise a full disk would fill the terminal with tracebacks of logging
     run_dir = Path(config.run.dir)
     try:
         with collect_warnings(run_dir):
@@ -134,7 +134,7 @@ def prepare_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def _check_options(argv: Sequence[str]) -> None:
-    """Raise ValueError if an argument such as --trainer.max_steps=3 is neither an option of Hydra nor of mrl."""
+    """Raise ValueError if `argv` has an option that neither Hydra nor mrl has, such as --trainer.max_steps=3."""
     for word in argv:
         name, has_value, value = word.partition("=")
         if word.startswith("--") and not any(option.startswith(name) for option in OPTIONS):
@@ -149,7 +149,7 @@ def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> N
     """Let Hydra compose the config and call `task` with it. Raises ValueError if the config cannot be composed."""
     register_schema()
     if "--hydra-help" in arguments:
-        arguments = ["--hydra-help"]  # for this option, Hydra composes its own config, which has none of our keys
+        arguments = ["--hydra-help"]  # for this option, Hydra composes only its own config, without the keys of mrl
     # All options come first, because argparse does not accept an option between two groups of overrides.
     sys.argv = [sys.argv[0], *sorted(arguments, key=_is_override)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -165,7 +165,7 @@ def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> N
 
 
 def _checked_config(composed: DictConfig, weights: bool) -> Config:
-    """Convert and check the config that Hydra composed, and fetch what Hub ids and URLs name.
+    """Convert and check the config that Hydra composed, and fetch the models and data that Hub ids and URLs name.
 
     Ends the process with status 2 if the config is wrong or something cannot be fetched.
     """
@@ -274,7 +274,8 @@ def check_overrides(argv: Sequence[str]) -> list[str]:
 
     Keys in free-form sections (sglang, megatron, arguments of plug-ins) may be new, so their overrides get Hydra's prefix `++`
     (add or override). Overrides that set a whole free-form section get this prefix too. Overrides that select a file of a user's
-    own config group get the prefix `+` if Hydra needs it. Such groups are found in the folders of `hydra.searchpath` in `argv`.
+    own config group get the prefix `+` if Hydra needs it. A user's own groups are found in the folders that `hydra.searchpath` in
+    `argv` lists.
 
     Raises ValueError for an unknown key. The message names the nearest known key.
     """

@@ -17,7 +17,7 @@ from typing import Any
 from mrl.config.schema import Config, Node
 from parallel.durable_files import atomic_folder
 
-# owner/name, the revision after @, and for data a pattern of files after the colon
+# owner/name, then optionally @ and a revision, and for data optionally a colon and a pattern of files
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<pattern>\S+))?")
 DATA_SUFFIXES = (".parquet", ".jsonl")
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -107,7 +107,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
 
 
 def _with_fetched_tokenizers(node: Any, fetched: Mapping[str, str]) -> Any:
-    """Return `node`, in which each value of a key `tokenizer` is replaced by its local path in `fetched`, if it has one.
+    """Return a copy of `node` in which the tokenizers of fetched models are local paths.
 
     The argument `tokenizer` of the reward RewardModel repeats the path of the role that serves the reward model. `fetched` maps
     the path of each fetched role, as the config gives it, to the local path.
@@ -144,7 +144,7 @@ def resolve_model(name: str, key: str = "model.path", weights: bool = True) -> s
         key: config key of the name, for error messages.
         weights: whether to fetch weights. If false, only config and tokenizer are fetched from the Hub.
 
-    Raises ValueError if the model cannot be fetched. A path that does not exist is returned, and later checks refuse it.
+    Raises ValueError if the model cannot be fetched. A path that does not exist is returned unchanged; later checks refuse it.
     """
     if Path(name).exists():
         return name
@@ -158,8 +158,9 @@ def resolve_model(name: str, key: str = "model.path", weights: bool = True) -> s
 def resolve_data(name: str, key: str, split: str) -> list[str]:
     """Return the local files of the data that `name` names. If `name` is a path, the result is [name].
 
-    An id on the Hub stands for all its parquet and jsonl files that match the pattern after the colon, as in
-    openai/gsm8k@REVISION:main/train*. Without a pattern, the path of the file must contain `split`, which is train or test.
+    For an id on the Hub, the result contains all parquet and jsonl files of the repository that match the pattern after the
+    colon, as in openai/gsm8k@REVISION:main/train*. Without a pattern, the path of the file must contain `split`, which is train
+    or test.
 
     Raises ValueError if the data cannot be fetched, or if no file matches.
     """
@@ -182,7 +183,7 @@ def resolve_data(name: str, key: str, split: str) -> list[str]:
 
 
 def _snapshot(hub: _HubName, kind: str, given: str, files: Sequence[str]) -> Path:
-    """Return the folder of a repository in the cache of the Hub (HF_HOME). Fetches missing `files` if the Hub can be reached.
+    """Return the folder of a repository in the local Hub cache (HF_HOME). Fetches missing `files` if the Hub can be reached.
 
     `given`: the config key and the name, for error messages. Raises ValueError if the files cannot be fetched.
     """
@@ -223,7 +224,8 @@ def _listing(filesystem: Any, source: str) -> list[tuple[str, str]]:
     if "http" in filesystem.protocol:  # a URL of HTTP names one file; listing it would fetch the file
         info = filesystem.info(source)
         version = {name: info[name] for name in ("ETag", "Content-MD5", "Digest") if name in info}
-        # If the server sends no version, the content may differ at each call, so the description differs, too.
+        # If the server sends no version, the content may have changed since the last call, so each call returns another
+        # description.
         return [(source, str({"size": info.get("size"), **(version or {"fetched": time.time_ns()})}))]
     entries = filesystem.find(source, detail=True)
     return sorted((name, str({**info, "name": name})) for name, info in entries.items())

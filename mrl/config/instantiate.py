@@ -13,7 +13,7 @@ from mrl.core.user_code import describe_plug_in, location_suffix
 
 
 def instantiate(node: Node, key: str) -> Any:
-    """Return the object that a `_target_` node names. Nodes in its arguments are instantiated first.
+    """Return the object that a `_target_` node names. Nodes in the arguments are instantiated first.
 
     For a class, returns an instance. For a function, returns a function with the node's arguments bound.
 
@@ -26,7 +26,7 @@ def instantiate(node: Node, key: str) -> Any:
     """
     factory = import_target(node, key)
     arguments = instantiate_arguments(factory, node, key)
-    if not isinstance(factory, type):  # mrl calls a function later, with data
+    if not isinstance(factory, type):  # the node names a function, which mrl calls later, with data
         return update_wrapper(partial(factory, **arguments), factory) if arguments else factory
     try:
         return factory(**arguments)
@@ -35,7 +35,7 @@ def instantiate(node: Node, key: str) -> Any:
 
 
 def import_target(node: Node, key: str) -> Any:
-    """Import the class or function that a `_target_` node names. Raises ValueError if there is none.
+    """Import the class or function that a `_target_` node names. Raises ValueError if this is not possible.
 
     `key`: config key of the node, for error messages.
     """
@@ -106,7 +106,8 @@ def instantiate_callable(node: Node, key: str, arguments: Sequence[str] = ()) ->
 
 
 def _check_call(built: Any, arguments: Sequence[str], key: str) -> None:
-    # `inspect.signature` would ignore the arguments that are bound in `built` itself, because it wraps the function.
+    # update_wrapper sets `built.__wrapped__`, so inspect.signature(built) would return the signature of the wrapped function,
+    # including the arguments that are already bound.
     called = partial(built.func, **built.keywords) if isinstance(built, partial) else built
     try:
         signature = inspect.signature(called)

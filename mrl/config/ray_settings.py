@@ -1,7 +1,7 @@
 """The key cluster.ray: settings of Ray's nodes and of the driver, with the names of the arguments of ray.init.
 
-A run on this machine passes all of them to ray.init. A Slurm job passes the settings of nodes to `ray start` on every node, and
-those of the driver to ray.init. Names and types are read from Ray's source, because importing Ray takes a second.
+A run on this machine passes all settings to ray.init. A Slurm job passes the settings of the nodes to `ray start` on every node,
+and the settings of the driver to ray.init. Names and types are read from Ray's source, because importing Ray takes a second.
 """
 
 import ast
@@ -18,7 +18,7 @@ from typing import Any
 MIN_STORE_BYTES = 75 * 1024**2  # smallest object store that Ray accepts
 
 DRIVER_SETTINGS = ("configure_logging", "logging_level", "logging_format", "log_to_driver", "namespace")
-"""Settings of the driver. All other settings are those of the nodes."""
+"""Settings of the driver. All other settings are settings of the nodes."""
 _DASHBOARD = "mrl starts no dashboard of Ray; `mrl top` shows the processes of a run"
 RESERVED: dict[str, str] = {
     "address": "use cluster.address",
@@ -59,9 +59,9 @@ def _function(file: str, name: str) -> ast.FunctionDef:
 
 @cache
 def init_parameters() -> dict[str, str]:
-    """Return name of an argument of ray.init, without a leading underscore -> its type annotation.
+    """Return a dict: name of an argument of ray.init, without a leading underscore -> type annotation of the argument.
 
-    Ray reads some arguments from **kwargs.
+    The dict includes the arguments that ray.init reads from **kwargs.
     """
     init = _function("_private/worker.py", "init")
     found = {
@@ -122,7 +122,7 @@ def check_ray_settings(settings: Mapping[str, Any], *, slurm: bool, address: str
 
 
 def _check_value(key: str, value: Any, annotation: str) -> None:
-    """Raise ValueError if a value does not have the type of Ray's argument, or is outside its bounds."""
+    """Raise ValueError if a value does not have the type of Ray's argument, or is outside the bounds of the argument."""
     name, inner = key.rpartition(".")[2], annotation.removeprefix("Optional[")
     inner = inner.removesuffix("]") if inner != annotation else inner
     if inner not in _TYPES:

@@ -1,6 +1,7 @@
 """A user's own config folders: `--config-dir FOLDER` and `hydra.searchpath=[FOLDER,...]`.
 
-Each command turns both into one override with absolute paths, so that Slurm jobs and the runs of a sweep find the same folders.
+Each command turns both forms into one override with absolute paths, so that Slurm jobs and the runs of a sweep find the same
+folders.
 """
 
 import re
@@ -57,7 +58,7 @@ def search_path_override(folders: Sequence[str]) -> list[str]:
 def config_folders(overrides: Sequence[str]) -> list[Path]:
     """Return mrl's own folder with config groups, then the folders that the overrides add to the search path.
 
-    Folders in other packages (pkg://) are left out.
+    The result does not contain folders in other packages (pkg://).
     """
     listed = [folder for word in overrides if _key(word) == SEARCH_PATH for folder in _listed_folders(word)]
     return [CONF, *(Path(folder.removeprefix("file://")) for folder in listed if not _is_package(folder))]
@@ -110,7 +111,7 @@ def _is_package(folder: str) -> bool:
 
 
 def _absolute(folder: str, argument: str) -> str:
-    """Return the absolute path of a config folder. `argument` is the argument of the command line that names it."""
+    """Return the absolute path of a config folder. `argument` is the command-line argument that names this folder."""
     if _is_package(folder):
         return folder
     path = Path(folder.removeprefix("file://")).absolute()

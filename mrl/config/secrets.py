@@ -38,7 +38,7 @@ class PlainSecretError(ValueError):
 
 
 def engine_key() -> str:
-    """Return the engine key in MRL_ENGINE_KEY. If the variable is not set, set it to a random key, also for child processes.
+    """Return the engine key in MRL_ENGINE_KEY. An unset variable is first set to a random key, which child processes inherit.
 
     Raises ValueError if the key has characters that an HTTP header cannot contain.
     """
@@ -72,7 +72,7 @@ def authorization(url: str = "") -> dict[str, str]:
 
 @cache
 def _keys_by_url(value: str) -> dict[str, str]:
-    """Return URL -> key of the environment variable MRL_ENGINE_KEYS. The error message contains no part of a key."""
+    """Parse the environment variable MRL_ENGINE_KEYS. Return URL -> key. The error message contains no part of a key."""
     keys = {}
     for number, word in enumerate(value.split(), 1):
         url, _, key = word.partition("=")

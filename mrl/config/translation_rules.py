@@ -39,7 +39,7 @@ def files(key: str, value: Any, values: Values) -> Overrides:
 
 
 def held_out_sets(keys: Mapping[str, str], test_files: Mapping[str, list], values: Values) -> Overrides:
-    """Override for held-out sets. If the config says how they are sampled, each becomes a set of data.test_sets.
+    """Return the override for held-out sets: data.test_sets if the config has sampling settings for them, else data.test.
 
     `keys`: key of the other trainer -> key of a set. `test_files`: name of a set -> its files.
     """
@@ -65,7 +65,7 @@ IN_TEST_SETS = Note("part of data.test_sets", needed=False)
 
 
 def slime_held_out(value: Any, values: Values) -> Overrides:
-    """slime names held-out sets in pairs: the name of the set, and its file."""
+    """Translate slime's held-out sets. slime lists them as pairs: the name of a set, and its file."""
     pairs = zip(value[::2], value[1::2], strict=True) if isinstance(value, list) else [("held_out", value)]
     return held_out_sets(SLIME_EVALUATION, {name: [file] for name, file in pairs}, values)
 
@@ -167,10 +167,10 @@ VERL_SCALES: dict[str, tuple[Overrides, Overrides]] = {  # estimator -> override
     "grpo_passk": ({"algorithm.advantage.normalize_std": True}, {"algorithm.advantage.normalize_std": False}),
 }
 WITHOUT_CLIP = ("rloo", "remax", "opo", "gpg")
-"""Configs of mrl whose loss is the plain policy gradient. verl combines their estimators with PPO's clip."""
+"""Configs of mrl whose loss is the plain policy gradient. verl combines the estimators of these configs with PPO's clip."""
 _TOKEN_LOSSES, _SEQUENCE_LOSSES = "mrl.algorithms.losses.", "mrl.algorithms.sequence_losses."
 _SEQUENCE_MEAN = {AGGREGATION: "sequence_mean"}
-VERL_LOSSES: dict[str, Overrides] = {  # loss_mode -> its loss, and its aggregation if it always has the same one
+VERL_LOSSES: dict[str, Overrides] = {  # loss_mode -> the loss, and the aggregation if verl fixes it for this loss
     "vanilla": {LOSS: f"{_TOKEN_LOSSES}PPOClip"},
     "gspo": {LOSS: f"{_SEQUENCE_LOSSES}GSPO", **_SEQUENCE_MEAN},
     "geo_mean": {LOSS: f"{_SEQUENCE_LOSSES}GMPO", **_SEQUENCE_MEAN},
@@ -198,7 +198,7 @@ VERL_LOSS_ARGUMENTS: dict[str, dict[str, str]] = {  # key of verl's actor -> los
     "policy_loss.dro_beta": {"dro": "beta"},
 }
 _CLIP_BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
-VERL_LOSS_DEFAULTS: dict[str, dict[str, float]] = {  # loss_mode -> verl's defaults where mrl has others
+VERL_LOSS_DEFAULTS: dict[str, dict[str, float]] = {  # loss_mode -> verl's defaults that differ from mrl's defaults
     **dict.fromkeys(("gspo", "geo_mean", "cispo", "clip_cov"), _CLIP_BOUNDS),
     **{mode: {"clip_ratio_c": 3.0} for mode in _DPPO},
     "kl_cov": {"policy_loss.ppo_kl_coef": 0.1},
@@ -244,7 +244,7 @@ AGENT = Note("name the agent in rollout.agent._target_ (docs/tutorials/agent.md)
 
 
 def layout_rules(prefix: str, section: str = "parallel", sep: str = "_") -> dict[str, Rule]:
-    """Rules for the sizes of a Megatron layout."""
+    """Return the rules for the sizes of a Megatron layout."""
     names = {
         "tensor_model_parallel_size": "tp",
         "pipeline_model_parallel_size": "pp",
@@ -271,12 +271,12 @@ def verl_optim_rules(prefix: str, optim: str) -> dict[str, Rule]:
 
 
 def top_k(value: Any, values: Values) -> Overrides:
-    """Override for top_k. Some trainers write "all tokens" as 0."""
+    """Return the override for top_k. In some trainers, 0 means all tokens."""
     return {"rollout.top_k": int(value) or -1}
 
 
 def stop_texts(value: Any, values: Values) -> Overrides:
-    """Override for texts that end a response."""
+    """Return the override for the texts that end a response."""
     return {"rollout.stop": value if isinstance(value, list) else [value]}
 
 
@@ -305,12 +305,12 @@ def slime_reward(value: Any, values: Values) -> Overrides | Note:
 
 
 def trl_prompts(completions: int, values: Values) -> Overrides:
-    """Prompts of a step from trl's number of completions. trl samples 8 completions for a prompt by default."""
+    """Compute the prompts per step from trl's number of completions. trl samples 8 completions for a prompt by default."""
     return {"rollout.prompts_per_step": max(1, completions // int(str(values.get("num_generations", 8))))}
 
 
 def verl_estimator(value: Any, values: Values) -> Overrides | Note:
-    """Select the config of an advantage estimator, with the loss that verl combines with every estimator."""
+    """Select the config of an advantage estimator. If mrl's config has no clip, also select the loss that verl uses."""
     found = choice("estimator", ALGORITHMS, value, values)
     if isinstance(found, Note):
         return found
@@ -348,7 +348,7 @@ def verl_loss_mode(value: Any, values: Values) -> Overrides | Note:
 
 
 def verl_aggregation(value: Any, values: Values) -> Overrides | Note:
-    """Select the aggregation. Some of verl's losses always have the same one."""
+    """Select the aggregation. Some of verl's losses allow only one aggregation."""
     mode = verl_mode(values)
     if AGGREGATION in VERL_LOSSES.get(mode, {}):
         return Note(f"the loss {mode} always has algorithm.aggregation=sequence_mean", needed=False)
@@ -362,7 +362,7 @@ def verl_loss_argument(key: str, value: Any, values: Values) -> Overrides | Note
 
 
 def verl_clip(value: Any, values: Values) -> Overrides | Note:
-    """Set both bounds of the clip, except those that have keys of their own."""
+    """Set both bounds of the clip, except a bound that has a key of its own in verl's config."""
     found: Overrides = {}
     for key in _CLIP_BOUNDS:
         bound = verl_loss_argument(key, value, values)
@@ -382,7 +382,7 @@ def verl_filter_metric(value: Any, values: Values) -> Overrides | Note:
 
 
 def verl_loss_scale(value: Any, values: Values) -> Note:
-    """Explain the length by which the aggregation fixed_length divides."""
+    """Return a note about the length by which the aggregation fixed_length divides."""
     same = str(value) == str(values.get("data.max_response_length"))
     return Note("algorithm.aggregation=fixed_length divides by rollout.max_response_tokens", needed=not same)
 
@@ -412,7 +412,7 @@ def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
 
 
 def trl_level(value: Any, values: Values) -> Overrides | Note:
-    """Select the ratio of the response for the level `sequence`. Some losses always have one of both ratios."""
+    """Select the importance ratio of the whole response for the level `sequence`. Some losses allow only one kind of ratio."""
     if value == "token":
         return Note("the default", needed=False)
     loss = str(values.get("loss_type"))
@@ -424,7 +424,7 @@ def trl_level(value: Any, values: Values) -> Overrides | Note:
 
 
 def trl_kl_kind(values: Values) -> str:
-    """Name of trl's KL estimate: k3 times the ratio pi / pi_old, or k3 without use_bias_correction_kl."""
+    """Return the `kind` of trl's KL estimate: k3 times the ratio pi / pi_old, or plain k3 without use_bias_correction_kl."""
     return "unbiased" if is_on(values.get("use_bias_correction_kl", True)) else "k3"
 
 

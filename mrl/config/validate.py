@@ -125,7 +125,7 @@ COMMON_NAMES = {
     "group_size": "rollout.responses_per_prompt",
     "max_new_tokens": "rollout.max_response_tokens",
 }
-"""Last part of a key of a trainer without a table of counterparts -> mrl key. Only the hint for an unknown key uses it."""
+"""Last part of a key of a trainer without a table of counterparts -> mrl key. Only hints for unknown keys use this table."""
 
 
 def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
@@ -290,8 +290,8 @@ _SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.
 
 
 MODEL_ROLES = ("actor", "critic", "engines")
-"""Roles that other sections of the config describe."""
-_TAKEN_NAMES = (*MODEL_ROLES, "engine", "trainer")  # the last two are in names of processes and logs
+"""Roles that sections of the config other than `roles` describe."""
+_TAKEN_NAMES = (*MODEL_ROLES, "engine", "trainer")  # the last two occur in names of processes and logs
 REFERENCE = "reference"  # name of the role that computes ref_logprobs
 TEACHER = "teacher"  # name of the role that teaches all prompts that no other role teaches
 
@@ -302,7 +302,7 @@ def roles_of(config: Config) -> dict[str, RoleConfig]:
 
 
 def teachers_of(config: Config) -> dict[str, RoleConfig]:
-    """Return the roles from which distillation may learn, by name. Raises ValueError if two teach the same data source."""
+    """Return the roles from which distillation may learn, by name. Raises ValueError if two roles teach the same data source."""
     teachers = {name: role for name, role in roles_of(config).items() if name == TEACHER or role.teaches}
     by_source: dict[str, str] = {}
     for name, role in teachers.items():
@@ -320,12 +320,12 @@ def teachers_of(config: Config) -> dict[str, RoleConfig]:
 class TokenBudgets:
     """Largest numbers of tokens in a micro-batch of one model."""
 
-    train: int  # of passes with gradients
-    forward: int  # of passes without gradients: log-probabilities, values, losses of held-out rows
+    train: int  # limit for passes with gradients
+    forward: int  # limit for passes without gradients: log-probabilities, values, losses of held-out rows
 
 
 def token_budgets(config: Config, role: str) -> TokenBudgets:
-    """Return the token budgets of the model `role`. A key that is null takes the actor's budget for the same kind of pass."""
+    """Return the token budgets of the model `role`. If a key is null, the actor's budget for the same kind of pass holds."""
     trainer, critic = config.trainer, config.critic
     train = trainer.max_tokens_per_micro_batch
     forward = trainer.max_tokens_per_forward_micro_batch or train

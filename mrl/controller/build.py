@@ -269,12 +269,12 @@ def _schedule(config: Config, num_rows: int, critic: bool) -> TrainingSchedule:
 def finished_result(config: Config) -> TrainingResult | None:
     """Return the result of the run in run.dir if that run is finished: no step, evaluation or export is left to do.
 
-    Returns None if the run is not finished, or if there is none. Reads only small files, so it takes less than a second.
+    Returns None if the run is not finished, or if there is no run. Reads only small files, so it takes less than a second.
     """
     folder = Path(config.run.dir).resolve()
     try:
         record = read_run_record(folder)
-    except ValueError:  # a damaged file; find_resume_point says so and decides what to do
+    except ValueError:  # the file is damaged; find_resume_point reports this error later
         return None
     if config.resume == "never" or record is None or record["command"] != "train":
         return None
@@ -378,7 +378,7 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
 
 
 def _role_scorers(plan: TrainPlan, groups: Mapping[str, WorkerGroup]) -> list[ColumnPass]:
-    """Return the forward passes of the models of the key `roles` that Megatron computes."""
+    """Return the forward passes of those models of the key `roles` that run in Megatron."""
     config, distillation = plan.config, plan.algorithm.objective.distillation
     teachers = teachers_of(config) if distillation else {}
     scorers: list[ColumnPass] = []
@@ -397,7 +397,10 @@ def _role_scorers(plan: TrainPlan, groups: Mapping[str, WorkerGroup]) -> list[Co
 
 
 def _served_teachers(plan: TrainPlan, processes: RunProcesses) -> list[ColumnPass]:
-    """Return the forward passes of the teachers that SGLang serves. They come first, while the servers are on their devices."""
+    """Return the forward passes of the teachers that SGLang serves.
+
+    `Trainer.score` begins these passes first, because the servers are still on their devices after sampling.
+    """
     config, distillation = plan.config, plan.algorithm.objective.distillation
     if distillation is None or distillation.top_k is None:
         return []

@@ -1,6 +1,7 @@
 """Time-shares GPUs between colocated models and engines.
 
-A role is the actor, the critic, the teacher or the engines. The peers of a role are the other roles that use the same devices.
+A role is the actor, the critic, the engines or a model of the key `roles`. The peers of a role are the other roles that use the
+same devices.
 Before a role is used, the scheduler offloads the peers of that role and loads the role. A role without peers always stays on its
 devices.
 
@@ -23,7 +24,7 @@ ColocatedRoles = frozenset[frozenset[str]]
 
 
 class OffloadableModel(Protocol):
-    """Trainer ranks of one model. Both calls are idempotent."""
+    """The trainer ranks of one model, or the servers of a served model. Both methods are idempotent."""
 
     def offload(self, keep_weights: bool = False) -> int:
         """Free the model's device memory, except for its weights if `keep_weights`. Returns the bytes that stay allocated."""
@@ -50,7 +51,7 @@ class OffloadableEngines(Protocol):
         ...
 
     def resync(self) -> None:
-        """Load the engines by pushing the current weight version to them inside `MemoryScheduler.during_push`."""
+        """Push the current weight version to the engines inside `MemoryScheduler.during_push`, which loads the engines."""
         ...
 
 
@@ -66,8 +67,8 @@ class MemoryState(Enum):
 class MemoryScheduler:
     """Loads each role before its use and offloads the peers that share its devices.
 
-    If a transition fails, the scheduler raises the role's error, and the role stays TRANSITIONING. The next call that loads or
-    offloads the role repeats the transition.
+    If the memory of a role cannot be loaded or offloaded, the scheduler raises the error, and the role stays TRANSITIONING. The
+    next call that loads or offloads the role tries again.
     """
 
     def __init__(self, colocated_roles: ColocatedRoles) -> None:
@@ -84,7 +85,7 @@ class MemoryScheduler:
         self._models[role], self._states[role] = model, MemoryState.NOT_STARTED
 
     def register_served(self, role: str, model: OffloadableModel) -> None:
-        """Add the servers of a model that rewards call. It is loaded while the engines sample."""
+        """Add the servers of a served model. The scheduler loads them together with the engines."""
         self.register_model(role, model)
         self._used_by_rollout.add(role)
 
@@ -97,7 +98,7 @@ class MemoryScheduler:
         return self._states[role]
 
     def peers(self, role: str) -> list[str]:
-        """Return the registered roles that take turns with this one on a device, in order of registration."""
+        """Return the registered roles that take turns with this role on a device, in order of registration."""
         shared = frozenset().union(*(roles for roles in self._colocated_roles if role in roles))
         beside = self._used_by_rollout if role in self._used_by_rollout else set()
         return [other for other in self._states if other in shared and other != role and other not in beside]
@@ -120,7 +121,7 @@ class MemoryScheduler:
 
     @property
     def rollout_roles(self) -> list[str]:
-        """The engines and all models that rewards call."""
+        """The engines and all served models."""
         return [ENGINES, *sorted(self._used_by_rollout - {ENGINES})]
 
     def rollout_shares_devices(self) -> bool:
@@ -128,12 +129,12 @@ class MemoryScheduler:
         return any(self.peers(role) for role in self.rollout_roles)
 
     def load_for_rollout(self) -> None:
-        """Load the engines and all models that rewards call."""
+        """Load the engines and all served models."""
         for role in self.rollout_roles:
             self.load(role)
 
     def make_room_for_rollout(self) -> None:
-        """Offload the peers of the engines and of all models that rewards call, whose processes are about to start."""
+        """Offload the peers of the engines and of all served models, because the engines and the servers are about to start."""
         for role in self.rollout_roles:
             self.make_room(role)
 

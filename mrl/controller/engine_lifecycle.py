@@ -68,7 +68,7 @@ class EngineRecord:
 
     released: set[MemoryTag] = field(default_factory=set)  # parts of the engine's device memory that are released
     was_offloaded: bool = False  # whether the engine was offloaded at least once since it started
-    # Weight version that the engine received in its last push. None: it still has the weights that it loaded at its start.
+    # Weight version that the engine received in its last push. None: the engine still has the weights from its start.
     weight_version: int | None = None
 
 
@@ -76,7 +76,7 @@ class EngineRecord:
 class EngineLifecycle:
     """Starts, connects, offloads, loads and replaces the engines, and pushes weights to them.
 
-    It registers itself with the scheduler. After a successful push, every engine serves the pushed version.
+    The constructor registers the object with the scheduler. After a successful push, every engine serves the pushed version.
     """
 
     host: EngineHost
@@ -108,8 +108,8 @@ class EngineLifecycle:
     def restart_if_lost(self, trainers_alive: Callable[[], bool]) -> None:
         """Restart the rollout worker if it does not answer, and wait for its engines.
 
-        After this call the trainers must connect again. `trainers_alive` returns whether the trainers answer. Trainers
-        that answer are offloaded to make room for new engines.
+        After this call the trainers must connect again. `trainers_alive` returns whether the trainers answer. If they answer,
+        the scheduler offloads them to make room for new engines.
         """
         self._connected = False
         if not self.host.alive():
@@ -120,8 +120,8 @@ class EngineLifecycle:
         """Forget the connection to the old trainers. Restart the engines if new trainers cannot connect to them.
 
         When trainers connect, the weights that the trainers loaded at their start are compared with the weights that the
-        engines loaded at their own start. Equal weights prove that both sides agree on the layout. An engine that was offloaded
-        before its first push has lost the weights from its start, so new trainers cannot connect to this engine.
+        engines loaded at their own start. Equal weights prove that trainers and engines agree on the layout. An engine that was
+        offloaded before its first push has lost the weights from its start, so new trainers cannot connect to this engine.
         """
         self._connected = False
         if any(engine.was_offloaded and engine.weight_version is None for engine in self._engines.values()):
@@ -217,7 +217,7 @@ class EngineLifecycle:
     # Memory. The scheduler calls these methods.
 
     def load(self) -> None:
-        """Load the engines, with their weights, and the models that rewards call. Does nothing if all are loaded."""
+        """Load the engines, with their weights, and all served models. Does nothing if all of them are loaded."""
         self.scheduler.load_for_rollout()
 
     def offload(self) -> int:

@@ -1,4 +1,4 @@
-"""Two training steps that `trainer._target_` may name in place of `Trainer.train_step`: best_of_n and by_source."""
+"""Two training steps with which `trainer._target_` may replace `Trainer.train_step`: best_of_n and by_source."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -49,15 +49,15 @@ class SourceAlgorithm:
 
 
 def check_sources(algorithms: Mapping[str, SourceAlgorithm], sources: Iterable[str]) -> None:
-    """Raise ValueError if `algorithms` has none for one of the data sources."""
+    """Raise ValueError if `algorithms` has no algorithm for one of the data sources."""
     if unknown := sorted(set(sources) - set(algorithms)):
         raise ValueError(f"trainer.arguments.algorithms: no algorithm for the data source {unknown[0]!r}.")
 
 
 def by_source(trainer: Trainer, algorithms: Mapping[str, SourceAlgorithm]) -> None:
-    """Train on the responses of each data source with an algorithm of its own. Each data source has its own optimizer steps.
+    """Train on the responses of each data source with the algorithm of this data source, in separate optimizer steps.
 
-    `algorithms`: name of a data source -> its algorithm. Raises ValueError for a row whose data source is not named.
+    `algorithms`: name of a data source -> its algorithm. Raises ValueError for a row whose data source is not in `algorithms`.
     """
     rollouts = trainer.generate()
     sources = trainer.data_sources(rollouts)

@@ -26,7 +26,7 @@ class RolloutSource(Protocol):
     """Samples and scores responses. Their tokens stay in Ray's object store and never reach the driver."""
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:
-        """Return the B scored responses that the step trains."""
+        """Return the B scored responses on which the step trains."""
         ...
 
     def estimate(
@@ -55,7 +55,7 @@ class RolloutSource(Protocol):
         ...
 
     def state_dict(self) -> State:
-        """Return the prompts that were drawn and that no step has trained yet."""
+        """Return the state for a checkpoint, with the prompts that were drawn and that no step has taken yet."""
         ...
 
     def load_state_dict(self, state: State) -> None:
@@ -165,7 +165,7 @@ class StepRecord:
 
     step: int = 0  # index of the step, from 0
     metrics: Metrics = field(default_factory=dict)
-    rollouts: Rollouts | None = None  # result of `generate`; None before
+    rollouts: Rollouts | None = None  # result of `generate`; None before the call
     teachers: dict[str, Sequence[TeacherPart]] = field(default_factory=dict)  # outputs of the teachers, from `score`
     updates: list[ActorUpdate] = field(default_factory=list)
     critic_updates: list[CriticUpdate] = field(default_factory=list)
@@ -184,7 +184,7 @@ class StepRecord:
 
     @property
     def token_weights(self) -> list[NDArray[np.float64]]:
-        """An array [B] for each optimizer step: the loss weight of every token of each response."""
+        """For each optimizer step, an array [B]: the loss weight that each token of a response has."""
         return [weights for update in self.updates for weights in update.token_weights]
 
     def add_seconds(self, name: str, seconds: float) -> None:
@@ -233,7 +233,7 @@ class Phases:
             self.current = None
             seconds = time.perf_counter() - since
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-            record(name, "phase", start, seconds)  # the timeline has the same number as the metric
+            record(name, "phase", start, seconds)  # the timeline shows the same duration as the metric
 
     def seconds(self) -> Metrics:
         """Return the metrics time/<phase>_s for the time since the last call."""

@@ -42,8 +42,9 @@ class MemoryEstimator:
     models: dict[str, ModelPlan]  # by role
     has_reference: bool
     topology: Topology | None  # parallel sizes of one engine; None if the run starts no engines
-    teachers: tuple[str, ...] = ()  # roles whose output layers an update needs: distillation over the whole vocabulary
-    sampled_gradient: bool = True  # the loss has a gradient through sampled tokens
+    # Teachers whose output layers an update needs, because the loss distills over the whole vocabulary
+    teachers: tuple[str, ...] = ()
+    sampled_gradient: bool = True  # whether the loss has a gradient through sampled tokens
 
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:
@@ -117,8 +118,8 @@ def check_memory(plan: TrainPlan) -> None:
 def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     """Plan a training run. If the hardware is known, also check that memory and GPUs suffice, and that weights reach the engines.
 
-    Without `check_hashes`, only the sizes of the files of a checkpoint are compared. Raises ValueError if the config has a
-    mistake or the run does not fit.
+    If `check_hashes` is False, the check of a checkpoint compares only the sizes of its files, not their hashes. Raises
+    ValueError if the config has a mistake or the run does not fit.
     """
     plan, cluster = plan_training(config, check_hashes=check_hashes), config.cluster
     check_memory(plan)
@@ -136,7 +137,7 @@ def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
 
 
 MAX_CHANGES = 4  # largest number of changes in one set
-BEAM_WIDTH = 6  # number of sets that each round of the search extends by one change: those that are nearest to fitting
+BEAM_WIDTH = 6  # each round of the search adds one change to this many sets, those that are nearest to fitting
 MAX_SHOWN = 6  # largest number of sets that are returned
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -156,7 +157,7 @@ class MemoryAdvice:
 
 
 def advise(config: Config, estimate: EstimateMemory) -> list[MemoryAdvice]:
-    """Return the smallest sets of changes that make the run fit. Sets with the fewest GPUs come first.
+    """Return the smallest sets of changes that make the run fit. Sets that need the fewest GPUs come first.
 
     This is a beam search over sets of at most MAX_CHANGES changes. Returns an empty list if no visited set fits.
     """
@@ -212,7 +213,7 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
-    """Yield half of each token budget that is set. Budgets that are not set follow the actor's."""
+    """Yield one change for each token budget that is set: it halves the budget. Other budgets follow the actor's budget."""
     for section in ("trainer", "critic"):
         for name in ("max_tokens_per_micro_batch", "max_tokens_per_forward_micro_batch"):
             if (tokens := getattr(getattr(config, section), name)) and tokens > 1:
@@ -224,7 +225,10 @@ def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
-    """Yield layouts in which one parallel axis is doubled, with half the replicas or with twice the GPUs."""
+    """Yield layouts in which one parallel axis is doubled, with half the replicas or with twice the GPUs.
+
+    Also yield the current layout with twice the replicas.
+    """
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):
         sizes = {axis: vars(p)[axis] * 2}

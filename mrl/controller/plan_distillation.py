@@ -76,7 +76,7 @@ def _check_served(config: Config, distillation: Distillation, name: str, role: R
 
 
 def _tokens(folder: str) -> object:
-    """Return the vocabulary of the tokenizer in a folder, without added tokens. None: the folder does not have it."""
+    """Return the vocabulary of the tokenizer in a folder, without added tokens. Returns None if there is no tokenizer.json."""
     path = Path(folder) / "tokenizer.json"
     return json.loads(path.read_text()).get("model", {}).get("vocab") if path.is_file() else None
 
@@ -104,7 +104,7 @@ def check_taught_sources(config: Config, algorithm: AlgorithmParts, sources: Ite
 def taught_responses(
     config: Config, name: str, data_source: Callable[[int], str]
 ) -> Callable[[Rollouts], NDArray[np.bool_]]:
-    """Return a function of Rollouts that returns a mask [B]: the responses for which the role `name` computes outputs.
+    """Return a function that maps Rollouts to a mask [B] of the responses for which the role `name` computes outputs.
 
     A teacher computes outputs for the responses that it teaches. Any other role computes outputs for all responses. `data_source`
     returns the data source of a row of the training prompts, and "offline" for a row of data.offline.path.
@@ -121,7 +121,10 @@ def taught_responses(
 
 
 def output_layer_folders(config: Config, algorithm: AlgorithmParts, models: Mapping[str, ModelPlan]) -> dict[str, str]:
-    """Return teacher -> folder of its model, for distillation over the whole vocabulary. `models`: models beside the actor."""
+    """Return teacher -> folder of its model, or {} unless the loss distills over the whole vocabulary.
+
+    `models`: the models beside the actor, by role.
+    """
     distillation = algorithm.objective.distillation
     if distillation is None or distillation.top_k:
         return {}

@@ -69,7 +69,7 @@ def plan_models(
 ) -> dict[str, ModelPlan]:
     """Return the plans of the models of an RL run, by role.
 
-    `needs` are the columns that the algorithm needs. These columns decide whether the run has a critic, and which entries of the
+    `needs` are the columns that the algorithm needs. These columns decide whether the run has a critic, and which models of the
     key `roles` it has. `actor_path` replaces model.path. If `weights` is False, only config.json is read from each model's
     folder.
     """
@@ -255,8 +255,8 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:
     """Return the transport of the weights between GPUs, and the locations of all trainer ranks and of all engine ranks.
 
-    A trainer rank is a rank of the actor. Raises ValueError if the weights cannot travel between these GPUs, or if an engine
-    would have different numbers of GPUs on its nodes. The run applies the same rules to the actual GPUs
+    The trainer ranks are those of the actor. Raises ValueError if the weights cannot travel between these GPUs, or if an engine
+    would have different numbers of GPUs on its nodes. When the run starts, it applies the same rules to the actual GPUs
     (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).
     """
     senders, receivers = (
@@ -285,7 +285,7 @@ def _check_nodes_of_engines(receivers: Sequence[ProcessLocation], engine_tp: int
 def planned_gpus(config: Config, pools: Pools) -> DeviceMap | None:
     """Return the GPUs on which these pools would be placed, or None if the run would use CPUs.
 
-    A run on unknown hardware would use CPUs if weight_sync.transport=shared_memory, because this transport needs them.
+    A run on unknown hardware would use CPUs if weight_sync.transport=shared_memory, because this transport works only on CPUs.
     """
     cluster, gpus_per_node = config.cluster, max(gpus_of_nodes(config.cluster))
     known = bool(cluster.scheduler or cluster.hardware.name)

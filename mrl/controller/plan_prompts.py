@@ -25,7 +25,7 @@ from mrl.tracking.console import show_warning
 logger = logging.getLogger(__name__)
 
 LIMITS = ("stop", "stop_token_ids", "max_response_tokens")
-"""Keys of a held-out set that say where a response ends. They do not replace the default evaluation: one sampled, one greedy."""
+"""Keys of a held-out set that say where a response ends. A set with no other sampling keys is sampled as by default."""
 
 
 def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
@@ -132,7 +132,10 @@ def load_prompt_datasets(
 def _held_out_source(
     source: PromptSource, config: Config, actor: ModelPlan, reward: Reward, evaluations: Sequence[HeldOutEvaluation]
 ) -> PromptSource:
-    """Return the source of a held-out set with the limit of its prompts, and with the check that its reward scores its rows."""
+    """Return the source of a held-out set with two additions.
+
+    These are the largest length of a prompt, and a function that finds the rows that the reward of the set cannot score.
+    """
     of_set = [evaluation for evaluation in evaluations if source.name in evaluation.sets]
     response_tokens = max(evaluation.sampling.max_new_tokens for evaluation in of_set)
     limit = max_prompt_length(config, actor.context, response_tokens, f"data.test_sets.{source.name}")

@@ -1,4 +1,4 @@
-"""Plan of the data of each step: sampling parameters, the sampler of prompts, group sizes, offline rows and epochs."""
+"""Plans which data each step uses: sampling parameters, the sampler of prompts, group sizes, offline rows and epochs."""
 
 import json
 import math
@@ -69,7 +69,8 @@ def warn_of_sampling(config: Config, objective: Objective) -> None:
     """Warn if the engines sample from another distribution than the one whose log-probabilities training uses.
 
     SGLang returns log-probabilities at the sampling temperature, after the repetition penalty, and before top_p, top_k and min_p.
-    So a correction by importance sampling compensates for the penalty, but not for tokens that are left out.
+    So a correction by importance sampling compensates for the penalty, but not for the tokens that top_p, top_k or min_p
+    exclude.
     """
     rollout = config.rollout
     values = {name: getattr(rollout, name) for name in TRUNCATING}
@@ -128,7 +129,7 @@ def _call[T](key: str, node: Node, call: Callable[[], T]) -> T:
 
 
 def plan_offline(config: Config, actor: ModelPlan, algorithm: AlgorithmParts) -> OfflineRows | None:
-    """Read the rows of data.offline.path, if it is set. Raises ValueError if the run cannot train them."""
+    """Read the rows of data.offline.path, if it is set. Raises ValueError if the run cannot train on these rows."""
     offline = config.data.offline
     if not offline.path:
         if offline != type(offline)():
@@ -170,9 +171,10 @@ def plan_offline(config: Config, actor: ModelPlan, algorithm: AlgorithmParts) ->
 
 
 def num_steps(config: Config, num_rows: int) -> int:
-    """Return the largest number of steps of a run: trainer.max_steps, or the steps of trainer.epochs if they are fewer.
+    """Return the largest number of steps of a run: trainer.max_steps, or the number for trainer.epochs if that is smaller.
 
-    With a rollout filter or over-sampling, a step uses more prompts than it trains, so the epochs may end earlier.
+    With a rollout filter or over-sampling, a step uses more than prompts_per_step prompts, so the epochs may end after fewer
+    steps.
     """
     epochs, limit = config.trainer.epochs, config.trainer.max_steps
     if epochs is None:

@@ -20,7 +20,7 @@ ROW_FORMS = ("responses", "pairs", "labels")
 
 @dataclass(frozen=True)
 class SupervisedObjective:
-    """Objective of a supervised stage: the loss that sft.objective names, the form of its rows, and its output head."""
+    """Objective of a supervised stage: the loss that sft.objective names, with the form of its rows and the output head."""
 
     loss: Any  # mrl.algorithms.losses.Loss, or ScoreLoss for a reward model
     form: RowForm  # form of the rows
@@ -28,7 +28,10 @@ class SupervisedObjective:
 
     @classmethod
     def of(cls, config: Config) -> "SupervisedObjective":
-        """Build the objective that `sft.objective` names. Raises ValueError if it is not a loss, or reads unknown columns."""
+        """Build the objective that `sft.objective` names.
+
+        Raises ValueError if the object is not a loss, or if it reads columns that supervised training does not compute.
+        """
         key = "sft.objective"
         loss = instantiate_callable(config.sft.objective, key)
         rows, head = getattr(loss, "rows", "responses"), getattr(loss, "head", "vocabulary")
@@ -59,7 +62,7 @@ class SupervisedObjective:
 
     @property
     def weighting(self) -> TokenWeighting:
-        """Rule that computes the token weights in the loss. All pairs, or all labelled responses, have the same weight."""
+        """Rule that computes the token weights in the loss. Each pair, or each labelled response, has the same weight."""
         return TokenWeighting(token_mean if self.form.rows == "responses" else sequence_mean)
 
 
@@ -85,7 +88,7 @@ WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the s
 
 
 def warm_start_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide the weights of a warm start. The default objective and held-out rows are left out."""
+    """Return the settings that decide the weights of a warm start, without held-out rows and without a default objective."""
     sft: dict[str, Any] = asdict(config.sft)
     del sft["test"]
     if not sft["optim"]["megatron"]:

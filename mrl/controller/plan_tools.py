@@ -93,11 +93,11 @@ def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_d
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Planned weight sync of a run."""
+    """Plan of the weight sync of a run."""
 
     model: ModelPlan
     transfers: TransferPlan
-    steps: list[list[RelayStep]] | None  # by trainer rank; None: senders send to the engines themselves
+    steps: list[list[RelayStep]] | None  # for each trainer rank; None: no relays, senders send directly to engine ranks
     hosts: list[str]  # node of each trainer rank; empty without GPUs
 
 

@@ -1,6 +1,6 @@
 """TrainPlan: everything that `mrl train` builds from the config, checked before any process starts.
 
-Every mistake that a user can make is found here. Each function raises ValueError with a message that names the key.
+Every function raises ValueError for a mistake in the config. The message names the config key.
 """
 
 import logging
@@ -81,10 +81,10 @@ class TrainPlan(ModelPlan):
     resume: ResumePoint  # checkpoint from which the run continues, if there is one
     train: PromptDataset  # training prompts
     test: PromptDataset | None  # held-out prompts
-    evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores them
-    sampling: SamplingParams  # how the responses that steps train are sampled
+    evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores the held-out prompts
+    sampling: SamplingParams  # how training responses are sampled
     rules: PromptDrawing  # which prompts a step draws, and how many responses each of them gets
-    offline: OfflineRows | None  # responses from a file that steps train, too; None: there are none
+    offline: OfflineRows | None  # responses from a file, on which steps also train; None: there are none
     others: Mapping[str, ModelPlan]  # the models beside the actor, by role
 
     @property
@@ -135,7 +135,7 @@ class TrainPlan(ModelPlan):
 def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     """Build or check every part of an RL run. Raises ValueError for a mistake of the user; starts no process.
 
-    Without `check_hashes`, only the sizes of the files of a checkpoint are compared.
+    If `check_hashes` is False, the check of a checkpoint compares only the sizes of its files, not their hashes.
     """
     check_installed(config.tracking.backends)
     resume = find_resume_point(config, check_hashes=check_hashes)
@@ -290,7 +290,7 @@ def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSett
 
 
 def check_learning(config: Config, algorithm: AlgorithmParts, num_rows: int) -> None:
-    """Show the settings with which the run cannot learn well. With trainer.on_unhealthy=stop, raise ValueError instead."""
+    """Warn of settings with which the run cannot learn well. With trainer.on_unhealthy=stop, raise ValueError instead."""
     problems = find_static_problems(
         learning_settings(config, algorithm),
         num_rows=num_rows,
@@ -330,11 +330,16 @@ def check_served_roles(
     colocated_roles: frozenset[frozenset[str]],
     teachers: Collection[str] = (),
 ) -> None:
-    """Raise ValueError if rewards call roles that SGLang does not or cannot serve, or if a served role cannot share its devices.
+    """Check the roles that SGLang serves. Warns of a served role that nothing calls. Raises ValueError in each of these cases:
 
-    `rewards`: config key -> reward, for the reward of the run and those of held-out sets. `teachers`: roles from which the loss
-    learns. A served model that shares devices with trainers is offloaded while they work, so no response may be scored at this
-    time.
+    - A reward calls a role that SGLang does not serve, or cannot serve.
+    - A server argument of a role does not exist, or mrl sets it itself.
+    - A served model shares devices with trainers, but its settings forbid offloading.
+    - A served model shares devices with trainers, but responses may be scored while the trainers work and the model is
+      offloaded.
+
+    `rewards`: config key -> reward, for the reward of the run and the rewards of held-out sets. `teachers`: roles from which the
+    loss learns.
     """
     served = {name: role for name, role in roles_of(config).items() if role.is_served}
     called = {name: key for key, reward in rewards.items() for name in called_roles(reward)}
@@ -363,7 +368,7 @@ def check_served_roles(
 
 
 def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[str]]) -> None:
-    """Raise ValueError if servers that are in the memory of the same GPUs together claim more than all of it."""
+    """Raise ValueError if the servers that share GPUs together claim all of the GPU memory, or more."""
     sglang = {f"roles.{name}.sglang": (name, role.sglang) for name, role in roles_of(config).items() if role.is_served}
     for roles in colocated_roles:
         fractions = {
@@ -379,7 +384,7 @@ def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[
 
 
 def check_served_folders(config: Config) -> None:
-    """Raise ValueError if a model that SGLang should serve has no folder of Hugging Face."""
+    """Raise ValueError if a model that SGLang should serve has no Hugging Face folder."""
     for name, role in roles_of(config).items():
         if role.is_served and not Path(str(role.path), "config.json").is_file():
             raise ValueError(
@@ -389,7 +394,7 @@ def check_served_folders(config: Config) -> None:
 
 
 def _check_reward_models(rewards: Collection[Reward], served: Mapping[str, RoleConfig]) -> None:
-    """Raise ValueError if a reward calls a served role that is no reward model with one output, or none that SGLang has."""
+    """Raise ValueError if a RewardModel calls a served model that is not in REWARD_MODELS, or that has several outputs."""
     singles = [each for reward in rewards for each in single_rewards(reward)]
     for name in sorted({each.role for each in singles if isinstance(each, RewardModel)} & served.keys()):
         hf = HFConfig.load(served[name].path or "")
@@ -398,7 +403,7 @@ def _check_reward_models(rewards: Collection[Reward], served: Mapping[str, RoleC
                 f"roles.{name}.path={served[name].path}: a run cannot serve {hf.architecture} as a reward model; expected one of "
                 f"{', '.join(REWARD_MODELS)}. Another one needs a server of your own, which reward=reward_model calls."
             )
-        if hf.is_reward_model:  # in SGLang, the others always have one output
+        if hf.is_reward_model:  # the other REWARD_MODELS always have one output in SGLang
             hf.check_one_output()
 
 
@@ -450,8 +455,8 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
 def _server_args(
     config: Config, context: int, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation]
 ) -> dict[str, Any]:
-    """Merge the config section `sglang` into mrl's defaults of SGLang's server arguments. Raises ValueError if they conflict."""
-    # A config can set the device, because this process may run on a node without a GPU.
+    """Merge the config section `sglang` into mrl's default server arguments. Raises ValueError if config keys conflict."""
+    # The config may set the device, because this process may run on a node without a GPU.
     device = config.sglang.get("device")
     defaults = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
     loaders = [*defaults["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]

@@ -87,7 +87,7 @@ class RunProcesses:
         return RolloutWorkerHandle(spec, options, self.plan.config.rollout.request_timeout_s + 60)
 
     def _start_actor(self) -> None:
-        """Start building the actor. If another run has stored the same warm start by now, the actor loads it."""
+        """Start building the actor. If another run has stored the same warm start by now, the actor loads that warm start."""
         stored = stored_warm_start(self.plan)
         self._needs_warm_start = self.plan.warm_start is not None and stored is None
         self.models.start(ACTOR, stored)
@@ -131,9 +131,9 @@ class RunProcesses:
         self.startup.ready(f"supervised warm start done (loss {loss:.3f})")
 
     def _paths_of_others(self) -> dict[str, str]:
-        """Return role -> folder of the warm start, for the models beside the actor that start there.
+        """Return role -> folder of the warm start, for the models beside the actor that start from the warm start.
 
-        All others start from the folder in their plans.
+        All other models start from the folders in their plans.
         """
         config, warm_start = self.plan.config, self.plan.warm_start
         paths = {"critic": config.critic.path} | {name: role.path for name, role in roles_of(config).items()}
@@ -258,7 +258,7 @@ def _closed_in_time() -> Iterator[ExitStack]:
             yield stack
         finally:
             with shutdown_deadline("the processes of the run", since):
-                stack.__exit__(*sys.exc_info())  # close() would hide the error that ends the run from the contexts
+                stack.__exit__(*sys.exc_info())  # unlike close(), this tells the contexts which error ends the run
 
 
 @contextmanager
@@ -282,10 +282,10 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
 
 
 def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
-    """Return the variables of NCCL that trainer ranks and engines have in common, if they may join common NCCL groups.
+    """Return the NCCL variables that must be equal in trainer ranks and engines, if these may join common NCCL groups.
 
-    Roles that share a pool never join a common group. NCCL then keeps its defaults in the trainer ranks. If a variable of this
-    process has another value than the run needs, a warning says so.
+    If the actor and the engines share a pool, they never join a common NCCL group. The result is then {}, so NCCL keeps its
+    defaults in the trainer ranks. A warning names each variable that has another value in this process.
     """
     engines, actor = pools.by_role.get("engines"), pools.by_role["actor"]
     if engines in (None, actor):
@@ -306,7 +306,7 @@ MAX_PAUSE_S = 60.0  # longest time that the driver waits before it restarts lost
 
 @dataclass
 class ProcessRecovery:
-    """Restarts lost processes at most `max_restarts` times between two checkpoints. The pauses before restarts grow."""
+    """Restarts lost processes at most `max_restarts` times between two checkpoints, after longer and longer pauses."""
 
     processes: RunProcesses
     store: CheckpointStore
@@ -361,9 +361,9 @@ class ProcessRecovery:
         return state_after_step
 
     def _intact_checkpoint(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is not damaged, or the one that the run began with; None for a run without one.
+        """Return the newest checkpoint that is not damaged. If there is none, return the checkpoint that the run began with.
 
-        Raises ValueError if all checkpoints are damaged.
+        Returns None if the run has no checkpoint at all. Raises ValueError if all checkpoints are damaged.
         """
         if checkpoint := self.store.latest_intact():
             return checkpoint

@@ -33,7 +33,7 @@ from mrl.rollout.held_out import rewards_of_sets
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0  # longest wait, at the end of the rehearsal, for a new worker process that is still starting
-NUM_ROWS = 2  # rows for which responses are made up; with several data sources, as many rows of each
+NUM_ROWS = 2  # number of rows of each data source for which responses are made up
 PLAIN_TEXT = "This is a made-up response."
 EXPECTED = "expected a finite number, a bool, a dict whose key 'score' is a finite number, or a Score for each response"
 # Failures that may be temporary: the server of a reward may start later than the run, and a first call may load a model.
@@ -41,7 +41,7 @@ _TEMPORARY_FAILURE = re.compile(r"\w*(Connect|Timeout|Network|HTTP)\w*: |no scor
 
 
 def rehearse(plan: TrainPlan) -> None:
-    """Try the reward function and the agent on the first rows of the training data, of each data source.
+    """Try the reward function and the agent on the first rows of each data source in the training data.
 
     The reward of a held-out set is tried on the first rows of the set.
 
@@ -70,7 +70,7 @@ def rehearse(plan: TrainPlan) -> None:
 
 
 def _make_up_responses(data: PromptDataset, rows: Sequence[int], multi_turn: bool) -> list[Response]:
-    """Return responses to the first rows of each data source, with each value of ability and style."""
+    """Return responses to the first rows of each combination of data source, ability and style."""
     first: dict[tuple[str, str, str], list[int]] = {}
     for row in rows:
         example = data.examples[row]
@@ -105,8 +105,8 @@ def rehearse_reward(reward: Reward, responses: list[Response], settings: Scoring
     named = list(_named_rewards(reward, responses, key))
     rewards = [(name, each, given) for name, each, given in named if given and not getattr(each, "needs_server", False)]
     in_workers = [each for _, each, _ in rewards if not getattr(each, "in_process", False)]
-    # The call may change a reward that runs in this process: it may open a connection, for example. So a copy is called, and the
-    # reward of the run stays unchanged.
+    # A call may change a reward that runs in this process. For example, the reward may open a connection. So a copy is called,
+    # and the reward of the run stays unchanged.
     copies = {name: _copy(name, each) for name, each, _ in rewards if getattr(each, "in_process", False)}
     pool = WorkerPool(in_workers, 1, settings.memory_gb) if in_workers else None
     try:

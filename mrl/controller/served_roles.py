@@ -21,7 +21,7 @@ from mrl.workers.group import ComputedColumns, PendingCall
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Handle with which the MemoryScheduler offloads and loads a served model. The rollout worker has its servers."""
+    """Handle with which the MemoryScheduler offloads and loads a served model. The rollout worker runs the model's servers."""
 
     worker: Callable[[], RolloutWorkerHandle]  # returns the handle; the worker starts after this object is made
     name: str  # key in the section `roles`
@@ -43,11 +43,11 @@ class ServedTeacher:
     worker: RolloutWorkerHandle
     name: str  # key in the section `roles`
     top_k: int
-    rows: Callable[[Rollouts], NDArray[np.bool_]]  # returns [B]: the responses that it computes
+    rows: Callable[[Rollouts], NDArray[np.bool_]]  # returns [B]: for which responses it computes tokens
     load: Callable[[str], None]  # loads a role to its devices
 
     def begin_teacher_outputs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
-        """Begin to compute the outputs that distillation reads."""
+        """Begin to compute the teacher's outputs, which distillation reads."""
         rows = np.flatnonzero(self.rows(rollouts))
         if not len(rows):
             return PendingCall(lambda: ComputedColumns({}, 0.0))
@@ -77,7 +77,7 @@ def served_groups(config: Config, run_dir: str, colocated_roles: frozenset[froze
         arguments = default_server_args(config.model.dtype, 0, device=device)
         for unused in ("context_length", "custom_weight_loader"):  # SGLang reads the context; the weights never change
             del arguments[unused]
-        # All servers have one seed, because SGLang (0.5.23) initialises the bias of some classification heads at random.
+        # All servers get the same seed, because SGLang (0.5.23) initialises the bias of some classification heads at random.
         arguments |= dict(skip_tokenizer_init=False, served_model_name=name, random_seed=config.run.seed)
         if name in shared:
             saver = memory_saver_args(arguments["device"])

@@ -32,7 +32,7 @@ class StepPlan:
 def plan_step(config: Config) -> StepPlan:
     """Return the step that the config selects. Raises ValueError if it cannot be imported or its arguments are wrong.
 
-    The step may train the rows of a rollout in several updates, so it needs old_logprobs.
+    A step that `trainer._target_` names may train on a rollout in several updates, so it always needs old_logprobs.
     """
     target = config.trainer._target_
     if not target:
@@ -57,7 +57,7 @@ def check_step_sources(step: StepPlan, sources: Iterable[str]) -> None:
 
 
 def _check_class(factory: type, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError if the class is no subclass of Trainer, or if an argument is missing or belongs to Trainer itself."""
+    """Raise ValueError if the class is no subclass of Trainer, or if an argument is missing or is a field of Trainer itself."""
     target = f"trainer._target_={factory.__module__}.{factory.__qualname__}"
     if not issubclass(factory, Trainer) or not is_dataclass(factory):
         raise ValueError(f"{target}: expected a function, or a subclass of mrl.controller.trainer.Trainer.")

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def train_supervised(group: WorkerGroup, plan: ModelPlan, sft: SftConfig, startup: Startup | None = None) -> float:
     """Train the model of `group` on the rows of `sft.train`. Returns the loss of the last optimizer step.
 
-    `startup`: the startup display, if it is shown. The progress of the training replaces it.
+    `startup`: the startup display, if it is shown. The display of the training's progress replaces it.
     """
     assert sft.train, "only called for a config with a supervised stage"
     objective = SupervisedObjective.of(plan.config)
@@ -83,7 +83,7 @@ def store_warm_start(actor: WorkerGroup, config: Config, output: str) -> None:
 
 
 HELD_OUT_METRICS = {"loss": "loss/sft_held_out", "preference/accuracy": "preference/held_out_accuracy"}
-"""Name of a sum in the report of an evaluation -> metric."""
+"""Name of a sum in the report of an evaluation -> name of the metric."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class SupervisedStage:
             (report,) = self.group.update(
                 [batch], self.packing, weighting=self.objective.weighting, lrs=[lr], loss=objective
             )
-            loss = report.sums["loss"]  # the weights of all tokens sum to 1
+            loss = report.sums["loss"]  # the token weights sum to 1, so this sum is a mean
             grad_norm = report.maxima["optim/grad_norm"]
             metrics |= {"loss/sft": loss, "optim/grad_norm": grad_norm, "optim/lr": lr}
             is_due = step + 1 == self.steps or (self.eval_every and (step + 1) % self.eval_every == 0)
@@ -125,9 +125,9 @@ class SupervisedStage:
         return loss
 
     def _with_reference(self, rows: SupervisedRows, used: NDArray[np.int64]) -> SupervisedRows:
-        """Return the data set with the column ref_logprobs under the current weights, for the rows `used` of the file.
+        """Add the column ref_logprobs for the rows `used` of the file, computed under the current weights.
 
-        If the objective needs no reference, return the data set unchanged.
+        Returns the new data set. If the objective needs no reference, returns `rows` unchanged.
         """
         if not self.objective.needs_reference:
             return rows
@@ -166,7 +166,7 @@ class SupervisedStage:
         return {ours: sums[theirs] for theirs, ours in HELD_OUT_METRICS.items() if theirs in sums}
 
     def _loss_of_step(self, rows: SupervisedRows, drawn: NDArray[np.int64]) -> tuple[Any, Metrics]:
-        """Return the loss for the rows of a step, and its metrics. A loss such as KTO's gets its reference point."""
+        """Return the loss for the rows of a step, and metrics. A loss with a reference point (KTO) gets that of this step."""
         loss = self.objective.loss
         others = rows.mismatched_of(np.unique(drawn))
         if not len(others):

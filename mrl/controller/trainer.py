@@ -1,4 +1,4 @@
-"""The training loop. Each step samples and rewards responses, estimates advantages, trains, and pushes the new weights."""
+"""The training loop. Each step samples and scores responses, estimates advantages, trains, and pushes the new weights."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +42,13 @@ ABANDONABLE = ("rollout", "score", "advantage", "evaluate")
 
 @dataclass(frozen=True)
 class TrainingSchedule:
-    """When the run ends, when it evaluates, and when the actor begins to learn."""
+    """When the run ends, when it evaluates, and from which step on the actor is trained."""
 
     max_steps: int  # the run ends after this many steps
-    max_prompts: float | None = None  # the run ends when its steps have used this many prompts; None: it does not
+    max_prompts: float | None = None  # the run ends when its steps have used this many prompts; None: no limit
     stop_reward: float | None = None  # the run ends if the last `stop_window` steps have at least this mean reward
-    stop_window: int = 5  # number of steps
-    eval_every: int = 0  # steps; 0: evaluate only before and after training
+    stop_window: int = 5  # number of last steps whose mean reward is compared with `stop_reward`
+    eval_every: int = 0  # number of steps between two evaluations; 0: evaluate only before and after training
     critic_steps: int = 0  # number of steps at the start of the run that train only the critic
 
     def is_complete(self, step: int, window: Sequence[float], num_prompts: int = 0) -> bool:
@@ -63,7 +63,7 @@ class TrainingSchedule:
 
 
 def used_prompts(state: Mapping[str, Any]) -> int:
-    """Return the number of prompts that the steps of a run have used: trained, rejected by a filter, or dropped."""
+    """Return the number of prompts that a run has used: their groups were trained, rejected by the rollout filter, or dropped."""
     return sum(state["prompts"]["drawn"]) - len(state["rollouts"]["waiting"])
 
 
@@ -90,25 +90,26 @@ class TrainingResult:
 
 
 def _check_nothing(step: int, metrics: Metrics) -> None:
-    """Stand-in for a health check in a run without one."""
+    """Do nothing. Replaces the health check in a run without one."""
 
 
 def _no_data_source(row: int) -> str:
-    """Stand-in for `data_source` in a run whose prompts have no data source."""
+    """Return "". Replaces `data_source` in a run whose prompts have no data source."""
     return ""
 
 
 def _record_nothing(step: int) -> None:
-    """Stand-in for `begin_step` in a run that records neither a timeline nor profiles."""
+    """Do nothing. Replaces `begin_step` in a run that records neither a timeline nor profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
     """Trains one policy with RL. mrl.controller.build builds it.
 
-    `train_step` is the work of one step. `trainer._target_` may name a subclass that overrides `train_step`, or a function that
-    takes its place. Both call the operations `generate`, `score`, `estimate`, `update` and `push` in an order of their own. The
-    operations measure their phases, collect metrics and write the ledger; `fit` evaluates, writes checkpoints and recovers.
+    `train_step` does the work of one step. `trainer._target_` may name a subclass that overrides `train_step`, or a function
+    that replaces it. The subclass or the function calls the operations `generate`, `score`, `estimate`, `update` and `push` in
+    an order of its own. Each operation measures its duration and collects metrics. `step` writes the ledger. `fit` evaluates,
+    writes checkpoints, and recovers from lost processes.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()  # a subclass names here the columns that `score` must compute for it
@@ -146,7 +147,7 @@ class Trainer:
         self.push()
 
     def generate(self) -> Rollouts:
-        """Let the engines sample responses to the next prompts, and score them with the reward. A step calls this once."""
+        """Sample responses to the next prompts with the engines, and score the responses. A step calls this once."""
         self.record.check_generate()
         with self.phase("rollout"):
             rollouts = self.rollout.generate(self.prompts, self.record.step)  # B = N * G responses
@@ -155,10 +156,10 @@ class Trainer:
         return rollouts
 
     def score(self, rollouts: Rollouts) -> dict[str, list[Handle]]:
-        """Let the trainer ranks compute the columns [R] that the algorithm needs: name -> handles of the parts of the column.
+        """Compute the columns [R] that the algorithm needs. Returns name of a column -> handles of its parts.
 
-        Several models may compute parts of one column. The outputs of teachers that distillation reads stay in Ray's object store
-        until `update`.
+        Several models may compute parts of one column. Distillation also needs outputs of teachers, which stay in Ray's object
+        store until `update`.
         """
         with self.phase("score"):
             # Models with devices of their own compute at the same time.
@@ -180,13 +181,13 @@ class Trainer:
         advantage: Advantage | None = None,
         loss: Loss | None = None,
     ) -> AdvantageResult:
-        """Let the rollout worker, which holds the tokens, compute advantages [R].
+        """Compute advantages [R] in the rollout worker, which holds the tokens.
 
         Args:
             columns: result of `score`.
-            rows: [B] the responses that get advantages; the others are rejected. Default: all responses.
-            advantage: estimator in place of algorithm.advantage.
-            loss: policy loss in place of algorithm.loss; only its extra columns are computed here.
+            rows: [B] mask of the responses that get advantages; all other responses are rejected. Default: all responses.
+            advantage: estimator that replaces algorithm.advantage.
+            loss: policy loss that replaces algorithm.loss. Only its extra columns are computed here.
         """
         with self.phase("advantage"):
             kl_coef = self.coefs.current().get("kl_reward", 0.0)
@@ -204,23 +205,23 @@ class Trainer:
         rows: NDArray[np.bool_] | None = None,
         loss: Loss | None = None,
     ) -> None:
-        """Let the trainer ranks fetch their rows and train the critic, if there is one, and the actor.
+        """Train the critic, if there is one, and the actor. The trainer ranks fetch their rows from Ray's object store.
 
         The critic is trained only if the estimates have returns. The first `schedule.critic_steps` steps train only the critic.
 
         Args:
             rollouts: result of `generate`.
             estimates: result of `estimate`, or None for a loss that reads no advantages, such as CrossEntropy.
-            rows: [B] the responses that are trained. The loss is averaged over them. Default: all responses.
-            loss: policy loss in place of algorithm.loss. The correction, the KL penalty and the entropy bonus stay, unless `loss`
-                is an Objective.
+            rows: [B] mask of the responses on which to train. The loss is averaged over these responses. Default: all responses.
+            loss: policy loss that replaces algorithm.loss. The correction, the KL penalty and the entropy bonus still apply,
+                unless `loss` is an Objective, which replaces them, too.
         """
         record = self.record
         record.check_update()
         if record.teachers:
             rollouts = replace(rollouts, teachers=record.teachers)
         with self.phase("update"):
-            critic, actor = None, None  # both train at the same time, unless they share devices
+            critic, actor = None, None  # critic and actor train at the same time, unless they share devices
             if self.critic and estimates and estimates.has_returns:
                 critic = self.critic.begin_update(rollouts, estimates, record.step, rows=rows)
             if (actor_step := record.step - self.schedule.critic_steps) >= 0:
@@ -234,17 +235,17 @@ class Trainer:
                 record.metrics |= self.actor.metrics(record.updates)
 
     def push(self) -> None:
-        """Let the trainer ranks send the shards of their weights to the engines. A step calls this once, after its updates."""
+        """Send the actor's weights from the trainer ranks to the engines. A step calls this once, after its updates."""
         with self.phase("weight_sync"):
             self.record.metrics |= self.weight_sync.push(version=self.record.step + 1)
         self.record.pushed = True
 
     def data_sources(self, rollouts: Rollouts) -> NDArray[np.str_]:
-        """Return [B]: the data source of the prompt of each response."""
+        """Return, for each response, the data source of its prompt: [B]."""
         return np.array([self.data_source(row) for row in rollouts.rows.tolist()])
 
     def step(self, step: int) -> StepMetrics:
-        """Run the step with index `step`, from 0, and record it in the ledger. Pushes the weights if the step has not done it."""
+        """Run the step with index `step`, from 0, and record it in the ledger. Pushes the weights if the step did not do so."""
         self.record.begin(step, self.coefs.metrics())
         if self.step_function:
             self.step_function(self)
@@ -343,7 +344,7 @@ class Trainer:
         return dict(progress=progress, **{name: part.state_dict() for name, part in parts.items()})
 
     def load_state_dict(self, state: State) -> None:
-        """Restore a state of this run, or of another run with the same data. The logs lose all steps after this state."""
+        """Restore a state of this run, or of another run with the same data. Removes all later steps from the logs."""
         for name, value in state["progress"].items():
             setattr(self.progress, name, value)
         self.prompts.load_state_dict(state["prompts"])

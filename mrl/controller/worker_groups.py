@@ -115,6 +115,6 @@ class ModelGroups:
 
 
 def stored_warm_start(plan: TrainPlan) -> str | None:
-    """Return the folder of the run's warm start, or None. Another run may have stored it after this run was planned."""
+    """Return the folder of the run's warm start if another run has stored it since this run was planned; otherwise None."""
     folder = plan.warm_start.output if plan.warm_start else None
     return folder if folder and Path(folder).is_dir() else None

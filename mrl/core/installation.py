@@ -18,7 +18,7 @@ CONF = DATA_ROOT / "conf"
 SLURM = DATA_ROOT / "slurm"
 """Folder of the Slurm scripts."""
 WORKING_DIRECTORY = "MRL_WORKING_DIRECTORY"
-"""Environment variable with the folder of a user's own modules. Each process that imports mrl appends it to `sys.path`."""
+"""Environment variable with the folder of a user's modules. Each process that imports mrl appends this folder to `sys.path`."""
 
 SAFE_PATH = "mrl"
 """Value of the environment variable PYTHONSAFEPATH with which mrl starts Ray's processes.
@@ -41,7 +41,7 @@ def import_environment() -> dict[str, str]:
 def add_working_directory() -> None:
     """Make the modules in the working directory importable in this process and in all processes that it starts.
 
-    The folder is the last one of `sys.path`, so its modules never hide modules of mrl or of installed packages.
+    The folder is the last entry of `sys.path`, so its modules never hide modules of mrl or of installed packages.
     """
     os.environ[WORKING_DIRECTORY] = folder = os.getcwd()
     if folder not in sys.path:

@@ -1,4 +1,4 @@
-"""Crash-safe files: JSON files that are replaced atomically, and JSON Lines files whose hashes find damaged lines."""
+"""Crash-safe files: JSON files that are replaced atomically, and JSON Lines files with a hash of each line."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ def write_json(path: Path, content: object) -> None:
 def last_lines(path: Path, count: int) -> list[bytes]:
     """Return the last `count` complete lines in order, or [] if there is no file. Only the end of the file is read.
 
-    Lines that differ from their hashes (see JsonLinesFile) are left out with a warning.
+    Lines that differ from their hashes (see JsonLinesFile) are not returned, and a warning is logged.
     """
     if not path.exists():
         return []
@@ -85,15 +85,15 @@ class _AppendedFile:
 class JsonLinesFile:
     """Append-only file of JSON objects `{"step": 1, ...}`, one per line. NaN is written as null.
 
-    A second file, `.NAME.hashes`, has `STEP HASH` for each line. When the file is opened again, lines that are damaged or
-    missing are found, and a warning names their steps. Damaged lines are moved to the file `NAME.damaged`. When the disk is
-    full, lines are kept in memory until there is space again.
+    A second file, `.NAME.hashes`, contains `STEP HASH` for each of these lines. When the file is opened again, the hashes show
+    which lines are damaged or missing, and a warning names the steps of these lines. Damaged lines are moved to the file
+    `NAME.damaged`. When the disk is full, lines are kept in memory until there is space again.
     """
 
     def __init__(self, path: Path, last_step: int = 0, *, every_step: bool = False) -> None:
         """Open the file. If it exists, remove the lines of steps after `last_step`, and an incomplete last line.
 
-        `every_step`: whether each step of a run has a line, so that a missing line is found without its hash.
+        `every_step`: whether each step of a run has a line. If it does, a missing line is found without its hash.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._every_step = path, every_step
@@ -125,7 +125,8 @@ class JsonLinesFile:
         checked = check_lines(self.path)
         kept = {line: step for step, line in checked.lines if step <= last_step}
         waiting = {line: _step_of(line) for line in self._lines.unwritten.splitlines(keepends=True)}
-        if checked.damaged:  # before they are removed here, so that a kill or a full disk loses none of them
+        # Damaged lines are copied before `replace` removes them. So none is lost if the process is killed or the disk is full.
+        if checked.damaged:
             self._set_aside(checked.damaged)
         self._lines.replace(kept)
         self._hashes.unwritten = b""  # `kept` and `waiting` have all lines
@@ -152,7 +153,7 @@ class CheckedLines(NamedTuple):
     lines: list[tuple[int, bytes]]  # (step, line) of the intact lines
     damaged: list[bytes]
     lost_steps: list[int]  # steps whose lines are damaged or missing
-    unchecked_steps: list[int]  # steps of the `lines` after the last hash, which were not compared
+    unchecked_steps: list[int]  # steps of those `lines` that have no hash yet, because they come after the last hash
 
 
 def check_lines(path: Path) -> CheckedLines:
@@ -173,7 +174,7 @@ def check_lines(path: Path) -> CheckedLines:
     lines, damaged, unchecked = [], [], []
     for index, line in enumerate(content):
         step = _step_of(line)
-        # A damaged step of the last hashed line may be read as a later step. The index shows that the line has a hash.
+        # If the last line with a hash is damaged, its step may be read as a later step. The index shows that the line has a hash.
         has_no_hash = index >= len(expected) and step > last_step
         if step == _UNREADABLE or (expected and not has_no_hash and _hash_entry(step, line) not in expected):
             damaged.append(line)
@@ -205,7 +206,7 @@ def _hash_entry(step: int, line: bytes) -> bytes:
 
 
 def _read_hashes(path: Path) -> dict[bytes, int]:
-    """Return entry -> step for each complete entry in a file of hashes. Entries that cannot be read are left out."""
+    """Return entry -> step for each complete entry in a file of hashes. Entries that cannot be read are ignored."""
     entries = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     found = {entry: _step_of(entry) for entry in entries if entry.endswith(b"\n")}
     readable = {entry: step for entry, step in found.items() if step != _UNREADABLE}

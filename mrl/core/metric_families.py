@@ -1,4 +1,4 @@
-"""The declaration of one metric, and the metrics whose names have a variable part, such as a data source."""
+"""The class Metric, which declares a metric, and the metrics whose names have a variable part, such as a data source."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -69,7 +69,9 @@ FAMILIES: dict[str, Callable[..., Metric]] = {
         f"{held_out} {kind}@{k}",
     ),
 }
-"""Regular expression of the names of a family -> function of the variable parts that declares the metric."""
+"""Regular expression that matches the names of a family -> function that declares the metric.
+
+The arguments of the function are the variable parts of the name."""
 
 
 def name_part(text: str) -> str:
@@ -86,7 +88,7 @@ def find_member(name: str) -> Metric | None:
 
 
 def shown_evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics eval/* that are shown while a run goes on: mean rewards, and accuracies that differ from them.
+    """Return the metrics eval/* that are shown during a run: mean rewards, and accuracies that differ from mean rewards.
 
     With a reward that is 0 or 1, the accuracy equals the mean reward, and is not shown a second time.
     """

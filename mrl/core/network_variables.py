@@ -1,6 +1,7 @@
 """Network variables: environment variables of NCCL, gloo, UCX and torch.distributed.
 
-They decide how the processes of a run connect to each other. All processes have the same ones, except for names of interfaces.
+These variables decide how the processes of a run connect to each other. In all processes, the variables have the same values,
+except that names of network interfaces may differ.
 """
 
 from collections.abc import Mapping

@@ -28,7 +28,7 @@ def become_subreaper() -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process with SIGKILL when the thread that started it ends."""
+    """Make the kernel end this process with SIGKILL when the thread that started this process ends."""
     if _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
 

@@ -66,7 +66,7 @@ class RunDirMovedError(RuntimeError):
 
 
 def check_in_place(descriptor: int, path: Path) -> None:
-    """Raise RunDirMovedError if `path` is not the file or folder any more that this process has opened as `descriptor`."""
+    """Raise RunDirMovedError if `path` is no longer the file or folder that this process has opened as `descriptor`."""
     try:
         if os.path.samestat(os.fstat(descriptor), path.stat()):
             return

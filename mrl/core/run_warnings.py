@@ -1,4 +1,4 @@
-"""Warnings of all processes of a run: each is shown on the terminal once, and the end of the run lists them with counts.
+"""Collects the warnings of all processes of a run. Each warning is shown once, and listed with its count at the end of the run.
 
 Processes of the run append their warnings to `run.dir/logs/warnings.jsonl`, and the driver reads this file once a second.
 A warning is a log record of mrl with the level WARNING or higher, or a call of `warnings.warn` in the user's code.
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 WARNINGS_FILE = Path("logs/warnings.jsonl")  # in the run directory
 WARNINGS_VARIABLE = "MRL_WARNINGS_FILE"  # tells child processes the path of the file
-USER_LOGGER = "mrl.user_code"  # logger of the warnings of the user's code
+USER_LOGGER = "mrl.user_code"  # name of the logger for warnings of the user's code
 POLL_S = 1.0  # how often the driver reads the file
 MAX_DISTINCT = 100  # largest number of different warnings that are kept
 MAX_LENGTH = 600  # characters of a warning on the terminal
 WRITTEN_ONE_BY_ONE = 100  # a process writes a line for each of the first 100 repeats, then one for every 100 repeats
 
 _PACKAGES = ("mrl", "models", "parallel")
-_LOCATION = re.compile(r"\(\S+:\d+(?:, in \S+)?\)")  # as mrl.core.user_code writes it
+_LOCATION = re.compile(r"\(\S+:\d+(?:, in \S+)?\)")  # a location, as mrl.core.user_code writes locations
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -52,7 +52,7 @@ class _WarningHandler(logging.Handler):
         self._receive = receive
 
     def emit(self, record: logging.LogRecord) -> None:
-        # An error that ends the command is shown by the code that reports it.
+        # `report_error` itself shows the error that ends a command, and marks its log record with `is_shown`.
         if not getattr(record, "is_shown", False):
             error = record.exc_info[1] if record.exc_info else None
             suffix = f": {type(error).__name__}: {error}" if error else ""
@@ -62,7 +62,7 @@ class _WarningHandler(logging.Handler):
 def _install(handler: logging.Handler) -> None:
     """Attach a handler to the loggers of mrl, and log the warnings of the user's code.
 
-    The root logger gets no handler, because with one, `logging.basicConfig` in the user's code would do nothing, and Python
+    The root logger gets no handler. With a handler there, `logging.basicConfig` in the user's code would do nothing, and Python
     would not show the records of the user's loggers.
     """
     for package in _PACKAGES:
@@ -84,7 +84,8 @@ def _install(handler: logging.Handler) -> None:
         else:
             show(message, category, filename, lineno, file, line)
 
-    # Python shows the warning of a line of code only once. Count every warning of reward files, whose modules have this prefix.
+    # By default, Python shows a warning of the same line of code only once. This filter makes Python show, and mrl count, every
+    # warning of reward files, whose modules have this prefix.
     warnings.filterwarnings("always", category=UserWarning, module="mrl_reward_of_")
     show_or_log.logs_user_code = True  # type: ignore[attr-defined]
     warnings.showwarning = show_or_log
@@ -114,10 +115,10 @@ _forwarding: list[str] = []  # the process name, if this process forwards its wa
 
 
 def forward_warnings(process: str, run_dir: str | Path | None = None) -> None:
-    """Append the warnings of this process to the file of its run. Child processes of this process can do the same.
+    """Append the warnings of this process to the file of its run. Child processes can call this function, too.
 
     `process`: name of this process on the terminal. `run_dir`: the run directory; None: the parent process has set the file.
-    Does nothing without a file, and in a process that forwards its warnings already.
+    Does nothing if no file is set, or if this process already forwards its warnings.
     """
     if run_dir is not None:
         os.environ[WARNINGS_VARIABLE] = str(Path(run_dir).resolve() / WARNINGS_FILE)
@@ -136,14 +137,14 @@ class WarningList:
     """The warnings of a run, in the order of their first occurrence."""
 
     def __init__(self, path: Path, terminal: TextIO | None = None) -> None:
-        """`path`: file to which processes append their warnings. Its present lines are skipped: they are from an earlier start.
+        """`path`: file to which processes append their warnings. Its existing lines, from an earlier start, are skipped.
 
         `terminal`: where warnings are shown. None: the current sys.stderr, which a progress display replaces while it is shown.
         """
         self.path, self.terminal = path, terminal
         self._entries: dict[str, _Entry] = {}
         self._offset = path.stat().st_size if path.exists() else 0
-        self._lock = threading.RLock()  # a signal handler that warns may interrupt `add` in the same thread
+        self._lock = threading.RLock()  # a signal handler that logs a warning may interrupt `add`
 
     def add(self, text: str, process: str = "", count: int = 1) -> None:
         """Count a warning, and show a new warning on the terminal. `process`: name of the process; empty for the driver."""

@@ -1,7 +1,7 @@
 """The file samples.jsonl of a run directory: a few sampled responses of each step, as text with their rewards and tokens.
 
 The rollout log has all responses, but only of the steps since the last checkpoint. This file keeps a few responses of every step.
-`mrl samples`, `mrl report` and the progress display read it, also while the run goes on.
+`mrl samples`, `mrl report` and the progress display read it, also during the run.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLES_FILE = "samples.jsonl"
 MAX_CHARACTERS = 4000  # limit of a prompt and of a response; the middle of a longer text is left out
-MAX_TOKENS = 1024  # limit of the tokens of a response; the middle of a longer response is left out
+MAX_TOKENS = 1024  # limit for the number of tokens of a response; the middle of a longer response is left out
 RECENT_STEPS = 32  # number of steps that `recent_samples` searches
 ALL_STEPS = 1 << 62
 
@@ -45,7 +45,7 @@ class TextSample:
     tokens: Sequence[str] = ()  # text of the token
     trained: Sequence[int] = ()  # 1: the policy sampled the token; 0: it is part of a tool result
     logprobs: Sequence[float | None] = ()  # log-probability in nats, as the engine computed it; None: unknown
-    trainer_logprobs: Sequence[float | None] = ()  # the same, as the trainer computed it; None: not computed
+    trainer_logprobs: Sequence[float | None] = ()  # log-probability that the trainer computed; None: not computed
     advantages: Sequence[float | None] = ()
     versions: Sequence[int | None] = ()  # weight version that sampled the token
     omitted_tokens: int = 0  # number of tokens that are left out in the middle of the lists
@@ -124,7 +124,7 @@ class SampleFile:
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[int, list[TextSample]]]:
-    """Yield (step, samples of the step, best first). Lines that are damaged or missing are left out with a warning.
+    """Yield (step, samples of the step, best first). For lines that are damaged or missing, a warning is logged.
 
     Raises ValueError if the run directory has no samples.
     """
@@ -143,13 +143,13 @@ def read_samples(run_dir: Path) -> Iterator[tuple[int, list[TextSample]]]:
 
 
 def last_samples(run_dir: Path, step: int) -> list[TextSample]:
-    """Return the samples of a step if it is the last one in the file, otherwise []."""
+    """Return the samples of a step if this step is the last step in the file, otherwise []."""
     parsed = [found for line in last_lines(run_dir / SAMPLES_FILE, 1) if (found := _parse(line))]
     return parsed[0][1] if parsed and parsed[0][0] == step else []
 
 
 def recent_samples(run_dir: Path, step: int) -> list[TextSample]:
-    """Return the samples of a step if it is one of the last RECENT_STEPS in the file, otherwise []."""
+    """Return the samples of a step if this step is one of the last RECENT_STEPS steps in the file, otherwise []."""
     lines = last_lines(run_dir / SAMPLES_FILE, RECENT_STEPS)
     return dict(found for line in lines if (found := _parse(line))).get(step, [])
 

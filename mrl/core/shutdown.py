@@ -3,7 +3,7 @@
 The processes of a run end in this order:
 
 1. The driver closes trainer ranks, the rollout worker with its engines and reward workers, and placement groups. Then it ends
-   Ray. It does this within `shutdown_deadline`. After the deadline, a thread ends all processes that the driver has started.
+   Ray. All this runs within `shutdown_deadline`. After the deadline, a thread ends all processes that the driver has started.
 2. The driver ends processes of the run that no longer have a parent in the run (`end_orphans`).
 3. The supervisor of `mrl train` ends the descendants of the driver that are still alive (mrl.launch.supervisor).
 """
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0  # how long the processes of a run may take to end
 NOTICE_S = 10.0  # interval between two messages that say what the end of the run waits for
-EXIT_S = 60.0  # how long this process may continue to wait after its processes were ended
+EXIT_S = 60.0  # how long this process may continue to wait after the processes that it started were ended
 STATUS_OF_EXIT = 1  # exit status after EXIT_S, unless the exception that ends the run has another status
 _STATUS_OF_ERROR: dict[type[BaseException], int] = {
     PreemptedError: REQUEUE_STATUS,
@@ -47,7 +47,7 @@ _before_exit: list[Callable[[], None]] = []
 
 
 def call_before_exit(function: Callable[[], None]) -> None:
-    """Let `function` be called before this process exits at the deadline, if the command should not be started again."""
+    """Make `function` run before this process exits at the deadline, unless the supervisor then starts the command again."""
     _before_exit[:] = [function]
 
 
@@ -55,10 +55,10 @@ def call_before_exit(function: Callable[[], None]) -> None:
 def shutdown_deadline(what: str, since: float) -> Iterator[None]:
     """Limit the time in which the body ends processes. `what` is the text that names these processes in messages.
 
-    A process of Ray that is stopped or hangs can block calls of Ray for ever. So a thread says every NOTICE_S seconds which
-    processes still run. After TIMEOUT_S seconds it ends the descendants that this process started after `since`, a value of
-    time.time(). Calls that wait for these processes then return. If the body continues for another EXIT_S seconds, this process
-    exits with the status that belongs to the exception which is being handled.
+    A process of Ray that is stopped or hangs can block calls of Ray for ever. So a thread logs every NOTICE_S seconds which
+    processes still run. After TIMEOUT_S seconds, the thread ends the descendants that this process started after `since`, a value
+    of time.time(). Calls that wait for these processes then return. If the body continues for another EXIT_S seconds, this
+    process exits. The exception that was being handled when the context began determines the exit status.
     """
     finished, reason = threading.Event(), sys.exception()
     watchdog = threading.Thread(target=_watch, args=(finished, what, since, reason), name="shutdown", daemon=True)
@@ -91,8 +91,8 @@ def _watch(finished: threading.Event, what: str, since: float, reason: BaseExcep
 def _exit(reason: BaseException | None) -> NoReturn:
     """End this process at once. `reason` is the exception that ends the run, None for a run that is finished.
 
-    After a success or a failed start, nothing is called before the exit. The supervisor then starts the command again. The second
-    process prints the result of a finished run.
+    After a success or a failed start, the function of `call_before_exit` is not called, because the supervisor then starts the
+    command again. The second process prints the result of a finished run.
     """
     sys.stdout.flush()
     if reason is not None and not isinstance(reason, StartupLostError):
@@ -117,7 +117,7 @@ def end_orphans(variable: str, value: str) -> None:
     """End processes that inherited an environment variable with this value, and that are no descendants of this process.
 
     Such a process was started by a reward, an agent or an engine of the run, and has lost its parent, for example after a double
-    fork. Descendants of this process are spared, because libraries end their helper processes when this process exits.
+    fork. Descendants of this process stay alive, because libraries end their helper processes when this process exits.
     """
     own = {each.pid for each in descendants()}
     if ended := end_processes(each for each in with_variable(variable, value) if each.pid not in own):

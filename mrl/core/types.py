@@ -1,10 +1,10 @@
 """Data types of one training step, and the letters that name array dimensions.
 
     N  number of prompts in a step
-    G  number of responses to each prompt; these responses are a group. With rollout.group_sizes, it is the mean of these numbers
-    B  number of responses in a step: N * G, and the rows of data.offline.path
+    G  number of responses to each prompt; these responses are a group. With rollout.group_sizes, the mean size of a group
+    B  number of responses in a step: N * G, plus the number of rows from data.offline.path
     S  number of tokens in a batch: all prompts and responses, concatenated without padding
-    R  number of sampled tokens: those of the S tokens that the policy sampled
+    R  number of sampled tokens: how many of the S tokens the policy sampled
     V  size of the vocabulary
 
 A response is everything after its prompt. A response of several turns also contains tool results. The tokens of tool
@@ -27,7 +27,7 @@ from parallel.durable_files import atomic_file
 
 _COLUMN_PREFIX = "column."  # begins the name of each column in the file of a TokenBlock
 OFFLINE = "offline"
-"""Column of a TokenBlock: 1 for the tokens of data.offline.path, 0 for sampled tokens. A block without such rows lacks it."""
+"""Column of a TokenBlock with rows from data.offline.path: 1 for the tokens of these rows, 0 for sampled tokens."""
 Handle = Any  # reference to an object in Ray's object store; only workers read the object
 Column = NDArray[np.float32]  # [R] one number per sampled token
 
@@ -47,7 +47,7 @@ class TokenBlock:
     sampled: NDArray[np.bool_] | None = None
     # name -> column [R]; names are, for example, advantages and old_logprobs
     columns: Mapping[str, Column] = field(default_factory=dict)
-    # teacher -> index of a row -> what distillation reads of the teacher for this row; see TeacherOutputs
+    # teacher -> index of a row -> the teacher's outputs for this row
     teachers: Mapping[str, Mapping[int, "TeacherOutputs"]] = field(default_factory=dict)
 
     @classmethod
@@ -152,7 +152,7 @@ class TokenBlock:
         )
 
     def save(self, path: Path, **extra: NDArray) -> None:
-        """Write the block and the `extra` arrays to one .npz file, without pickle. The file is at `path` when it is complete."""
+        """Write the block and the `extra` arrays to one .npz file, without pickle. `path` appears when the file is complete."""
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         columns = {f"{_COLUMN_PREFIX}{name}": column for name, column in self.columns.items()}
         with atomic_file(path) as partial, partial.open("wb") as file:
@@ -204,9 +204,8 @@ class Rollouts:
     response_lengths: NDArray[np.int64]  # [B] number of tokens, tool results included
     sampled_lengths: NDArray[np.int64]  # [B] number of tokens that the policy sampled; the sum is R
     rows: NDArray[np.int64]  # [B] index of the prompt's row in the data set; -1 - n for row n of data.offline.path
-    groups: NDArray[
-        np.int64
-    ]  # [B] index of the prompt among the step's N prompts, and then among those of data.offline.path
+    # [B] index of the prompt: the step's N prompts have the first indices, and prompts of data.offline.path the next indices
+    groups: NDArray[np.int64]
     digests: NDArray[np.uint64]  # [B] hash of prompt and response, by which the ledger identifies samples
     truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
     weight_versions: NDArray[np.int64]  # [B] oldest weight version that sampled a token of the response
@@ -216,23 +215,22 @@ class Rollouts:
     version_spans: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
     # [N] serial number of each prompt request: its position, from 0, in the order in which the run draws prompts
     request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    # (serial number, row in the data set, weight version at dispatch, number of responses) of each prompt request that no step
-    # has trained yet; the last value is absent if it is rollout.responses_per_prompt
+    # (serial number, row in the data set, weight version at dispatch, number of responses) of each prompt request on which no
+    # step has trained yet; the last value is absent if it is rollout.responses_per_prompt
     untrained_requests: Sequence[tuple[int, ...]] = ()
     num_drawn_requests: int = 0  # number of prompt requests since the start of the run
     # (row in the data set, mean reward) of each sampled group, including those that the rollout filter rejected
     prompt_rewards: Sequence[tuple[int, float]] = ()
     num_offline: int = 0  # number of responses from data.offline.path
-    all_filtered: bool = (
-        False  # whether the rollout filter rejected all sampled groups, so that no update may train them
-    )
+    # whether the rollout filter rejected all sampled groups, so that no update may train on them
+    all_filtered: bool = False
     sampling_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
-    # teacher -> where the outputs are that distillation reads
+    # teacher -> locations of its outputs
     teachers: Mapping[str, Sequence["TeacherPart"]] = field(default_factory=dict)
 
     @property
     def num_sampled(self) -> int:
-        """Number of responses that the policy sampled in this run. They come before those of data.offline.path."""
+        """Number of responses that the policy sampled in this run. They come before the responses of data.offline.path."""
         return len(self.groups) - self.num_offline
 
     @property
@@ -245,7 +243,7 @@ class Rollouts:
     def metrics(self, version: int) -> dict[str, float]:
         """Return the metrics of the batch. `version` is the weight version that is trained on the batch.
 
-        The metrics describe the policy, so they leave out the responses of data.offline.path.
+        The metrics describe the policy, so they do not include the responses of data.offline.path.
         """
         sampled = slice(self.num_sampled)
         ages, tokens = version - self.weight_versions[sampled], self.version_spans[:, 2]
@@ -294,7 +292,7 @@ class ColumnPart:
 
 
 TeacherOutputs = Mapping[str, NDArray]
-"""What distillation reads of a teacher: several numbers for each of n sampled tokens, by name.
+"""The outputs of a teacher that distillation reads: several numbers for each of n sampled tokens, by name.
 
     hidden        [n, H] final hidden states of the teacher. NumPy has no bfloat16, so bfloat16 is stored as int16 with equal bits
     top_logprobs  [n, k + 1] log-probabilities of the teacher's k most probable tokens, in descending order, and of all other
@@ -314,7 +312,7 @@ class TeacherPart:
 def teacher_outputs_by_row(
     rows: NDArray[np.int64], outputs: TeacherOutputs, lengths: NDArray[np.int64]
 ) -> dict[int, TeacherOutputs]:
-    """Return the outputs of each of the `rows` by its index. `lengths` [B]: numbers of sampled tokens. Copies nothing."""
+    """Return index of a row -> outputs of this row, for all `rows`. `lengths` [B]: numbers of sampled tokens. Copies nothing."""
     ends = np.cumsum(lengths[rows])
     spans = zip(rows.tolist(), ends - lengths[rows], ends, strict=True)
     return {row: {name: values[start:end] for name, values in outputs.items()} for row, start, end in spans}
@@ -322,17 +320,17 @@ def teacher_outputs_by_row(
 
 @dataclass(frozen=True)
 class RankColumns:
-    """What one trainer rank computed in a forward pass."""
+    """Results of a forward pass on one trainer rank."""
 
-    parts: Mapping[str, Handle]  # name of a column -> refers to a ColumnPart; empty for all ranks of a replica but one
+    parts: Mapping[str, Handle]  # name of a column -> handle of a ColumnPart; only one rank of a replica has parts
     seconds: float  # duration of the pass on this rank
-    teacher_parts: Sequence[TeacherPart] = ()  # outputs of a teacher; empty for all ranks of a replica but one
+    teacher_parts: Sequence[TeacherPart] = ()  # outputs of a teacher; only one rank of a replica has them
 
 
 def assemble_column(parts: Iterable[ColumnPart], lengths: NDArray[np.int64], fill: float | None = None) -> Column:
     """Return the whole column [R]. `lengths` [B] are the numbers of sampled tokens of all rows of the block.
 
-    `fill` is the value of the tokens of rows that no part has. None: the parts must have all rows.
+    `fill`: value for the tokens of rows that are in no part. None: every row must be in a part.
     """
     rows: dict[int, Column] = {}
     for part in parts:
@@ -360,7 +358,7 @@ class AdvantageResult:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What the driver knows about the rows of a block that one optimizer step trains."""
+    """What the driver knows about the rows of a block on which one optimizer step trains."""
 
     block: Handle  # refers to the TokenBlock, which has B rows
     prompt_lengths: NDArray[np.int64]  # [B] number of tokens
@@ -368,12 +366,12 @@ class TrainBatch:
     sampled_lengths: NDArray[np.int64]  # [B] number of tokens in the loss
     # [B] index of the prompt; rows with the same index may compute their prompt once. None: the indices are unknown
     groups: NDArray[np.int64] | None
-    rows: NDArray[np.int64]  # indices of the rows to train
+    rows: NDArray[np.int64]  # indices of the rows on which the step trains
     # Indices of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0. A row that
     # is here n times counts n times in the loss
     denominator_rows: NDArray[np.int64]
     columns: Handle = None  # refers to a dict, name -> column [R] of the block
-    # teacher -> where the outputs are that distillation reads
+    # teacher -> locations of its outputs
     teachers: Mapping[str, Sequence[TeacherPart]] = field(default_factory=dict)
     # whether all rows of a group are in one micro-batch, for a loss that compares the responses of a group
     whole_groups: bool = False
@@ -390,7 +388,7 @@ class SupervisedRows:
     """What the driver knows about the rows of a supervised data set.
 
     Row i of the file has the sequences i * sequences_per_row, i * sequences_per_row + 1, ... of the block. If the block has more
-    sequences than that, sequence num_rows + i is the prompt of row i with the response to another prompt.
+    sequences than these, sequence num_rows + i is the prompt of row i with the response to another prompt.
     """
 
     block: Handle  # refers to the TokenBlock with B sequences
@@ -418,7 +416,7 @@ class SupervisedRows:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """The rows that one data-parallel replica trains in one optimizer step, divided into micro-batches."""
+    """The rows on which one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
     # Indices of the rows of each micro-batch. If another replica has more micro-batches, empty micro-batches are added
     micro_batches: tuple[NDArray[np.int64], ...]
@@ -430,7 +428,7 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sender did in one weight push. Without engines, all values are 0."""
+    """Report of one sender on one weight push. Without engines, all values are 0."""
 
     bytes: int = 0  # number of bytes sent, summed over all receivers
     uncompressed_bytes: int = 0  # size of the same data before compression

@@ -91,7 +91,10 @@ def is_from_another_process(error: BaseException) -> bool:
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback of an exception as text, without its causes. A RayTaskError contains the text of the other process."""
+    """Return the traceback of an exception as text, without its causes.
+
+    For a RayTaskError, this is the traceback in the other process.
+    """
     if is_from_another_process(error):
         return str(error)
     return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))

@@ -7,7 +7,7 @@
 Only the lengths of the sequences are needed. One search (`_assign`) serves three purposes: it assigns units to parts, units to
 packs, and the rows of a large group to the pieces into which the group is cut. First it assigns each item to the lightest part
 (`_assign_greedily`). Then it moves and swaps items while this makes the heaviest part lighter (`_rebalance`). In these three
-functions, `unit` is the item that is assigned, and `part` is the part, pack or piece that it is assigned to.
+functions, `unit` is the item that is assigned, and `part` is the part, pack or piece to which the item is assigned.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-UNBOUNDED = np.inf  # in place of a limit of tokens or of cost: no limit
-EVEN_ENOUGH = 1.0005  # the search stops when the heaviest part costs at most this times the mean
+UNBOUNDED = np.inf  # value of a limit (of tokens or of cost) that allows everything
+EVEN_ENOUGH = 1.0005  # the search stops when the heaviest part costs at most this factor times the mean
 # A search step compares at most about CANDIDATES[0] units of the heaviest part with at most about CANDIDATES[1] units of all
 # other parts. This limits the memory of the search.
 CANDIDATES = (256, 4096)
-# Limits of the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1,
+# Limits for the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1,
 # because a group that is cut computes its prompt several times, but the mean cost contains the prompt only once.
 GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
@@ -62,9 +62,9 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
     """Return the units of `rows`. `prompt_lengths`, `response_lengths` and `groups` are columns [B] of the whole batch.
 
     Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt
-    once. A group is cut into several units if it has more than `max_tokens`, or if its cost would make the `parts` parts uneven.
-    Each of these units computes the prompt again. So the function cuts as little as possible: of the
-    GROUP_LIMITS that make the heaviest part nearly as light as possible, it uses the largest.
+    once. A group is cut into several units if it has more than `max_tokens` tokens, or if its cost would make the `parts` parts
+    uneven. Each of these units computes the prompt again. So the function cuts as little as possible: of the GROUP_LIMITS that
+    make the heaviest part nearly as light as possible, it uses the largest.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
@@ -84,7 +84,7 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
 
     uncut = cut(UNBOUNDED)
     mean = _total_cost(uncut) / parts
-    if _heaviest_cost(uncut, parts) <= EVEN_ENOUGH * mean:  # cuts add cost, so no cut would be better
+    if _heaviest_cost(uncut, parts) <= EVEN_ENOUGH * mean:  # cuts add cost, so they cannot help
         return uncut
     choices = [uncut, *(cut(mean * limit) for limit in GROUP_LIMITS)]
     heaviest = [_heaviest_cost(units, parts) for units in choices]
@@ -156,16 +156,16 @@ def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None 
 def plan_micro_batches(
     units: Sequence[PackingUnit], parts: int, max_tokens: int, *, equal_counts: bool, multiple_of: int
 ) -> list[tuple[Ints, ...]]:
-    """Return a tuple for each of the `parts` data-parallel replicas: one array for each micro-batch, with its rows.
+    """Return a tuple of micro-batches for each of the `parts` data-parallel replicas. A micro-batch is an array of rows.
 
     Every row is in exactly one micro-batch.
 
     Args:
-        equal_counts: give every replica as many micro-batches as the replica that needs most micro-batches.
+        equal_counts: give every replica as many micro-batches as the replica that needs the most micro-batches.
         multiple_of: round the number of micro-batches of each replica up to a multiple of this number, as a virtual
             pipeline requires.
 
-    The micro-batches that are added for these reasons are empty.
+    Micro-batches that are added for `equal_counts` or `multiple_of` are empty.
     """
     replicas = partition_units(units, parts)
     counts = [_count_packs(replica, max_tokens) for replica in replicas]

@@ -24,7 +24,7 @@ class PromptExample:
     data_source: str  # name of the data set that the row comes from, such as gsm8k
     extra_info: dict[str, Any]  # further values for rewards
     ability: str = ""  # kind of task, such as math; empty: the row has none
-    style: str = ""  # how verl scores the response: rule or model; empty: the row does not say so
+    style: str = ""  # how verl scores the response: rule or model; empty: the row does not say how
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Columns:
     """Names of the columns of a file. The defaults are verl's columns. A dotted name is a field inside a column.
 
     A column that the user names (`named`) must exist in every row. The default columns of `data_source`, `extra_info`, `ability`
-    and `style` may be absent from a row. Without `data_source`, PromptExample has the default that `__call__` receives. The
-    other fields of PromptExample are then empty. If a field is None, the file has no such column. If `ground_truth` is None,
-    the ground truth is an empty text.
+    and `style` may be absent from a row. If `data_source` is absent, PromptExample gets the default that `__call__` receives. If
+    one of the other three is absent, its field of PromptExample is empty. If a field is None, the file has no such column. If
+    `ground_truth` is None, the ground truth is an empty text.
     """
 
     prompt: str = "prompt"  # text, or a list of messages
@@ -89,7 +89,7 @@ class Columns:
         return name in self.named or str(vars(self)[name]).partition(".")[0] in row
 
     def _optional_text(self, row: Row, name: str) -> str:
-        """Return the text in the column `ability` or `style`. A default column counts only if it has a text."""
+        """Return the text in the column `ability` or `style`; "" if a default column is absent or has no text."""
         column = vars(self)[name]
         if column is None:
             return ""
@@ -133,7 +133,7 @@ def read_messages(value: Any, name: str) -> Messages:
 
 
 def with_system_message(messages: Messages, system: str | None) -> Messages:
-    """Return `messages`, after the system message `system` if they do not begin with a system message."""
+    """Return `messages`. If they do not begin with a system message, put the system message `system` in front of them."""
     if not system or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]

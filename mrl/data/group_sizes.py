@@ -1,4 +1,4 @@
-"""Group sizes: how many responses each prompt gets. `rollout.group_sizes` names a function that decides it by difficulty."""
+"""Group sizes: how many responses each prompt gets. `rollout.group_sizes` names a function that chooses these numbers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mrl.data.samplers import PromptTable
 
-MAX_GROUP_FACTOR = 8  # default of the attribute `most` of a function, as a multiple of rollout.responses_per_prompt
+MAX_GROUP_FACTOR = 8  # default of the largest group size, as a multiple of rollout.responses_per_prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +22,10 @@ class GroupSizeInputs:
 
 
 type GroupSizes = Callable[[GroupSizeInputs], Sequence[int] | NDArray[np.int64]]
-"""Returns the sizes of n groups, [n]. Each is 1 or more, and their sum is n * size.
+"""Returns the sizes of n groups, [n]. Each size is 1 or more, and the sum of the sizes is n * size.
 
-An object may have the attribute `most`, the largest size. By default it is MAX_GROUP_FACTOR * rollout.responses_per_prompt.
+The function may be an object with the attribute `most`, which is the largest size. Without this attribute, the largest size is
+MAX_GROUP_FACTOR * rollout.responses_per_prompt.
 """
 
 
@@ -52,11 +53,12 @@ def check_sizes(sizes: Sequence[int] | NDArray[np.int64], count: int, size: int,
 
 @dataclass(frozen=True)
 class ByDifficulty:
-    """Gives prompts that are neither solved nor too hard more responses, and the others fewer.
+    """Gives more responses to prompts that are neither solved nor too hard, and fewer responses to other prompts.
 
-    p is the pass rate of a prompt: its mean reward, with `worst` as 0 and `best` as 1. A prompt without rewards counts as
-    p = 1/2. Each prompt gets `least` responses. The rest is shared in proportion to p (1 - p), but no prompt gets more than
-    `most`. With rewards of 0 or 1, p (1 - p) is the variance of the prompt's rewards. A group without variance gives no gradient.
+    p is the pass rate of a prompt: its mean reward, scaled so that `worst` is 0 and `best` is 1. A prompt without rewards counts
+    as p = 1/2. Each prompt gets `least` responses. The other responses are divided among the prompts in proportion to p (1 - p),
+    but no prompt gets more than `most`. If rewards are 0 or 1, p (1 - p) is the variance of the prompt's rewards. A group without
+    variance gives no gradient.
     """
 
     least: int = 2

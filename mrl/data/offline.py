@@ -14,7 +14,7 @@ from mrl.data.columns import read_messages, with_system_message
 from mrl.data.row_files import Row, RowError, column_value, read_all
 from mrl.data.tokenizer import ChatTemplate, Messages, encode_messages, encode_texts, load_tokenizer
 
-_ORDER_STREAM = 1 << 30  # last number of the seeds that shuffle the groups; mrl.data.samplers uses other numbers
+_ORDER_STREAM = 1 << 30  # last element of each seed that shuffles the groups; mrl.data.samplers uses other numbers
 
 
 class OfflineRow(NamedTuple):
@@ -34,7 +34,7 @@ class TokenLimits:
 
     prompt: int  # largest number of tokens of a prompt
     response: int  # largest number of tokens of a response
-    vocabulary: int  # token ids must be smaller
+    vocabulary: int  # size of the vocabulary; token ids must be smaller
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class OfflineRows:
     rows_per_step: int  # largest number of rows of a step
     seed: int
     advantage: float | None = None  # advantage of every row; None: it is computed from the rewards
-    # Indices of the groups of each step, for the steps that are planned so far
+    # Indices of the groups of each step, for the steps that have been planned so far
     _steps: list[list[int]] = field(default_factory=list)
 
     @classmethod
@@ -99,7 +99,7 @@ class OfflineRows:
 
     @property
     def num_single(self) -> int:
-        """Number of groups of one row."""
+        """Number of groups with only one row."""
         return sum(len(group) == 1 for group in self.groups)
 
     @property
@@ -159,7 +159,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _token_fault(row: OfflineRow, limits: TokenLimits) -> str:
-    """Return why the tokens of a row cannot be trained, or ""."""
+    """Return why a step cannot train on the tokens of a row, or ""."""
     largest = max([*row.prompt, *row.response])
     if largest >= limits.vocabulary:
         return f"token {largest} is outside the vocabulary of the model, which ends at {limits.vocabulary - 1}."
@@ -176,7 +176,7 @@ def _token_fault(row: OfflineRow, limits: TokenLimits) -> str:
 
 
 def check_groups(rows: OfflineRows, group_relative: bool, advantage: str) -> str:
-    """Return a warning if some rows cannot be trained, or "". Raises ValueError if none can.
+    """Return a warning if the advantage of some rows is always 0, or "". Raises ValueError if this is true for all rows.
 
     `group_relative`: whether the estimator `advantage` (name of its class) compares the responses to one prompt.
     """

@@ -4,9 +4,9 @@ Pairs have the columns `prompt`, `chosen` and `rejected`, and optionally `margin
 `chosen` and `rejected` is the prompt. Labelled rows have the columns `prompt`, `completion` and `label`. Both forms are those
 of TRL. Prompts and responses are texts or messages, as in a supervised row (mrl.data.supervised_dataset).
 
-A reward model reads the whole conversation, as the chat template renders it, and its score is read at the last token. The data
+A reward model reads the whole conversation, as the chat template renders it. The score is the output at the last token. The data
 set appends an end-of-sequence token, the end mark, to each conversation. The end mark is the only token in the loss. A critic
-computes the value of a token from the token before it, so the value of the end mark comes from the conversation's last token.
+computes the value of a token from the token before it. So the value of the end mark comes from the conversation's last token.
 """
 
 import math
@@ -97,8 +97,8 @@ def _has_prompt(response: Any) -> bool:
 def _split_prompt(chosen: Any, rejected: Any) -> tuple[Messages, Any, Any]:
     """Return the common beginning of two responses as the prompt, and the rest of each response.
 
-    Of two lists of messages, the common beginning ends before the last message of the shorter list. Of two texts, a space at the
-    end of the common beginning belongs to the responses, as in TRL.
+    For two lists of messages, the common beginning ends before the last message of the shorter list. For two texts, a space at
+    the end of the common beginning belongs to the responses, as in TRL.
     """
     if type(chosen) is not type(rejected):
         raise RowError("rejected", f"expected the same form as in column 'chosen', got {rejected!r:.80}.")
@@ -181,7 +181,7 @@ def _other_prompts(path: str | Path, prompts: list[Messages]) -> list[int]:
 class RowForm:
     """Form of the rows on which a supervised objective trains."""
 
-    rows: str = "responses"  # responses, pairs or labels: the columns of a row
+    rows: str = "responses"  # kind of rows, which determines their columns: responses, pairs or labels
     for_reward_model: bool = False  # whether a reward model reads the sequences
     mismatched: bool = False  # whether the objective needs each prompt with the response to another prompt
 

@@ -36,7 +36,7 @@ class PromptConstraints:
 
 @dataclass(frozen=True)
 class PromptDrawing:
-    """The user's rules of drawing prompts: which rows come next, and how many responses each of them gets."""
+    """The user's rules for drawing prompts: which rows come next, and how many responses each prompt gets."""
 
     sampler: Sampler | None = None  # None: the default sampler
     name: str = ""  # data.sampler as text, which identifies the sampler in checkpoints; "": the default sampler
@@ -171,7 +171,7 @@ class PromptDataset:
         return digest.hexdigest()
 
     def stream(self, batch_size: int, seed: int, shuffle: bool, rules: PromptDrawing | None = None) -> "PromptStream":
-        """Return an endless stream of rows. By default it draws from the sources in proportion to their weights."""
+        """Return an endless stream of rows. By default, the stream draws from the sources in proportion to their weights."""
         return PromptStream(
             len(self), batch_size, seed, shuffle, self.mixture, self.fingerprint, rules=rules, examples=self.examples
         )
@@ -225,7 +225,7 @@ class _FilePrompts:
 def mean_prompt_tokens(
     sources: Sequence[PromptSource], model_path: str | Path, chat: ChatTemplate, rows_per_file: int
 ) -> int:
-    """Return the mean number of tokens of the first `rows_per_file` prompts of each file, rounded. Bad rows are ignored.
+    """Return the mean length in tokens, rounded, of the first `rows_per_file` prompts of each file. Bad rows are ignored.
 
     Raises ValueError if a file or the tokenizer cannot be read, or if no row is usable.
     """
@@ -279,8 +279,11 @@ def _token_fault(ids: list[int], constraints: PromptConstraints, max_prompt_toke
 class PromptStream:
     """Endless stream of batches of rows, which a sampler chooses. A batch may span two epochs.
 
-    The position of a stream is `drawn`: for each source, the number of rows that have been drawn from it. If the sampler or
-    `group_sizes` reads rewards, the history of the rows belongs to the position too, and so does the sampler's own state.
+    The position of a stream consists of these parts:
+
+    - `drawn`: for each source, the number of rows that have been drawn from it;
+    - the history of the rows, if the sampler or `group_sizes` reads rewards;
+    - the state that the sampler keeps in `SamplerInputs.state`.
     """
 
     def __init__(  # noqa: PLR0913 - the data set, its position, and the rules of drawing
@@ -326,7 +329,7 @@ class PromptStream:
         return self.take(self.batch_size)
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """Return the indices of the next `count` rows in the data set. Raises ValueError if the sampler of the user is wrong."""
+        """Return the indices of the next `count` rows in the data set. Raises ValueError if the user's sampler fails a check."""
         if not count:
             return np.empty(0, np.int64)
         sampler = self.rules.sampler or Shuffled(self.shuffle)
@@ -343,7 +346,7 @@ class PromptStream:
     def group_sizes(self, rows: NDArray[np.int64], size: int) -> list[int] | None:
         """Return the number of responses to each of these rows; None: each gets `size`, rollout.responses_per_prompt.
 
-        Raises ValueError if the function of the user is wrong.
+        Raises ValueError if the user's function returns invalid sizes.
         """
         if self.rules.group_sizes is None or not len(rows):
             return None
@@ -351,7 +354,7 @@ class PromptStream:
         return check_sizes(sizes, len(rows), size, largest_size(self.rules.group_sizes, size))
 
     def record_rewards(self, rewards: Iterable[tuple[int, float]]) -> None:
-        """Tell the stream the rewards of a step: (row, mean reward of a group) for each sampled group."""
+        """Record the rewards of a step: (row, mean reward of a group) for each sampled group."""
         if self.rules.keeps_history:
             self._history.record_rewards(rewards)
 

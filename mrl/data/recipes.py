@@ -93,8 +93,8 @@ def prepare(
     """Convert the rows of `source` to prompts in the parquet file `target`, and return the number of prompts.
 
     Raises:
-        ValueError: the recipe does not exist, or a row cannot be used. Then no file is written. The message contains the
-            number of unusable rows. For the first unusable rows, it also contains file, row, column and reason.
+        ValueError: the recipe does not exist, or a row cannot be used. In both cases, no file is written. The message contains
+            the number of unusable rows. For the first unusable rows, it also contains file, row, column and reason.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -252,7 +252,7 @@ def _read_saved(path: Path) -> RowTable:
         )
     if not (path / "state.json").is_file():
         raise ValueError(f"{path}: a folder without state.json; expected {EXPECTED}.")
-    import datasets  # takes a second to import
+    import datasets  # imported here: the import takes a second
     import pyarrow.lib
 
     try:

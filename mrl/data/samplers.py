@@ -1,7 +1,7 @@
 """Samplers, which choose the training prompts that a run draws next. `data.sampler` names one of them, or your own.
 
-A sampler is a function of SamplerInputs and has no state of its own. What it needs to remember is in `SamplerInputs`, which a
-checkpoint contains, so a resumed run draws the same prompts as a run that was never interrupted.
+A sampler is a function of SamplerInputs and has no state of its own. SamplerInputs contains everything that the sampler needs to
+remember. A checkpoint contains this data, so a resumed run draws the same prompts as a run that was never interrupted.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from mrl.data.columns import PromptExample
 Rows = NDArray[np.int64]  # indices of rows of the data set
 
 _RANDOM_STREAM = 1 << 31
-"""Last number of the seeds of samplers. The seeds that shuffle the rows of a source end with its index, which is smaller."""
+"""Last element of each seed of a sampler. A seed that shuffles the rows of a source ends with the index of the source."""
 
 WINDOW = 4  # number of groups over which the rewards of a prompt are averaged
 
@@ -58,7 +58,7 @@ class PromptTable:
         return np.searchsorted(self.ends, rows, side="right")
 
     def order(self, source: int, seed: int, epoch: int) -> Rows:
-        """Return the indices of the rows of a source within this source, in the random order of an epoch."""
+        """Return the rows of a source, as indices within this source, in the random order of an epoch."""
         if self._orders.get(source, (-1, -1))[:2] != (seed, epoch):
             order = np.random.default_rng([seed, epoch, source]).permutation(self.sources[source].rows)
             self._orders[source] = (seed, epoch, order)
@@ -107,8 +107,8 @@ def _value(example: PromptExample, name: str, row: int) -> Any:
 class PromptHistory:
     """Counts and mean rewards of all rows of a data set. All arrays have the shape [rows].
 
-    `mean_reward` is the mean over the first WINDOW groups of a row. After that, each group counts 1 / WINDOW and the earlier mean
-    counts 1 - 1 / WINDOW, because the policy changes.
+    Up to WINDOW groups of a row, `mean_reward` is the mean of all these groups. Each later group has the weight 1 / WINDOW, and
+    the earlier mean has the weight 1 - 1 / WINDOW, because the policy changes.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -185,14 +185,14 @@ class SamplerInputs:
     def rng_of(self, index: int) -> np.random.Generator:
         """Return random numbers for the choice of row `index` out of `count`. They do not depend on `count`.
 
-        How many rows a call chooses may depend on the speed of engines, for example with rollout.filter.
+        The number of rows that a call chooses may depend on the speed of engines, for example with rollout.filter.
         """
         return np.random.default_rng([self.seed, self.num_drawn + index, _RANDOM_STREAM])
 
     def next_of(self, sources: NDArray[np.int64], shuffle: bool = True) -> Rows:
-        """Return the next row of each of these sources, [n], where each source has its own epochs.
+        """Return n rows [n]: for each element of `sources`, the next row of this source. Each source has its own epochs.
 
-        `sources` [n]: indices of sources. With `shuffle`, each epoch has an order of its own.
+        `sources`: [n] indices of sources. With `shuffle`, each epoch has an order of its own.
         """
         batch = np.empty(len(sources), np.int64)
         for source, num_drawn in enumerate(self.drawn):
@@ -211,7 +211,8 @@ class SamplerInputs:
 type Sampler = Callable[[SamplerInputs], Sequence[int] | Rows]
 """Returns the next `inputs.count` rows. It may return a row several times.
 
-An object may have the attribute `uses_rewards`. If it is false, the run keeps no history of rewards. By default it is true.
+The sampler may be an object with the attribute `uses_rewards` (default: true). If this attribute is false, the run keeps no
+history of rewards for the sampler.
 """
 
 
@@ -232,7 +233,7 @@ class Shuffled:
         return inputs.next_of(self._next_sources(inputs), self.shuffle)
 
     def _next_sources(self, inputs: SamplerInputs) -> NDArray[np.int64]:
-        """Return the index of the source of each of the next rows: [count].
+        """Return, for each of the next rows, the index of its source: [count].
 
         Row n of the run, from 1, comes from the source with the largest `weight / total_weight * n - drawn`.
         """
@@ -298,17 +299,17 @@ class Curriculum:
 class DifficultyMixture:
     """Draws more rows from the sources that are neither solved nor too hard.
 
-    p is the pass rate of a source: the mean of its last `window` rewards of prompts, with `worst` as 0 and `best` as 1. The
-    probability of a source is proportional to weight * max(floor, 4 p (1 - p)), where weight is its weight in data.mixture. For
-    rewards of 0 or 1, 4 p (1 - p) is largest at p = 1/2, where the rewards of a group differ most and teach most. A source
-    without rewards counts as p = 1/2. Each source has its own epochs, in random order.
+    p is the pass rate of a source: the mean reward of its `window` prompts with the most recent rewards, scaled so that `worst`
+    is 0 and `best` is 1. The probability of a source is proportional to weight * max(floor, 4 p (1 - p)), where weight is the
+    source's weight in data.mixture. The factor 4 p (1 - p) is largest at p = 1/2. If rewards are 0 or 1, the rewards of a group
+    differ most at this pass rate. A source without rewards counts as p = 1/2. Each source has its own epochs, in random order.
     """
 
     uses_rewards: ClassVar[bool] = True
     worst: float = 0.0  # reward of a wrong response
     best: float = 1.0  # reward of a right response
     floor: float = 0.1  # smallest factor of a weight, so that a solved source is still drawn sometimes
-    window: int = 128  # prompts
+    window: int = 128  # number of prompts
 
     def __post_init__(self) -> None:
         if not self.worst < self.best:

@@ -27,11 +27,11 @@ HELD_OUT_KEYS = (
     "stop_token_ids",
     "max_response_tokens",
 )
-"""Keys of a held-out set that say how it is sampled (mrl.rollout.client.SAMPLING_KEYS) and scored."""
+"""Keys of a held-out set that say how its responses are sampled (mrl.rollout.client.SAMPLING_KEYS) and scored."""
 
 
 def _find_nothing(example: PromptExample) -> str:
-    """Stand-in for PromptSource.find_fault if every checked row can be used."""
+    """Default of PromptSource.find_fault: every checked row can be used."""
     return ""
 
 
@@ -120,7 +120,7 @@ def _named(name: str, node: Any, key: str, data: DataConfig, further_keys: Seque
 
 
 def _source(node: Node, key: str, data: DataConfig, name: str = "", further_keys: Sequence[str] = ()) -> PromptSource:
-    """Return the source of a config node. `further_keys`: keys that it may have beside those of every source."""
+    """Return the source of a config node. `further_keys`: keys that the node may have in addition to those of every source."""
     known = ("files", "dataset", "columns", "system", *further_keys)
     for unknown in node.keys() - set(known):
         near = difflib.get_close_matches(unknown, known, n=1)

@@ -1,6 +1,6 @@
 """Supervised data set. Each row has a prompt and a response. A response may have several turns with tool results.
 
-mrl/data/preference_dataset.py reads rows with preferences into the same data set.
+mrl/data/preference_dataset.py reads rows with preferences into the same class, SftDataset.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class SftDataset:
     sequences_per_row: int = 1  # 2: the rows are pairs
     # name -> one number for each sequence, such as labels or margins; the loss reads it as a column
     columns: Mapping[str, list[float]] = field(default_factory=dict)
-    # for each row, a prompt with the response to another prompt, as KTO needs them; the tokens of its response. Empty: none
+    # for each row, the index of a second row, whose response KTO combines with the prompt of the first row; empty: none
     mismatched_responses: list[int] = field(default_factory=list)
 
     @classmethod

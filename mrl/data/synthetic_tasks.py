@@ -19,7 +19,7 @@ CONTEXT_TOKENS = 64  # largest number of tokens of prompt and response together
 def make_doubling_task(folder: str | Path, seed: int = 0, model: str = "qwen3") -> None:
     """Create in `folder` the task of doubling four-digit numbers: train, test, sft and pairs parquet files, and `model/`.
 
-    Does nothing if `folder` exists. The folder is created atomically, so several processes may call this at the same
+    Does nothing if `folder` exists. The folder is created atomically, so several processes may call this function at the same
     time. `model` is a key of TINY_MODELS. Each model needs its own folder.
     """
     with atomic_folder(folder) as partial:
@@ -72,7 +72,7 @@ def make_sums_task(folder: str | Path, seed: int = 0) -> None:
     """Create in `folder` the task of adding two-digit numbers: train and test parquet files, for a pretrained chat model.
 
     The chat template of the model renders the prompts. Does nothing if `folder` exists. The folder is created atomically, so
-    several processes may call this at the same time.
+    several processes may call this function at the same time.
     """
     with atomic_folder(folder) as partial:
         if partial is None:
@@ -134,7 +134,7 @@ def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3"
     The model can answer correctly only if it calls the calculator tool. `call_fraction` is the fraction of supervised rows
     that call the tool. The other rows do not call it, and give a wrong answer.
 
-    Does nothing if `folder` exists. The folder is created atomically, so several processes may call this at the same
+    Does nothing if `folder` exists. The folder is created atomically, so several processes may call this function at the same
     time. `model` is a key of TINY_MODELS. Each model needs its own folder.
     """
     with atomic_folder(folder) as partial:
@@ -180,7 +180,7 @@ def _product_prompt(split: str, a: int, b: int) -> dict:
 def _product_demonstration(rng: random.Random, call_fraction: float, a: int, b: int) -> dict:
     """Return a supervised row.
 
-    Its response calls the tool and repeats the result, or gives a wrong answer that consists of the two factors.
+    The response calls the tool and repeats the result, or gives a wrong answer that consists of the two factors.
     """
     if rng.random() >= call_fraction:
         turns = [("assistant", f" {a}{b}")]

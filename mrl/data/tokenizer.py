@@ -27,7 +27,7 @@ def read_tokenizer(folder: str | Path) -> Any:
 
     Raises ValueError if the folder has no tokenizer.json, or if the tokenizer has no end-of-sequence token.
     """
-    from transformers import PreTrainedTokenizerFast  # takes 2 s; AutoTokenizer would also import torch
+    from transformers import PreTrainedTokenizerFast  # the import takes 2 s; AutoTokenizer would also import torch
 
     if not (Path(folder) / "tokenizer.json").is_file():
         raise ValueError(f"{folder}: tokenizer.json is missing; save the model's fast tokenizer there.")
@@ -79,7 +79,7 @@ def _check_template(tokenizer: Any, chat: ChatTemplate, folder: str | Path) -> N
 
 
 def render(tokenizer: Any, messages: Messages, args: dict[str, Any] | None = None, *, for_answer: bool = True) -> str:
-    """Return the text of a conversation, up to the start of the assistant's next turn. Without `for_answer`, none follows.
+    """Return the text of a conversation. With `for_answer`, the text ends with the start of the assistant's next turn.
 
     Raises jinja2.TemplateError if the chat template rejects the conversation.
     """

@@ -65,7 +65,7 @@ class ToolTemplate:
     def wrap(self, results: Sequence[Sequence[int]], *, turn_ended: bool) -> list[int]:
         """Return the tokens between an assistant's turn and its next turn, with the tokens of `results`.
 
-        `turn_ended`: the policy has already sampled a token that ends the turn, so `end` is left out.
+        `turn_ended`: whether the policy has already sampled a token that ends the turn. In this case, `end` is left out.
         """
         inner: list[int] = []
         for result in results:
@@ -96,7 +96,7 @@ def _after_assistant(role: str, prompt: str, text: str) -> str:
     """Return the part of `text` after the assistant's turn. `prompt` is the text before this turn.
 
     A template may render an earlier turn of the assistant in another way than the last turn, for example without thoughts.
-    This changes no token, because mrl never renders a response again.
+    This difference changes no token, because mrl never renders a response again.
     """
     user = prompt.rfind(_USER) + len(_USER)
     if not prompt[:user].endswith(_USER) or not text.startswith(prompt[:user]):

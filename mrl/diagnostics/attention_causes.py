@@ -1,4 +1,4 @@
-"""Causes of a difference between an engine and the trainer in RoPE and in attention, found from the tensors of both sides.
+"""Finds causes of a difference between an engine and the trainer in RoPE and in attention, from the tensors of both sides.
 
 The functions fit a rotation or a scale to the inputs and outputs of each side, and compare the fits.
 """
@@ -17,7 +17,7 @@ from mrl.diagnostics.engine_difference import TINY, Cause, Difference, Side, in_
 
 @dataclass(frozen=True)
 class Rotation:
-    """What a RoPE does, as far as its inputs and outputs show it."""
+    """Properties of a RoPE that its inputs and outputs show."""
 
     layout: str
     frequencies: NDArray[np.float64]  # [d/2] radians per position
@@ -42,7 +42,7 @@ _LAYOUTS: dict[str, Callable[[NDArray], NDArray]] = {
 
 
 def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance: float) -> Rotation | None:
-    """Return the rotation that maps `before` [S, heads, d] to `after`, or None if it is no rotation of pairs."""
+    """Return the rotation that maps `before` [S, heads, d] to `after`, or None if no rotation of pairs does."""
     for layout, pairs in _LAYOUTS.items():
         source, target = pairs(before), pairs(after)
         turn = (source.conj() * target).sum(1) / np.maximum(np.square(np.abs(source)).sum(1), TINY)  # [S, d/2]
@@ -142,7 +142,7 @@ def _fit_attention(difference: Difference, side: Side) -> tuple[float, bool] | N
     query, key, value = _heads(difference, side)
     out = difference.of(side, "attention").reshape(len(query), query.shape[1], -1)
     rows = np.flatnonzero(difference.positions == 0)
-    end = rows[4] if len(rows) > 4 else len(query)  # a few rows suffice
+    end = rows[4] if len(rows) > 4 else len(query)  # four rows are enough for the fit, and save time
     query, key, value, out = (each[:end] for each in (query, key, value, out))
     rows = rows[rows < end].tolist()
 

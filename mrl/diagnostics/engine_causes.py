@@ -1,8 +1,8 @@
 """Finds the cause of a difference between an engine and the trainer from the tensors at the first place that differs.
 
 All inputs of this place agree on both sides, so the cause is in one operation. Each function tests hypotheses about one
-operation: it recomputes the operation in numpy, and looks which hypothesis reproduces which side. No engine and no model are
-needed.
+operation. It recomputes the operation with NumPy under each hypothesis, and checks which hypothesis reproduces the tensors of
+each side. This needs no engine and no model.
 """
 
 import math
@@ -28,7 +28,10 @@ Check = Callable[[Difference], Cause | None]
 
 
 def find_cause(difference: Difference) -> Cause:
-    """Return the first cause that explains the difference. Weights are compared first, because they explain most differences."""
+    """Return the first cause that explains the difference.
+
+    Weights are compared before the operation of the place is checked, because weights explain most differences.
+    """
     checks: list[Check] = [_not_finite, _weights, *_CHECKS.get(difference.place, ()), _factor, _offset]
     for check in checks:
         if cause := check(difference):
@@ -234,7 +237,7 @@ def _routing(difference: Difference) -> Cause | None:
 
 
 def _choice_of_experts(difference: Difference) -> Cause:
-    """Say by which scores each side chooses its experts."""
+    """Find out by which scores each side chooses its experts."""
     names = []
     for side in difference.sides:
         logits, chosen = difference.of(side, "router_logits"), difference.of(side, "routing") > 0
@@ -273,7 +276,7 @@ def _highest(values: NDArray, count: int) -> NDArray[np.bool_]:
 
 
 def _experts(difference: Difference) -> Cause | None:
-    """Find another activation of the experts, or shared experts that one side leaves out."""
+    """Find another activation of the experts, or shared experts that one side does not add."""
     if difference.place == "routed_experts" and (cause := _expert_activation(difference)):
         return cause
     for side, other in (difference.sides, difference.sides[::-1]):

@@ -1,4 +1,4 @@
-"""Comparison of an SGLang engine with the trainer's model on the same weights: finds the first place that differs, and why."""
+"""Compares an SGLang engine with the trainer's model on the same weights. Finds the first place that differs, and the cause."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,7 +35,7 @@ LAYER_PLACES = (
     *("rotated_query", "rotated_key", "attention", "attention_output", "mlp_input", "mlp_norm", "gate", "up"),
     *("activation", "router_logits", "routing", "routed_experts", "shared_experts", "mlp_output"),
 )
-"""Places of a layer in the order of computation. `input` and `mlp_input` are the residual stream; `attention` precedes o_proj."""
+"""Places of a layer in the order of computation. `input`, `mlp_input`: the residual stream; `attention`: the input of o_proj."""
 LOGPROBS = "logprobs"
 
 
@@ -43,7 +43,9 @@ LOGPROBS = "logprobs"
 class EngineTolerances:
     """Largest differences between an engine and the trainer that round-off explains."""
 
-    places: float  # distance of two activations of a token, relative to the larger of its norm and the mean norm
+    # Distance of two activations of a token, relative to the norm of the trainer's activation or, if larger, to the mean norm
+    # over all tokens.
+    places: float
     logprobs: float  # absolute, in nats
 
 
@@ -82,7 +84,9 @@ class EngineReport:
     cause: Cause | None  # None: the sides agree
     num_tokens: int
     num_prompts: int
-    undecided_tokens: int  # tokens left out, because round-off decides to which experts they or earlier tokens go
+    # number of tokens that were not compared at some places, because round-off decides to which experts these tokens, or earlier
+    # tokens of their rows, are routed
+    undecided_tokens: int
 
     @property
     def first(self) -> PlaceDifference | None:
@@ -106,7 +110,8 @@ def compare_places(
 ) -> tuple[list[PlaceDifference], NDArray[np.bool_]]:
     """Compare all places that both sides have.
 
-    Returns the differences, and a mask [S] of the tokens that were left out of some places because their experts are undecided.
+    Returns the differences, and a mask [S] of the tokens that were not compared at some places because round-off decides their
+    experts.
     """
     undecided = np.zeros(len(block.tokens), bool)
     differences = []
@@ -126,7 +131,9 @@ def compare_places(
 def _undecided(
     engine: NDArray, trainer: NDArray, logits: NDArray | None, block: TokenBlock, tolerance: float
 ) -> NDArray[np.bool_]:
-    """Return the tokens [S] that round-off sends to other experts, and all later tokens of their rows, which attend to them.
+    """Return a mask [S] of tokens that round-off routes to other experts, and of all later tokens of their rows.
+
+    Later tokens are included because they attend to these tokens.
 
     Round-off decides between two experts whose logits are closer than twice the tolerance.
     """
@@ -151,7 +158,7 @@ def _place_difference(
     scale = np.maximum(norms, norms[np.isfinite(norms)].mean() if np.isfinite(norms).any() else 1.0)
     relative = np.linalg.norm(delta, axis=1) / np.maximum(scale, np.finfo(np.float32).tiny)
     relative = np.where(np.isfinite(relative), relative, np.inf) * compared
-    relative = np.where(np.isnan(relative), 0.0, relative)  # infinity times 0: the token is left out
+    relative = np.where(np.isnan(relative), 0.0, relative)  # infinity times 0: the token is not compared
     token = int(relative.argmax())
     return PlaceDifference(
         place, layer, float(np.abs(delta[compared]).max(initial=0)), float(relative[token]), token, tolerance
@@ -206,7 +213,7 @@ class EngineCheck:
     start_engine: Callable[[], AbstractContextManager[EngineClient]]
 
     def run(self) -> EngineReport:
-        """Sample responses, compute them again on both sides, and compare."""
+        """Sample responses, run a forward pass over them on both sides, and compare the results."""
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with self.start_engine() as client, self.start_ranks(ParallelDims()) as group:
             block = self._sample(client)
@@ -242,7 +249,7 @@ class EngineCheck:
         return TokenBlock.from_lists(prompts, [each.token_ids for each in done], [each.logprobs for each in done])
 
     def _record(self, client: EngineClient, block: TokenBlock) -> Arrays:
-        """Let the engine compute each row again as one prompt, and return its trace of all rows."""
+        """Make the engine compute each row again as one prompt, and return the engine's trace of all rows."""
         traces = []
         for row in range(len(block.prompt_lengths)):
             start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
@@ -281,7 +288,7 @@ class EngineCheck:
 def compare_logprobs(
     block: TokenBlock, trainer: NDArray, undecided: NDArray[np.bool_], tolerance: float
 ) -> PlaceDifference:
-    """Compare the engine's log-probabilities of the sampled tokens with those of the trainer [R]."""
+    """Compare the engine's log-probabilities of the sampled tokens with the trainer's log-probabilities [R]."""
     delta = np.abs(block.rollout_logprobs.astype(np.float64) - trainer)
     delta = np.where(undecided[block.sampled_index], 0.0, np.where(np.isfinite(delta), delta, np.inf))
     index = int(delta.argmax())

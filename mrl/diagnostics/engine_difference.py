@@ -1,4 +1,4 @@
-"""The first difference between an engine and the trainer, and causes of it in the weights: exchanged, reordered or old tensors.
+"""The first difference between an engine and the trainer, and causes in the weights: swapped, reordered or stale tensors.
 
 This module needs no engine and no model.
 """
@@ -15,7 +15,7 @@ Weights = Mapping[str, NDArray]
 TINY = float(np.finfo(np.float32).tiny)
 
 LAYER_IDENTITY = "input_layernorm.weight"
-"""End of the names of tensors by which layers are recognised, if both sides have the layers in another order."""
+"""End of a tensor's name. If the two sides have the layers in different orders, this tensor identifies a layer."""
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "embedding": ("model.embed_tokens.",),
@@ -42,7 +42,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "final_norm": ("model.norm.",),
     "last_logits": ("lm_head.",),
 }
-"""Place -> parts of the names of the tensors that this place multiplies or adds."""
+"""Place -> for each tensor that is multiplied or added at this place, a part of the tensor's name."""
 
 
 _FIT_TOLERANCE = 1e-3  # relative error below which a hypothesis explains a tensor; larger for bfloat16
@@ -59,11 +59,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class Side:
-    """What the engine or the trainer computed."""
+    """Results and weights of the engine or of the trainer."""
 
     name: str  # "engine" or "trainer"
     places: Places  # name of a place -> [S, n]
-    weights: Places  # Hugging Face name -> tensor; at least those of the layer that differs
+    weights: Places  # Hugging Face name -> tensor; at least the weights of the layer that differs
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,10 @@ class ModelFacts:
     head_dim: int
     kv_heads: int
     rope_dim: int  # number of components of a head that RoPE rotates
-    latent: tuple[int, int] | None = None  # sizes of the parts (without RoPE, value) of a head in latent attention
-    groups: tuple[int, int] = (
-        1,
-        1,
-    )  # number of groups of experts, and number of groups from which a token takes its experts
+    # latent attention: for each head, (size of the part of the key without RoPE, size of the value)
+    latent: tuple[int, int] | None = None
+    # number of groups of experts, and number of groups from which the router chooses the experts of a token
+    groups: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -126,14 +125,14 @@ def is_close(first: NDArray, second: NDArray, tolerance: float) -> bool:
 
 
 def ratio(numerator: NDArray, denominator: NDArray, tolerance: float) -> float | None:
-    """Return the constant c with numerator = c * denominator, or None if there is none."""
+    """Return the constant c with numerator = c * denominator, or None if there is no such constant."""
     total = float(np.square(denominator).sum())
     factor = float((numerator * denominator).sum()) / total if total else math.nan
     return factor if math.isfinite(factor) and is_close(numerator, factor * denominator, tolerance) else None
 
 
 def in_layer(name: str, layer: int | None) -> bool:
-    """Return whether a tensor belongs to a layer. If `layer` is None, every tensor does."""
+    """Return whether a tensor belongs to a layer. If `layer` is None, return True."""
     return layer is None or name.startswith(f"model.layers.{layer}.")
 
 
@@ -210,7 +209,7 @@ def _changed(name: str, mine: NDArray, theirs: NDArray, head_dim: int) -> Cause 
 
 
 def _exchanged(name: str, engine: Weights, trainer: Weights) -> Cause | None:
-    """Find another tensor of the trainer that the engine has under this name."""
+    """Find out whether the engine has, under this name, a tensor that has another name in the trainer."""
     same = [
         other
         for other, w in trainer.items()
@@ -240,7 +239,7 @@ def _exchanged(name: str, engine: Weights, trainer: Weights) -> Cause | None:
 
 
 def _reorderings(name: str, head_dim: int) -> dict[str, Callable[[NDArray], NDArray]]:
-    """Return descriptions of changes of a whole tensor, and functions that make these changes."""
+    """Return description of a change -> function that changes a whole tensor in this way."""
     changes: dict[str, Callable[[NDArray], NDArray]] = {
         "the rows are shifted by one": lambda w: np.roll(w, 1, axis=0),
         "one side has its negative": lambda w: -w,
@@ -265,7 +264,7 @@ def _interleaved(weight: NDArray, head_dim: int) -> NDArray:
 
 
 def _is_permutation(first: NDArray, second: NDArray, head_dim: int) -> bool:
-    """Return whether blocks of `head_dim` rows of one tensor are those of the other tensor in another order."""
+    """Return whether both tensors have the same blocks of `head_dim` rows, in different orders."""
     mine, theirs = (_head_blocks(w, head_dim) for w in (first, second))
     if not 1 < len(mine) <= 512:
         return False

@@ -32,7 +32,7 @@ class ParityCheck:
     settings: CertifyConfig
     arch: Architecture
     packing: Packing
-    loss: Loss | ValueLossFunction  # loss of the actor; of the critic if settings.critic
+    loss: Loss | ValueLossFunction  # loss of the actor, or the critic's loss if settings.critic
     weighting: TokenWeighting  # computes the weight of each token in the loss (algorithm.aggregation)
     temperature: float  # sampling temperature
     folder: str  # where the tensors of the traces are written
@@ -106,7 +106,7 @@ class ParityCheck:
 def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
     """Return random experts [S, layers, topk], in the form in which an engine reports the experts that it chose.
 
-    The router would choose other experts. Equal tokens at equal positions get equal experts, because a
+    These differ from the experts that the router would choose. Equal tokens at equal positions get equal experts, because a
     shared prompt is computed only once.
     """
     rng = np.random.default_rng(2)

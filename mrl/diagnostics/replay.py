@@ -125,7 +125,7 @@ def compare_step_traces(block: TokenBlock, reference: StepTrace, other: StepTrac
 
 
 def _compare_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, tolerance: float) -> LayerDifference:
-    """Compare the log-probabilities of the sampled tokens. The result has the form of a layer's difference."""
+    """Compare the log-probabilities of the sampled tokens, and return the result as a LayerDifference."""
     rows = sorted(reference.outputs.keys() & other.outputs.keys())
     indices = np.split(block.sampled_index, np.cumsum(block.sampled_lengths)[:-1])
     tokens = np.concatenate([np.empty(0, np.int64), *(indices[row] for row in rows)])

@@ -47,7 +47,7 @@ class StepDescription:
 
     step: int  # index of the step, from 1
     reason: str  # why the step was dumped: on request, because of a spike, or because a gradient is not finite
-    # Weights for the replay. After a spike, they may be those of an earlier step. None: no weights were on disk.
+    # Weights for the replay. After a spike, these may be the weights of an earlier step. None: no weights were on disk.
     weights: WeightsLocation | None
     mini_batch: int  # index of the mini-batch that a replay computes, from 0
     lrs: list[float]  # learning rate of each mini-batch
@@ -112,7 +112,10 @@ class StepDump:
         return TrainBatch(block, *lengths, groups, rows, denominator_rows)
 
     def weights_folder(self, weights: WeightsLocation) -> Path:
-        """Return the folder that contains these weights. Raises ValueError if it no longer exists or a file of it is damaged."""
+        """Return the folder that contains these weights.
+
+        Raises ValueError if the folder no longer exists, or if it is a Megatron checkpoint and a file in it is damaged.
+        """
         folder = self.path / weights.path
         if not folder.is_dir():
             raise ValueError(

@@ -48,7 +48,7 @@ class StepDumpRecorder:
 
     @contextmanager
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> Iterator[list[UpdateReport]]:
-        """Watch the optimizer steps of one training step. Yields a list, to which the caller must append their reports.
+        """Watch the optimizer steps of one training step. The caller must append the report of each to the yielded list.
 
         `update` describes the optimizer steps. `step` is the number of earlier training steps that trained the actor.
 
@@ -113,7 +113,7 @@ class StepDumpRecorder:
     def _spike_reason(self, grad_norms: list[float]) -> str:
         """Return the reason for dumping the step as a spike, or "" if the step is not dumped.
 
-        It is not dumped if it has no spike, if too few steps came before, or if `max_spikes` spikes have been dumped.
+        A step is not dumped if it has no spike, if too few steps came before, or if `max_spikes` spikes have been dumped.
         """
         factor, known = self.settings.spike_factor, len(self._norms)
         too_early = known < max(1, self.settings.spike_window // 2)
@@ -129,7 +129,7 @@ class StepDumpRecorder:
         return self.folder / f"step_{description.step:06d}"
 
     def _dump(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
-        """Let the trainer ranks write their parts of the dump, and the current weights if the dump contains weights."""
+        """Make the trainer ranks write their parts of the dump, and the current weights if the dump contains weights."""
         folder, batch = self._path(description), update.steps[0]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

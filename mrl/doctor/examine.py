@@ -66,7 +66,7 @@ class ExamineOptions:
     """Options of a preflight check."""
 
     deadline_s: float = 60.0  # longest wait for all hosts to join, and longest time of all all-reduces together
-    all_reduce: bool | None = None  # whether to run all-reduces; None: if several processes would take part
+    all_reduce: bool | None = None  # whether to run all-reduces; None: only if several processes would take part
     clock: Callable[[], float] = time.time  # returns this host's time in seconds
 
 
@@ -164,7 +164,7 @@ def examine_hosts(
 def _exchange_facts(
     rendezvous: Rendezvous, requirements: Requirements | None, options: ExamineOptions
 ) -> tuple[str, list[HostFacts]] | None:
-    """Exchange facts and test connections with the other hosts.
+    """Exchange facts with the other hosts, and test the connections to them.
 
     Returns (name of this host, facts of all hosts that joined), or None if the first host is gone. The name has a suffix if
     several hosts have the same name.

@@ -14,7 +14,7 @@ from mrl.doctor.host_facts import ClusterFacts
 
 
 class Severity(IntEnum):
-    """How severe a finding is; the most severe one determines the exit status."""
+    """How severe a finding is. The most severe finding determines the exit status."""
 
     NOTE = 0  # a fact that is worth knowing
     WARNING = 1  # a run would start, but would be slow or could fail later

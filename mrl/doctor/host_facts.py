@@ -92,7 +92,7 @@ class NetworkFacts:
     """Names, interfaces and ports of a host."""
 
     interfaces: list[NetworkInterface]
-    own_addresses: list[str]  # addresses to which this host's name resolves; gloo resolves it in the same way
+    own_addresses: list[str]  # addresses to which this host's name resolves; gloo resolves the name in the same way
     localhost: list[str]  # addresses that `localhost` resolves to
     route_address: str = ""  # source address of outgoing packets; Ray uses it as the address of its node
     ipv6_only: bool = False  # the interfaces other than loopback have IPv6 addresses and no IPv4 address

@@ -1,6 +1,6 @@
-"""Exchange of JSON values between hosts, with one process on each host, through a shared folder or a TCP server.
+"""Exchange of JSON values between hosts, through a shared folder or a TCP server.
 
-Each host has one rank. The first host has rank 0.
+One process on each host takes part. Each host has one rank, and the first host has rank 0.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Rendezvous:
 
 
 class SharedFolderStore:
-    """RendezvousStore in a folder that all hosts share. Each key is a file, which gets its name when it is complete."""
+    """RendezvousStore in a folder that all hosts share. Each key is a file, which gets its final name when it is complete."""
 
     def __init__(self, folder: str | Path) -> None:
         """Create the folder if it does not exist. Raises ValueError if that fails."""

@@ -1,4 +1,4 @@
-"""Compares an evaluation with an earlier one (`evaluate.compare`): paired differences over the prompts that both have."""
+"""Compares an evaluation with an earlier one (`evaluate.compare`): paired differences over the prompts of both evaluations."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class PairedDifference:
     """The later value minus the earlier value, averaged over the prompts of one data source, or over all prompts."""
 
     name: str  # data source, or OVERALL
-    prompts: int  # prompts that both evaluations have
+    prompts: int  # number of prompts that both evaluations have
     mean_score: IntervalEstimate
     pass_at: dict[int, IntervalEstimate]  # by k
     maj_at: dict[int, IntervalEstimate]  # by k
@@ -42,7 +42,7 @@ class Comparison:
 
 
 def read_scores(folder: Path) -> list[PromptScores]:
-    """Return the scores of an earlier evaluation. Raises ValueError if the folder has none, or those of an older version."""
+    """Return the scores of an earlier evaluation. Raises ValueError if there are none or another version of mrl wrote them."""
     import pyarrow.parquet as pq  # the import takes seconds
 
     path = folder / SCORES
@@ -65,9 +65,9 @@ def compare(
 ) -> Comparison:
     """Return the differences between two evaluations. `before` are the scores that `folder` contains.
 
-    A prompt of one evaluation is paired with the prompt of the other that has the same digest. If several prompts are equal,
-    they are paired in order. Values of k that exceed the number of responses to a prompt are left out. The intervals are
-    Student's t intervals over the differences of the prompts.
+    A prompt of one evaluation is paired with the prompt of the other evaluation that has the same digest. If several prompts are
+    equal, they are paired in order. The result contains only values of k up to the number of responses to each prompt. The
+    intervals are Student's t intervals over the differences of the prompts.
 
     Raises ValueError if the evaluations have no prompt in common.
     """

@@ -1,6 +1,6 @@
 """The engines of `mrl generate` and `mrl evaluate`: on this machine, in a Ray cluster, or servers that the user runs.
 
-All of them are engines of one EnginePool. If an engine fails, EngineWatcher replaces it, while the other engines continue.
+All engines belong to one EnginePool. If an engine fails, EngineWatcher replaces it, while the other engines continue to sample.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 0.5  # seconds between two checks whether engines have failed
 URL_POLL_INTERVAL_S = 0.2  # seconds between two checks whether external servers answer
 PROBE_TIMEOUT_S = 30.0  # deadline of one request that finds out whether an external server answers
-LATE_URL_S = 30.0  # when one external server answers, the others have this time to answer, too
+LATE_URL_S = 30.0  # when the first external server has answered, the other servers have this time to answer
 
 
 def engine_group(config: Config, server_args: Mapping[str, Any], folder: Path) -> ServerGroup:
-    """Return the group of servers that serve the model in `folder`. `_on_cluster` adds their device slots.
+    """Return the group of servers that serve the model in `folder`. `_on_cluster` adds the device slots of the servers.
 
     `server_args`: fields of SGLang's ServerArgs.
     """
@@ -52,7 +52,7 @@ def engine_group(config: Config, server_args: Mapping[str, Any], folder: Path) -
 
 
 def engine_pools(config: Config) -> Pools:
-    """Return the resource pools of a command that has only engines. placement.pools, which describes a run, is not read.
+    """Return the resource pools of a command that has only engines. placement.pools is not read, because it describes a run.
 
     Raises ValueError if the engines are servers that already run, because they need no devices.
     """
@@ -102,7 +102,7 @@ def running_engines(config: Config, group: ServerGroup, *, logprobs: bool = True
 @contextmanager
 def _on_cluster(config: Config, group: ServerGroup) -> Iterator[ServerGroup]:
     """Reserve devices of the Ray cluster at cluster.address. Yields the group with the slots of its servers."""
-    # These modules import Ray, which takes a second, and which a command without a cluster does not need.
+    # These modules import Ray. The import takes a second, and a command without a cluster does not need Ray.
     from mrl.placement.device_map import device_map_text
     from mrl.placement.placement_groups import PlacementError, current_device_map, place_pools
     from mrl.placement.ray_cluster import ray_cluster
@@ -120,10 +120,10 @@ def _on_cluster(config: Config, group: ServerGroup) -> Iterator[ServerGroup]:
 
 
 def answering_urls(urls: Sequence[str], timeout_s: float, needs_seeds: bool) -> tuple[str, ...]:
-    """Return the URLs of the external servers that take requests. The others are left out with a warning.
+    """Return the URLs of the external servers that take requests. Logs a warning for each server that does not.
 
     Waits up to `timeout_s` for the first server, and then LATE_URL_S for the others. Raises EngineError if no server answers,
-    and ValueError if `needs_seeds` and a server ignores seeds.
+    and ValueError if `needs_seeds` is true and a server ignores seeds.
     """
     with ExitStack() as stack:
         controls = {url: stack.enter_context(EngineControl(url, PROBE_TIMEOUT_S)) for url in urls}
@@ -159,21 +159,21 @@ def _why_not_ready(control: EngineControl) -> str:
 
 
 class EngineWatcher:
-    """Sends requests through an engine pool, and puts a new engine in service for each engine that fails.
+    """Sends requests through an engine pool, and replaces engines that fail.
 
-    The weights never change, so a new engine can take requests as soon as it is ready. A failed engine is left out if it is an
-    external server, if replacing it would exceed `max_restarts`, or if its replacement does not become ready. The other engines
-    then sample the rest. Requests that were sent to a failed engine are sent again.
+    The weights never change, so a new engine can take requests as soon as it is ready. A failed engine is not replaced if it is
+    an external server, or if the replacement would exceed `max_restarts`. If an engine is not replaced, or if the new engine does
+    not become ready, the other engines sample the remaining responses. Requests that were sent to a failed engine are sent again.
     """
 
     def __init__(self, pool: EnginePool, max_restarts: int, start_timeout_s: float) -> None:
         self.pool = pool
         self.num_restarts = 0  # engines that were replaced
         self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
-        self._left_out: dict[str, str] = {}  # URL -> why the engine was left out
-        # Why there is no engine any more; None: there are engines, or new ones are starting
+        self._left_out: dict[str, str] = {}  # URL -> why the engine gets no more requests
+        # Why no engine is left; None: engines are in service, or new engines are starting
         self.lost: str | None = None
-        self._running = 0  # calls whose requests an engine computes; changed in the pool's event loop only
+        self._running = 0  # number of calls whose requests an engine computes; only the pool's event loop changes it
         self._changed = asyncio.Condition()  # notified when a call ends and when engines change
         self._ended = threading.Event()
 
@@ -199,7 +199,7 @@ class EngineWatcher:
             try:
                 return await request()
             except NoEngineError:
-                continue  # waits for a new engine
+                continue  # the next iteration waits for a new engine
             finally:
                 async with self._changed:
                     self._running -= 1
@@ -209,11 +209,11 @@ class EngineWatcher:
         while not self._ended.wait(CHECK_INTERVAL_S):
             if failed := self.pool.take_failed():
                 self._replace(failed)
-                if not self._ended.is_set():  # otherwise the pool is closed
+                if not self._ended.is_set():  # after the end, the pool is closed
                     self.pool.submit(self._notify()).result()
 
     def _replace(self, failed: Mapping[str, str]) -> None:
-        """Replace engines, or leave them out. `failed`: URL -> reason."""
+        """Replace failed engines, or send them no more requests. `failed`: URL -> reason."""
         self._left_out |= failed
         is_external = bool(self.pool.spec.engine_group.external_urls)
         if not is_external and self.num_restarts + len(failed) <= self._max_restarts:
@@ -222,7 +222,7 @@ class EngineWatcher:
                 self.pool.replace(list(failed), self._start_timeout_s)
                 self._left_out = {url: why for url, why in self._left_out.items() if url not in failed}
                 return
-            except Exception as error:  # boundary of this thread: the other engines go on
+            except Exception as error:  # this thread must not end, because the other engines still work
                 logger.warning("an engine could not be replaced: %s: %s", type(error).__name__, error)
         for url, reason in failed.items():
             logger.warning("engine %s is left out: %s", url, reason)

@@ -34,7 +34,7 @@ class Evaluation:
     reward: dict[str, Any]  # config section `reward` that gave the scores
     settings: JsonObject  # settings of the generation, from _generate.json
     comparison: Comparison | None = None  # differences from the evaluation in evaluate.compare
-    earlier: list[EvaluationSummary] = field(default_factory=list)  # summaries of that evaluation
+    earlier: list[EvaluationSummary] = field(default_factory=list)  # summaries of the evaluation in evaluate.compare
 
     @property
     def origin(self) -> str:
@@ -78,7 +78,10 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
 
 
 def _read_input(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, list[Row]]:
-    """Return the settings and the responses of a generation, or of files of another tool. `columns`: evaluate.columns."""
+    """Return settings and responses from an output folder of `mrl generate`, or from files of another tool.
+
+    `columns`: the config key evaluate.columns.
+    """
     if not (path / MANIFEST).is_file():
         return read_foreign_responses(path, columns)
     if columns:
@@ -165,7 +168,7 @@ def draw_pass_at_k(
 ) -> None:
     """Write a PNG of pass@k (solid) and maj@k (dashed) over k, one colour per summary, with confidence bands.
 
-    `earlier`: summaries of an evaluation with which this one is compared. Their pass@k is dotted, in the same colours.
+    `earlier`: summaries of the earlier evaluation in a comparison. Their pass@k is dotted, in the same colours.
     """
     figure, axes = _new_figure(title)
     for index, summary in enumerate(summaries):

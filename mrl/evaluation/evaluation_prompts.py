@@ -31,11 +31,11 @@ The function raises ValueError if rows were omitted although data.bad_rows or da
 class EvaluationPrompt:
     """One prompt of a held-out set, and its position."""
 
-    set: str  # name of the held-out set; "" stands for data.test
+    set: str  # name of the held-out set; "" for data.test
     file_in_set: int  # index of the data file in its set, from 0
     file: str  # name of the data file in the config
     file_number: int  # index of the data file among all held-out data files, from 0
-    row: int  # index of the row in the data file, from 0; omitted rows are counted
+    row: int  # index of the row in the data file, from 0; omitted rows count, too
     data_source: str  # results are summarised per data source
     messages: list[dict[str, str]]
     tokens: list[int]  # the messages, rendered by the chat template and tokenized
@@ -131,9 +131,9 @@ def prompt_key(row: Row) -> tuple[int, int]:
 
 
 def prompt_digest(row: Row) -> str:
-    """Return a digest of the prompt to which this row is a response: of its messages and its ground truth.
+    """Return a digest of the messages and the ground truth of the prompt to which this row is a response.
 
-    System messages are not included, so that evaluations with different system messages can be compared.
+    The digest ignores system messages, so that evaluations with different system messages can be compared.
     """
     messages = [message for message in row["prompt"] if message["role"] not in ("system", "developer")]
     content = [[(message["role"], message["content"]) for message in messages], row["ground_truth"]]
@@ -155,7 +155,8 @@ def _to_reward_response(row: Row, group: int) -> Response:
         extra_info=json.loads(row["extra_info"]),
         prompt=row["prompt"],
         group=group,
-        num_tokens=row["num_tokens"] or 0,  # None: another tool sampled the response, and its tokens are unknown
+        # None: another tool sampled the response, and the number of tokens is unknown.
+        num_tokens=row["num_tokens"] or 0,
         truncated=row["finish_reason"] == "length",
         ability=row["ability"],
         style=row["style"],
@@ -170,7 +171,7 @@ class SetRewards:
     of_set: Mapping[str, Reward] = field(default_factory=dict)  # name of a held-out set -> its reward
 
     def open_scorer(self, config: ScoringConfig) -> Scorer:
-        """Return a scorer for `add_scores`, which is a context manager."""
+        """Return a scorer for `add_scores`. The scorer is a context manager."""
         return Scorer(self.reward, further_rewards=list(self.of_set.values()), **config.limits)
 
     def add_scores(self, rows: Sequence[Row], scorer: Scorer) -> list[Row]:
@@ -204,7 +205,7 @@ class SetRewards:
 def checked_rewards(reward: Node, test_sets: Node) -> SetRewards:
     """Return the reward of a config and the rewards of its held-out sets.
 
-    Raises ValueError if one of them is invalid, or if it calls a model that a training run serves.
+    Raises ValueError if a reward is invalid, or if a reward calls a model that only a training run serves.
     """
     built, of_set = instantiate_callable(reward, "reward"), own_rewards(test_sets)
     check_reward(built)

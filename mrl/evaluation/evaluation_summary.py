@@ -24,10 +24,10 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
     """Return the mean of `values` [P], and Wilson's score interval. Each of the P prompts has one value from 0 to 1.
 
     If all values are 0 or 1, this is Wilson's interval for P prompts. Values between 0 and 1, such as pass@k of a prompt,
-    have a smaller variance than m(1 - m), where m is their mean. In this case, P is replaced by an effective number of
+    have a smaller variance than m(1 - m), where m is their mean. For such values, P is replaced by an effective number of
     prompts, P * m(1 - m) / variance, as in surveys (Franco et al. 2019, "Comparative Study of Confidence Intervals for
-    Proportions in Complex Sample Surveys"). One additional prompt with the largest possible spread m(1 - m) is included in
-    the variance. Otherwise a few equal values would give an interval of width 0.
+    Proportions in Complex Sample Surveys"). One additional prompt with the largest possible spread m(1 - m) is included in the
+    variance. Otherwise a few equal values would give an interval of width 0.
     """
     from scipy.stats import norm  # the import takes a second
 
@@ -43,7 +43,7 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
 
 
 def student_t_mean(values: NDArray[np.floating], confidence: float) -> IntervalEstimate:
-    """Return the mean of `values` [P], one per prompt, and Student's t interval. With one prompt, its bounds are None."""
+    """Return the mean of `values` [P], one per prompt, and Student's t interval. With one prompt, the bounds are None."""
     from scipy.stats import t  # the import takes a second
 
     middle, count = float(values.mean()), len(values)
@@ -97,7 +97,8 @@ class EvaluationSummary:
 def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[PromptScores]:
     """Group scored rows by prompt. `answers` [B] are the answers for which the responses vote in maj@k.
 
-    The rows need the columns prompt_digest (see `prompt_digest`), finish_reason and num_tokens. The latter two may be None.
+    The rows need the columns prompt_digest (see `prompt_digest`), finish_reason and num_tokens. The values of finish_reason and
+    num_tokens may be None.
     """
     indices: dict[tuple[int, int], list[int]] = {}
     for index, row in enumerate(rows):

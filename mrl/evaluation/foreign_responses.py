@@ -1,6 +1,7 @@
-"""Responses that other tools have sampled: reads their parquet and jsonl files for `evaluate.input`.
+"""Reads parquet and jsonl files with responses that other tools have sampled (`evaluate.input`).
 
-The columns of the files that verl, lm-evaluation-harness and lighteval write are known. evaluate.columns names other columns.
+This module knows the columns of the files that verl, lm-evaluation-harness and lighteval write. For other files, evaluate.columns
+names the columns.
 """
 
 import json
@@ -40,8 +41,9 @@ class Layout:
     tool: str
     marks: frozenset[str]  # a file has this layout if it has these columns
     columns: ResponseColumns
-    prepare: Callable[[Row], Row] = dict  # adds the columns to a row that `columns` names and the file does not have
-    # Column in which rows with the same responses differ. Only rows with the first row's value are read. None: all rows are read
+    prepare: Callable[[Row], Row] = dict  # adds the columns that `columns` names but the file does not have
+    # Column in which rows with the same responses differ. Rows with another value than the first row are not read. None: all rows
+    # are read
     repeated_by: str | None = None
 
 
@@ -64,7 +66,7 @@ def _with_lm_eval_prompt(row: Row) -> Row:
 
 
 def _with_gold(row: Row) -> Row:
-    """Return a row of lighteval with the column `gold`: the right choice, or a list if there are several."""
+    """Return a row of lighteval with the column `gold`: the right choice, or a list of all right choices."""
     choices, index = column_value(row, "doc.choices"), column_value(row, "doc.gold_index")
     try:
         gold = [choices[each] for each in (index if isinstance(index, list) else [index])]
@@ -100,8 +102,8 @@ def read_foreign_responses(path: Path, columns: Mapping[str, Any]) -> tuple[Json
     """Return the settings and the rows of responses, as `read_responses` does. `columns`: the config key evaluate.columns.
 
     `path` is a file, or a folder with files. A row has all responses to its prompt in a list, or one response as a text. In the
-    latter case, the rows with equal prompt, ground truth and data source belong together. The number of tokens and the finish
-    reason of a response are null if the file does not have them.
+    second case, rows with equal prompt, ground truth and data source have responses to the same prompt. The number of tokens and
+    the finish reason of a response are null if the file does not have them.
 
     Raises ValueError with file, row and column if a row cannot be used.
     """
@@ -158,7 +160,7 @@ class _RowResponses:
     example: PromptExample
     texts: list[str]
     has_all: bool  # whether the row has all responses to its prompt
-    num_tokens: int | None  # of each response; None: unknown
+    num_tokens: int | None  # number of tokens of each response; None: unknown
     kind: Any  # value of the column that Layout.repeated_by names
 
 
@@ -168,7 +170,8 @@ class _RowCollector:
     def __init__(self, file: str, file_number: int) -> None:
         self.rows: list[Row] = []
         self._file, self._file_number = file, file_number
-        self._prompts: dict[str, EvaluationPrompt] = {}  # prompt as JSON -> prompt; only of rows with a single response
+        # Prompt as JSON -> prompt. Contains only the prompts of rows with a single response.
+        self._prompts: dict[str, EvaluationPrompt] = {}
         self._samples: Counter[int] = Counter()  # number of the prompt's row -> responses so far
 
     def add(self, row: _RowResponses) -> None:
@@ -226,5 +229,5 @@ def _count(value: Any, name: str) -> int:
 
 
 def _source_name(file: Path) -> str:
-    """Return the data source of a file without a column data_source: its name, without the prefix and the time of harnesses."""
+    """Return the data source of a file without a column data_source: the file name without the prefix and time of a harness."""
     return re.sub(r"^(samples|details)_|_\d{4}-\d\d-\d\dT[\d:.-]+$", "", file.stem)

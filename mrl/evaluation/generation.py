@@ -1,4 +1,4 @@
-"""`mrl generate`: samples and scores responses to all prompts of a plan. It continues where an earlier process stopped."""
+"""`mrl generate`: samples and scores responses to all prompts of a plan. The command also continues interrupted generations."""
 
 import asyncio
 import shutil
@@ -22,10 +22,10 @@ from mrl.rollout.client import Completion, SamplingParams
 from mrl.rollout.engine_pool import deadline_error
 
 FILES_AHEAD = 2
-"""Number of output files that are requested in advance, in addition to those whose responses the engines sample at one time.
+"""Number of output files whose responses are requested in advance, in addition to the files that the engines sample at one time.
 
-Engines stay busy while the slowest responses of a file are sampled and while its responses are scored. An output file contains
-the responses to generate.prompts_per_file prompts.
+So the engines stay busy while the slowest responses of a file are sampled, and while the responses of a file are scored. An
+output file contains the responses to generate.prompts_per_file prompts.
 """
 
 MAX_POSTS = 64
@@ -53,7 +53,7 @@ def generate(
 ) -> JsonObject:
     """Sample all missing responses. Return the totals that are written to _generate.json.
 
-    The totals are the numbers of responses, prompts and files, and the seconds of this run.
+    The totals are the numbers of responses, prompts and files, and the duration of this run in seconds.
 
     Args:
         converting: context that shows the progress of the conversion of a Megatron checkpoint.
@@ -84,7 +84,8 @@ class RequestDispatcher:
 
     def __init__(self, watcher: EngineWatcher, in_flight: int) -> None:
         """`in_flight`: largest number of GenerationRequests that an engine computes at the same time."""
-        self.capacity = in_flight * len(watcher.pool.engines)  # of all engines together
+        # Number of responses that all engines together sample at the same time.
+        self.capacity = in_flight * len(watcher.pool.engines)
         self._watcher, self._posts = watcher, min(MAX_POSTS, in_flight)
         self._per_post = in_flight // self._posts
 

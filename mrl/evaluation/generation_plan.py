@@ -97,7 +97,7 @@ class GenerationPlan:
     model: SampledModel
     sources: list[PromptSource]
     rewards: SetRewards | None  # None: the responses are not scored
-    sampling: SamplingParams  # parameters of every response, except its seed
+    sampling: SamplingParams  # parameters of every response, except the seed
 
     @property
     def server_args(self) -> dict[str, Any]:
@@ -167,9 +167,9 @@ DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args",
 
 
 def _response_settings(config: Config, model: SampledModel, prompt_files: list[Path]) -> dict[str, Any]:
-    """Return everything that determines the output files. A generation continues only if all of it is unchanged.
+    """Return all settings that determine the output files. A generation continues only if none of them has changed.
 
-    These are config values, versions of packages, and sizes and modification times of files. rollout.num_engines and
+    The result contains config values, versions of packages, and sizes and modification times of files. rollout.num_engines and
     rollout.engine_urls are not included, because they may change when a generation continues.
     """
     generate = config.generate

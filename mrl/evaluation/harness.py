@@ -1,7 +1,7 @@
 """Runs the tasks of lm-evaluation-harness with mrl's engines (`evaluate.harness`).
 
-The user installs the harness in an environment of its own. mrl starts engines and an endpoint with OpenAI's API, runs the
-harness as a child process, and reads the file of its results.
+The user installs the harness in a separate environment. mrl starts engines and an endpoint with OpenAI's API, runs the harness as
+a child process, and reads the results file.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class HarnessResult:
     """One metric of one task, or of one group of tasks."""
 
     task: str
-    metric: str  # name of the metric and of the filter of responses, such as "exact_match,strict-match"
+    metric: str  # name of the metric and name of the response filter, such as "exact_match,strict-match"
     samples: int | None  # number of rows of the task; None for a group of tasks
     value: IntervalEstimate
 
@@ -63,7 +63,7 @@ class HarnessPlan:
 
     @property
     def server_args(self) -> dict[str, Any]:
-        """Arguments of SGLang for every engine. In contrast to other engines of mrl, these have a tokenizer."""
+        """Arguments of SGLang for every engine. Unlike the other engines of mrl, these engines have a tokenizer."""
         config = self.config
         arguments = default_server_args(config.model.dtype, self.model.context, device=config.sglang.get("device"))
         del arguments["custom_weight_loader"]  # the weights never change
@@ -106,7 +106,7 @@ def plan_harness(config: Config) -> HarnessPlan:
 
 
 def _checked_words(line: str) -> list[str]:
-    """Return the words of evaluate.harness. Raises ValueError if they do not run lm_eval, or if it is not installed."""
+    """Return the words of evaluate.harness. Raises ValueError if they do not run lm_eval, or if lm_eval is not installed."""
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -134,13 +134,13 @@ def _checked_words(line: str) -> list[str]:
 def run_harness(
     plan: HarnessPlan, converting: AbstractContextManager[ByteProgress]
 ) -> tuple[Path, list[HarnessResult]]:
-    """Run the harness. Returns the file of its results, and the results with intervals of evaluate.confidence.
+    """Run the harness. Returns the results file, and the results with intervals at the level evaluate.confidence.
 
     `converting`: context that shows the progress of the conversion of a Megatron checkpoint. Raises EngineError if no engine is
     left, and HarnessError if the harness fails.
     """
     config, before = plan.config, set(plan.folder.rglob("results_*.json"))
-    # The converted model is not in plan.folder, where lm_eval makes folders with the name of the model
+    # The converted model is not in plan.folder, because lm_eval creates folders with the name of the model there
     scratch = plan.folder.with_name(f"harness_{CONVERTED_MODEL}")
     shutil.rmtree(
         scratch, ignore_errors=True
@@ -164,7 +164,7 @@ def run_harness(
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run the harness with the engine key as API key, and return its exit status. An exception also ends the harness."""
+    """Run the harness with the engine key as API key, and return its exit status. End the harness if an exception occurs."""
     process = subprocess.Popen(command, env=os.environ | {"OPENAI_API_KEY": engine_key()})
     try:
         return process.wait()
@@ -178,7 +178,7 @@ def _run(command: Sequence[str]) -> int:
 
 
 def read_results(content: Mapping[str, Any], confidence: float) -> list[HarnessResult]:
-    """Return the metrics in a results file of lm_eval. The intervals are normal intervals with the file's standard errors."""
+    """Return the metrics in a results file of lm_eval. Intervals are normal intervals from the standard errors in the file."""
     from scipy.stats import norm  # the import takes a second
 
     z, samples = float(norm.ppf((1 + confidence) / 2)), content.get("n-samples", {})
@@ -198,8 +198,8 @@ def read_results(content: Mapping[str, Any], confidence: float) -> list[HarnessR
 class OpenAIEndpoint:
     """HTTP server with OpenAI's API that forwards each request to one of the engines. A context manager starts and ends it.
 
-    It requires the engine key as API key. The engines need a tokenizer. If an engine fails, another one gets its requests. The
-    server runs in the event loop of the pool.
+    Clients must send the engine key as API key. The engines need a tokenizer. If an engine fails, another engine gets its
+    requests. The server runs in the event loop of the pool.
     """
 
     def __init__(self, watcher: EngineWatcher, limit: int) -> None:

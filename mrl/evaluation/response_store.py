@@ -11,7 +11,7 @@ from parallel.durable_files import fsync_path
 # File with the settings, the digest of the prompts and, after the generation has finished, its totals. Readers of folders of
 # parquet files, such as pandas.read_parquet, ignore names that begin with an underscore.
 MANIFEST = "_generate.json"
-OUTPUT_FILES = "responses_*.parquet"  # the star stands for the index of the file
+OUTPUT_FILES = "responses_*.parquet"  # `*` is replaced by the index of the file
 
 Row = dict[str, Any]  # one response, as the columns of `response_schema`
 JsonObject = dict[str, Any]  # settings or totals of a generation, as in _generate.json
@@ -20,7 +20,7 @@ JsonObject = dict[str, Any]  # settings or totals of a generation, as in _genera
 class ResponseStore:
     """The output folder of one generation. A later process with the same settings adds the missing files.
 
-    Used as a context manager, it holds an exclusive lock on the folder. Only the holder of the lock may write.
+    As a context manager, the store holds an exclusive lock on the folder. Only the holder of the lock may write.
     """
 
     def __init__(self, folder: str | Path, settings: JsonObject) -> None:
@@ -34,7 +34,8 @@ class ResponseStore:
                 contains other files.
         """
         self.folder = Path(folder)
-        self.settings: JsonObject = json.loads(json.dumps(settings))  # with the types that a manifest on disk has
+        # The settings get the types that a manifest on disk has.
+        self.settings: JsonObject = json.loads(json.dumps(settings))
         self._lock: int | None = None  # file descriptor of the locked folder
         self._check()
 
@@ -59,7 +60,7 @@ class ResponseStore:
             )
 
     def check_prompts(self, prompts_digest: str) -> None:
-        """Compare the digest of the prompts with the stored digest. If there is none, store the digest. Needs the lock.
+        """Compare the digest of the prompts with the stored digest. If none is stored, store it. The caller must hold the lock.
 
         Raises:
             ValueError: the folder belongs to a generation with other prompts.
@@ -201,7 +202,7 @@ def response_schema() -> Any:
             ("ground_truth", pa.string()),  # text, or JSON if ground_truth_is_json is true
             ("ground_truth_is_json", pa.bool_()),
             ("extra_info", pa.string()),  # JSON
-            ("ability", pa.string()),  # empty if the row of the data has none, like the next column
+            ("ability", pa.string()),  # empty if the row of the data has no ability
             ("style", pa.string()),
             ("score", pa.float64()),  # null if generate.score is false
             ("failure", pa.string()),  # why the reward gave no score; null if it gave a score

@@ -1,4 +1,4 @@
-"""Diagnosis of a hang: reads snapshots of all processes, finds those that make the others wait, and composes the report."""
+"""Diagnosis of a hang: reads snapshots of all processes, finds those for which the others wait, and composes the report."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ NO_CRASH_MESSAGE = "no error message; killed by SIGKILL (possibly out of memory)
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """The processes that make the others wait, and a description of what the processes are doing."""
+    """The processes for which the other processes wait, and a description of what the processes are doing."""
 
     blamed: tuple[ProcessSnapshot, ...]  # empty if no process differs from the others
     sentence: str  # describes each blamed process and each process that was called and has not answered
@@ -144,7 +144,7 @@ def _group_alike(snapshots: Sequence[ProcessSnapshot]) -> list[tuple[str, list[P
 
 
 def _describe_alike(snapshots: Sequence[ProcessSnapshot]) -> str:
-    """Describe processes that do the same work. File and line are left out if they differ between the processes."""
+    """Describe processes that do the same work. The result omits file and line if they differ between the processes."""
     texts = [_describe_state(snapshot) for snapshot in snapshots]
     return texts[0] if len(set(texts)) == 1 else texts[0].partition(" (")[0]
 

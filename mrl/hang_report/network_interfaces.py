@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 CONNECT_TIMEOUT_S = 1.0  # longest wait for a connection from an address to the same address
-NCCL_LAST_CHOICES = ("docker", "lo", "virbr")  # name prefixes that NCCL uses only if there is no other interface
+NCCL_LAST_CHOICES = ("docker", "lo", "virbr")  # name prefixes of interfaces that NCCL uses only if there is no other
 VIRTUAL_PREFIXES = (*NCCL_LAST_CHOICES, "veth", "br-", "cni", "flannel", "cali", "tun", "tap")  # containers and tunnels
 
 
@@ -58,7 +58,7 @@ def _interface_index(name: str) -> int:
 
 
 def connect_to_itself(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> str:
-    """Try a TCP connection from one of this host's addresses to the same address. Returns the error; "" if it works."""
+    """Try a TCP connection from one of this host's addresses to the same address. Returns the error; "" on success."""
     try:
         with socket.create_server((address, 0)) as server:
             server.settimeout(timeout_s)
@@ -88,7 +88,7 @@ def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]
 
 
 def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") -> list[NetworkInterface]:
-    """Return the interfaces on which NCCL opens its connections. The ranks first meet on the first of these interfaces.
+    """Return the interfaces on which NCCL opens its connections. NCCL's bootstrap uses the first of these interfaces.
 
     `variable`: the value of NCCL_SOCKET_IFNAME.
     """

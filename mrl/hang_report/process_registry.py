@@ -21,7 +21,8 @@ from typing import Any
 
 from mrl.core.jsonl import write_json
 
-DUMP_SIGNAL = signal.SIGUSR2  # faulthandler handles it in C, so it works inside a collective and while the GIL is held
+# faulthandler handles this signal in C, so a dump works even inside a collective and while another thread holds the GIL.
+DUMP_SIGNAL = signal.SIGUSR2
 # Environment variables that tell the processes of an engine where and under which name to register
 REGISTRY_FOLDER_ENV = "MRL_STACKS"
 REGISTRY_NAME_ENV = "MRL_STACKS_NAME"
@@ -46,7 +47,8 @@ class ProcessRecord:
     role: str  # rank, rollout or engine
     host: str
     pid: int
-    started: int  # start time in clock ticks since boot; pids are reused, so pid and start time identify a process
+    # Start time in clock ticks since boot. Together with the pid, it identifies a process, because pids are reused.
+    started: int
     group: str = ""  # model of a trainer rank; "" for the actor
     rank: int = -1  # index of a trainer rank among the ranks of its model; -1 for other processes
 

@@ -42,7 +42,7 @@ class ProcessSnapshot:
     record: ProcessRecord
     state: str  # a value of STATES, or UNREACHABLE
     wchan: str = ""  # kernel function in which the process sleeps
-    stacks: tuple[tuple[StackFrame, ...], ...] = ()  # one per thread, the main thread's first
+    stacks: tuple[tuple[StackFrame, ...], ...] = ()  # one stack per thread, the stack of the main thread first
     activities: tuple[Activity, ...] = ()  # work that the process has begun and not finished
     collectives: tuple[LastCollective, ...] = ()  # the last collective in each process group of a trainer rank
     crash: str = ""  # crash message that a dead process left; "" if it left none

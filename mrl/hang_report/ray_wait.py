@@ -86,7 +86,7 @@ class HangReport:
     """Diagnosis of a hang and the file of its report."""
 
     diagnosis: HangDiagnosis
-    path: Path | None  # None if it could not be written
+    path: Path | None  # None if the file could not be written
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,7 +105,8 @@ def make_hang_report(
     """Take snapshots of all processes of a run, diagnose them and write run_dir/hang_report_<n>.txt.
 
     `reason`: first line of the report. `is_pending`: whether a process was called and has not answered. `check_network`: also
-    test the network interfaces that NCCL may use; set if the call starts the processes. `extra_lines`: last lines of the report.
+    test the network interfaces that NCCL may use; set this if the call starts the processes. `extra_lines`: last lines of the
+    report.
     """
     snapshots, host_lines = _snapshot_all_hosts(str(registry_folder(run_dir)), check_network)
     diagnosis = diagnose(snapshots, lambda snapshot: is_pending(snapshot.record))
@@ -119,7 +120,7 @@ def make_hang_report(
 
 
 def write_report(folder: Path, text: str) -> Path:
-    """Write `text` to hang_report_<n>.txt in `folder`; n is the smallest number, from 1, without a file.
+    """Write `text` to hang_report_<n>.txt in `folder`; n is the smallest number from 1 for which no file exists.
 
     Raises OSError if the disk fails; no file is left in that case.
     """
@@ -295,7 +296,7 @@ def _wait_for_all(futures: Sequence[ObjectRef], timeout_s: float) -> dict[Object
 
 
 def _is_data_lost(error: RayError) -> bool:
-    """Return whether the error means that an object of Ray's store is lost. This happens if the process that made it died."""
+    """Return whether an object of Ray's store is lost. This happens if the process that made the object died."""
     return isinstance(error, ObjectLostError) or (
         isinstance(error, RayTaskError) and isinstance(error.cause, ObjectLostError)
     )
@@ -308,7 +309,7 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def call_error(future: ObjectRef) -> RayError | None:
-    """Return the error of a call; None if it succeeded or is still running."""
+    """Return the error of a call; None if the call succeeded or is still running."""
     try:
         if ray.wait([future], timeout=0)[0]:
             ray.get(future)

@@ -28,10 +28,10 @@ WAITS = {
     ("urllib/request.py", ""): "an answer over HTTP",
     ("asyncio/base_events.py", ""): "an answer over the network",
     ("mrl/rollout/engine_pool.py", "_wait"): "an answer over the network",  # uvloop waits without Python frames
-    ("mrl/rollout/engine_pool.py", "_run_loop"): "an answer over the network",  # uvloop, as above
+    ("mrl/rollout/engine_pool.py", "_run_loop"): "an answer over the network",  # uvloop waits without Python frames
     ("mrl/rollout/rollout_pipeline.py", "wait_step"): "another thread",
     ("mrl/rollout/rollout_pipeline.py", "_take_unscored"): "another thread",
-    ("uvicorn/", ""): "a call",  # uvloop, as above
+    ("uvicorn/", ""): "a call",  # uvloop waits without Python frames
     ("zmq/", ""): "a call",
     ("ray/_private/worker.py", "main_loop"): "a call",
     ("ray/_private/worker.py", "get_objects"): "an object of Ray's store",
@@ -171,7 +171,8 @@ def _summarize(stack: list[StackFrame]) -> StackSummary:
 def _waiting_frames(stack: list[StackFrame]) -> list[StackFrame]:
     """Return the innermost frames, up to and including the first frame outside of libraries.
 
-    Library code that called that frame is left out, because it only started the work in which the process waits.
+    The result omits library code that called this first frame, because that code only started the work in which the process
+    waits.
     """
     frames = []
     for frame in stack[:NUM_WAITING_FRAMES]:

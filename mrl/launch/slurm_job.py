@@ -178,7 +178,7 @@ def _log_path(folder: Path, name: str) -> str:
 
 
 def _sbatch_options(section: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return the options in a config section as texts for sbatch. Options with null, with false or with 0 GPUs are left out."""
+    """Return the options in a config section as texts for sbatch. Omits null, false and gpus_per_node=0."""
     options = {}
     for name, value in section.items():
         plain = "" if value is True else str(value)
@@ -226,7 +226,7 @@ def _job_arguments(overrides: Sequence[str]) -> list[str]:
 def _original_environment() -> dict[str, str]:
     """Return the environment with which this process started, without the variables that a new job must not get.
 
-    Variables that libraries have set after the start are not in it.
+    The result does not contain variables that libraries have set after the start.
     """
     original = psutil.Process().environ()
     kept = {name: value for name, value in original.items() if not name.startswith(_NOT_PASSED_ON)}

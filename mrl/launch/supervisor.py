@@ -25,13 +25,13 @@ from mrl.core.processes import become_subreaper, descendants, end_processes
 from mrl.core.run_errors import REQUEUE_STATUS, describe_exit
 from mrl.core.shutdown import call_before_exit
 
-PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # tells the child the file descriptor to which the child writes messages
+PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # contains the file descriptor to which the child writes messages
 RUN_VARIABLE = (
     "MRL_SUPERVISED"  # processes of the child inherit this variable; its value is the supervisor's process id
 )
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 BACKOFF_S = 1.0  # pause before the first restart; it doubles with each restart
-MAX_RESTARTS = 5  # consecutive restarts, see STABLE_S
+MAX_RESTARTS = 5  # largest number of consecutive restarts, see STABLE_S
 STABLE_S = 3600.0  # if a child ran for this time, the restarts are counted from 0 again
 
 _RUN_CHILD = "from mrl.launch import supervisor; supervisor.run_child()"
@@ -113,8 +113,8 @@ class _ChildWatcher:
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
         """Run one child. Return (its exit status, the messages that it sent, its duration in seconds).
 
-        The descendants of the child are ended too, also those that have left its session and lost their parents. If a signal
-        arrived before the child started, the child gets this signal immediately.
+        When the child has ended, its descendants are ended too, even those that have left its session and whose parents have
+        ended. If a signal arrived before the child started, the child gets this signal immediately.
         """
         start = time.monotonic()
         read_end, write_end = os.pipe()
@@ -136,10 +136,10 @@ class _ChildWatcher:
     def _left_by_child(self) -> list[psutil.Process]:
         """Return the processes that an ended child has left behind.
 
-        This process is the subreaper, so the kernel makes these orphans its children. Processes that are older than the run are
-        spared (`server & exec mrl train`), and so are their children. An orphan can come from another program only if there were
-        older processes, or if this process is process 1 of a container (`docker exec`). In these two cases, an orphan is spared
-        if its environment can be read, is not empty, and lacks RUN_VARIABLE.
+        This process is the subreaper, so the kernel makes it the parent of these orphans. The result does not contain processes
+        that are older than the run (`server & exec mrl train`), or their children. An orphan can come from another program only
+        if there were older processes, or if this process is process 1 of a container (`docker exec`). In these two cases, the
+        result also omits an orphan whose environment can be read, is not empty, and lacks RUN_VARIABLE.
         """
         new = [each for each in _children() if each not in self.earlier]
         if self.earlier or os.getpid() == 1:
@@ -183,7 +183,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
             pid, status = os.wait()
         except (
             ChildProcessError
-        ):  # this process inherited that it ignores SIGCHLD; the kernel then discards exit statuses
+        ):  # this process has inherited the setting to ignore SIGCHLD, so the kernel discards exit statuses
             return child.wait()
         if pid == child.pid:
             child.returncode = os.waitstatus_to_exitcode(status)

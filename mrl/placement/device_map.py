@@ -249,7 +249,7 @@ ROLE_COLORS = {
     "actor": "#4C78A8",
 }
 """Color of each role. The order is the order in which the roles work during a step."""
-OTHER_COLOR = "#9D755D"  # of the other models in the key `roles`, which work before the critic
+OTHER_COLOR = "#9D755D"  # color of the other models in the key `roles`, which work before the critic
 MAX_NODE_ROWS = 16  # if a map has more nodes, consecutive nodes with equal roles share a row
 
 

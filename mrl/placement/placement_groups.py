@@ -40,7 +40,7 @@ class PlacedPool:
 
     pool: Pool
     group: PlacementGroup
-    has_gpus: bool  # the slots are GPUs
+    has_gpus: bool  # whether the slots are GPUs
     timeout_s: float  # longest time to wait until Ray has placed the group, also after the loss of a node
     _devices: dict[tuple[int, str], str] = field(default_factory=dict)  # (bundle, node) -> id of the GPU
 
@@ -71,7 +71,7 @@ class PlacedPool:
         )
 
     def _probe_devices(self, nodes: Mapping[int, str]) -> dict[int, str]:
-        """Return bundle -> id of its GPU. A small Ray task in each bundle finds the id, again after a bundle has moved."""
+        """Return bundle -> id of its GPU. A small Ray task in each bundle finds the id. It runs again if the bundle has moved."""
         if not self.has_gpus:
             return dict.fromkeys(nodes, "")
         unknown = [location for location in nodes.items() if location not in self._devices]
@@ -120,8 +120,8 @@ class RolePlacement:
 
     placed: PlacedPool
     bundles: tuple[int, ...]  # bundle of each rank
-    tp_size: int  # ranks of a tensor-parallel group or of an engine, which should be on one node
-    pin_engines_to_nodes: bool  # each engine runs on the node of its slots; true if there are GPUs or several nodes
+    tp_size: int  # number of ranks in a tensor-parallel group or an engine; these ranks should be on one node
+    pin_engines_to_nodes: bool  # whether engines run on the nodes of their slots (with GPUs, or with several nodes)
 
     @classmethod
     def of(cls, placed: PlacedPool, role: str, pin_engines_to_nodes: bool) -> Self:

@@ -44,14 +44,15 @@ POLL_INTERVAL_S = 0.5  # missing_nodes waits this long between two reads of the 
 
 
 def copy_for_actor[T](value: T) -> T:
-    """Return the copy of a value that an actor would get. Raises what pickling raises."""
+    """Return the copy of a value that an actor would get. Raises the errors of pickling."""
     return cloudpickle.loads(cloudpickle.dumps(value))
 
 
 class _RunJobConfig(JobConfig):
     """Job config with which Ray does not put the driver's working directory in front of the `sys.path` of worker processes.
 
-    There, a user's module such as `parallel.py` would hide a package of mrl. Importing mrl appends the folder at the end instead.
+    At the front, a user's module such as `parallel.py` would hide a package of mrl. Instead, the import of mrl appends the
+    folder at the end.
     """
 
     def _runtime_env_has_working_dir(self) -> bool:
@@ -66,8 +67,8 @@ def ray_cluster(
 
     Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
     number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
-    independently of the number of cores. `variables`: further environment variables of every process of the run, which
-    also gets the network variables of this process. Raises ProcessesLostError if the local cluster does not start, and ValueError
+    independently of the number of cores. `variables`: further environment variables for every process of the run. All processes
+    also get the network variables of this process. Raises ProcessesLostError if the local cluster does not start, and ValueError
     if the folder for its files would not be private.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -125,9 +126,9 @@ def cluster_hosts() -> list[dict[str, Any]]:
 def object_store_bytes(memory: int, shared_memory: int) -> int:
     """Return the size of a local cluster's object store, from the free memory of the machine and the free space of /dev/shm.
 
-    The store gets a tenth of the memory, but at most half of /dev/shm, in which engines and NCCL have buffers too. It gets at
-    least MIN_OBJECT_STORE_BYTES. Ray puts a store that does not fit in /dev/shm on the disk. The store uses memory only for the
-    objects in it.
+    The store gets a tenth of the memory, but at most half of /dev/shm, because engines and NCCL have buffers there, too. It gets
+    at least MIN_OBJECT_STORE_BYTES. If the store does not fit in /dev/shm, Ray puts it on the disk. The store uses memory only
+    for the objects in it.
     """
     return max(MIN_OBJECT_STORE_BYTES, min(memory // 10, shared_memory // 2))
 
@@ -172,7 +173,7 @@ def _worker_setup() -> Callable[[], None]:
     """Return a function that each worker process of an existing cluster runs first. It sets variables of the worker process.
 
     The engine keys are not in `env_vars` of the runtime environment, because they would appear in Ray's logs. The names of
-    network interfaces are not there, because a node on which Ray was started with such a name keeps it.
+    network interfaces are not there either, because a node must keep the name with which Ray was started on this node.
     """
     keys = {ENGINE_KEY: engine_key()} | {name: os.environ[name] for name in (ENGINE_KEYS,) if name in os.environ}
     interfaces = interface_variables(os.environ)

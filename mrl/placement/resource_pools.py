@@ -1,6 +1,6 @@
 """Resource pools: which roles of a run use which devices. This module computes the pools from the config, without Ray.
 
-A role is a model with its trainer ranks, or all engines together (see ROLES). The key `roles` may name more models. A slot is
+A role is a model with its processes, or all engines together (see ROLES). The key `roles` may name more models. A slot is
 one device: a GPU, or one CPU if the cluster has no GPUs. A pool is a set of slots that one or several roles time-share. By
 default, a pool has as many slots as its largest role needs.
 """
@@ -25,7 +25,7 @@ ROLES = {
     "engines": "sample responses",
 }
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""Ray's strategies of placing the slots of a pool: PACK uses few nodes, SPREAD uses many.
+"""Ray's strategies for placing the slots of a pool: PACK uses few nodes, SPREAD uses many.
 
 STRICT_PACK requires a single node. STRICT_SPREAD requires a separate node for each slot.
 """
@@ -36,8 +36,8 @@ POOL_FIELDS = ("roles", "gpus", "strategy")
 class SlotDemand:
     """Number of slots that one role needs in its pool.
 
-    The slots of a tensor-parallel group communicate in every layer, so they should be on one node. The ranks of an engine are
-    such a group.
+    The ranks of a tensor-parallel group communicate in every layer, so their slots should be on one node. The ranks of an engine
+    are such a group.
     """
 
     slots: int  # one slot for each trainer rank or engine rank of the role

@@ -29,11 +29,11 @@ BytesByTensor = dict[str, int]
 
 @dataclass(frozen=True)
 class Kernels:
-    """Properties of a machine's kernels that determine which tensors are saved."""
+    """Properties of a machine's kernels. These properties determine which tensors are saved."""
 
     fused_norm: bool = True  # a norm saves only its input; torch on a CPU saves the normalized values too
     fused_mlp: bool = True  # one kernel computes the gated activation, and saves only its input
-    grouped_attention: bool = True  # one kernel call handles all sequences, without repeated keys for each query head
+    grouped_attention: bool = True  # one kernel call handles all sequences, without copies of keys for each query head
 
 
 GPU_KERNELS = Kernels()
@@ -42,7 +42,7 @@ CPU_KERNELS = Kernels(fused_norm=False, fused_mlp=False, grouped_attention=False
 
 @dataclass(frozen=True)
 class Recompute:
-    """Megatron's settings of activation recomputation.
+    """Megatron's settings for activation recomputation.
 
     `num_layers` has two meanings. With `method` uniform, it is the number of layers that are recomputed from one saved input.
     With `method` block, only the first `num_layers` layers of each virtual stage are recomputed.
@@ -52,7 +52,7 @@ class Recompute:
     method: str | None = None  # if granularity is full: "uniform" (all layers) or "block" (some layers)
     num_layers: int = 1
     modules: frozenset[str] = frozenset()  # Megatron's names of the modules that "selective" recomputes
-    distributed: bool = False  # saved inputs of layers are sharded over tensor-parallel ranks
+    distributed: bool = False  # whether the saved inputs of layers are sharded over tensor-parallel ranks
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> Recompute:
@@ -108,7 +108,7 @@ class MicroBatchShape:
         Context parallelism cuts a sequence into 2 cp chunks. A rank has two of the chunks. The queries of both chunks
         together read 2 cp + 1 chunks of keys.
         """
-        read_ratio = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1  # chunks of keys that are read, divided by chunks
+        read_ratio = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1  # chunks of keys that are read / (2 cp)
         return int(self.tokens * self.cp * self.keys_per_token * read_ratio)
 
     def expert_rows(self, topk: int) -> int:
@@ -129,7 +129,7 @@ def layer_bytes(
 def attention_bytes(
     shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
 ) -> BytesByTensor:
-    """Return the bytes that the attention of a layer saves, with the norm before the attention."""
+    """Return the bytes that the attention of a layer saves. They include the norm before the attention."""
     e = batch.itemsize
     saved = norm_bytes("attention", shape.hidden, batch.rows, batch)
     saved["attention norm's output"] = batch.rows * shape.hidden * e
@@ -200,7 +200,7 @@ def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fro
 
 
 def mlp_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
-    """Return the bytes that the MLP of a dense layer saves, with the norm before the MLP."""
+    """Return the bytes that the MLP of a dense layer saves. They include the norm before the MLP."""
     if "mlp" in recomputed:
         return {"mlp's input": batch.rows * shape.hidden * batch.itemsize}
     saved = norm_bytes("mlp", shape.hidden, batch.rows, batch)
@@ -222,7 +222,7 @@ def _intermediate_bytes(
 
 
 def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
-    """Return the bytes that the experts of a layer save, with the norm before the experts and with the router.
+    """Return the bytes that the experts of a layer save. They include the norm before the experts, and the router.
 
     Each token is sent to the ranks of its experts. So the experts' tensors have one row for each token that the rank receives.
     """
@@ -245,7 +245,7 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
 
 
 def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
-    """Return the bytes of the router: indices and router weights of the chosen experts, and the order of sending tokens."""
+    """Return the bytes of the router: indices and router weights of the chosen experts, and the order of the sent tokens."""
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
     scores = (shape.num_experts * (STATISTIC_BYTES + 1) + STATISTIC_BYTES) if shape.sigmoid_router else 0

@@ -67,7 +67,7 @@ class EngineTime:
         return 2 * self.shape.token_macs / self.tp / self.cluster.matmul_flops_per_s
 
     def _all_reduce_s(self, tokens: float) -> float:
-        """Return the seconds of all all-reduces of one decoding step, of `tokens` tokens: two all-reduces in each layer.
+        """Return the seconds of the all-reduces in one decoding step with `tokens` tokens: two all-reduces in each layer.
 
         The result includes the latency even for an engine on one GPU. There, the latency stands for the time to launch the
         kernels of the layer.
@@ -122,8 +122,8 @@ class RolloutTime:
         must be sampled within (K + 1) * step_s - train_s seconds. Work that grows with the number of responses takes the fraction
         responses_s / step_s of the time. Only the rest is left for the fixed part of the decoding steps. So the longest response
         takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
-        `longest_response_step_s` is the step_s for which these two expressions are equal (the larger root of a quadratic
-        equation): in shorter steps, the longest response would not be finished in time.
+        `longest_response_step_s` is the step_s for which the available seconds equal the seconds of the longest response (the
+        larger root of a quadratic equation). In shorter steps, the longest response would not be finished in time.
         """
         if not self.staleness:
             return train_s + self.fixed_decoding_s + self.responses_s
@@ -150,8 +150,9 @@ def push_s(
 ) -> float:
     """Return the seconds of a weight push with weight_sync.transport=process_group: `trainers` GPUs send to `engines` engines.
 
-    All trainer GPUs send the same number of bytes, and every engine receives a full copy (mrl/weight_sync/transfer_plan.py). The
-    push takes as long as the sending of a trainer GPU or the receiving of an engine GPU, whichever takes longer.
+    All trainer GPUs send the same number of bytes, and every engine receives a full copy of the weights
+    (mrl/weight_sync/transfer_plan.py). The push takes the longer of two times: the time that a trainer GPU needs to send, and the
+    time that an engine GPU needs to receive.
     """
     weights = WEIGHT_BYTES * shape.num_weights
     sent, received = weights * engines / trainers, weights / engine_tp
@@ -163,7 +164,7 @@ def push_s(
 def push_within_a_node_s(shape: ModelShape, cluster: GpuCluster, trainers: int, engine_tp: int) -> float:
     """Return the seconds of a weight push between trainers and engines on the same GPUs of one node.
 
-    All trainers together send the weights once over NVLink, and every engine receives them all.
+    All trainers together send the weights once over NVLink, and every engine receives all weights.
     """
     weights = WEIGHT_BYTES * shape.num_weights
     return max(weights / trainers, weights / engine_tp) / cluster.nvlink_bytes_per_s
@@ -176,7 +177,7 @@ class EngineSpeeds:
     fixed_step_s: float  # seconds of a decoding step that do not depend on the number of running requests
     request_s: float  # additional seconds of a decoding step for each running request
     prefill_s: float  # seconds for each prefilled token; no request decodes during prefill
-    max_running: int  # largest number of requests that run together; the others wait in a queue
+    max_running: int  # largest number of requests that run together; further requests wait in a queue
 
     def decoding_step_s(self, running: int) -> float:
         """Return the seconds of one decoding step of `running` requests."""
@@ -198,7 +199,7 @@ class SimulatedRequest:
     response_tokens: int
     decoded: float = 0.0  # number of decoded tokens when the request last left the running batch
     cached_tokens: int = 0  # prompt tokens that were in the prefix cache at the first start
-    started: bool = False  # the request has started at least once
+    started: bool = False  # whether the request has started at least once
     _start_step: float = 0.0  # number of decoding steps that the engine had run at the last start of the request
 
 

@@ -4,10 +4,10 @@ The seconds of the trainers depend only on the layout and the number of GPUs of 
 only on the layout and the number of GPUs of the engines. So the search evaluates trainers and engines separately for every number
 of GPUs. Then the search compares all divisions of the GPUs between trainers and engines.
 
-The search is deterministic. It finds the shortest predicted step among the candidates that it considers:
+The search is deterministic. It finds the shortest predicted step among the candidates with these properties:
 
-- As many engines as fit on the GPUs that the trainers leave, or on the trainers' GPUs if they share them. There are at most as
-  many engines as responses in a step, or as many as plan.fix says.
+- The run has as many engines as fit on the GPUs without trainers or, if engines and trainers share GPUs, on the trainers' GPUs.
+  It has no more engines than a step has responses. plan.fix can set a smaller number of engines.
 - On several nodes, the replicas of the trained model fill whole nodes.
 - Trainers recompute activations only if they do not fit in memory otherwise.
 """
@@ -45,8 +45,8 @@ def memory_check(shape: ModelShape, cluster: GpuCluster, *models: TrainerSetting
 
     `models`: settings of the models that have this shape and layout: the actor, and the critic if the run has one.
 
-    The returned function is stricter than `mrl plan memory`: it subtracts plan.reserve_gb for two processes and the buckets of
-    the weight sync in every phase, also for trainers that do not share their GPUs with engines.
+    The returned function is stricter than `mrl plan memory`: in every phase, it subtracts the buckets of the weight sync, and
+    plan.reserve_gb for each of two processes. It does so even if the trainers do not share their GPUs with engines.
     """
     available_bytes = cluster.memory_bytes - SENDER_BUCKETS * models[0].bucket_bytes
 
@@ -102,7 +102,7 @@ class RunCandidate:
 
     @property
     def rollout_s(self) -> float:
-        """Seconds of a step that only samples: training, weight push and offloading take no time."""
+        """Seconds of sampling in a step, as if training, weight push and offloading took no time."""
         return self.rollout.step_s(0.0)
 
     @property
@@ -140,8 +140,8 @@ class RunCandidate:
 class SearchResult:
     """The best candidates, the number of evaluated trainer layouts, and the reasons for which choices were excluded."""
 
-    # Fastest first. All have different `placement_and_layout`. If there are too few such candidates, the list also has
-    # candidates that differ only in `kind`
+    # Fastest first. The candidates differ in `placement_and_layout`. If there are too few such candidates, the list also has
+    # candidates that differ from the others only in `kind`.
     best: list[RunCandidate]
     best_of_each: list[RunCandidate]  # the fastest candidate of each combination of placement and mode
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
@@ -301,8 +301,8 @@ class LayoutSearch:
         """Yield candidates whose engines use only GPUs of the trainers, and get their weights by weight_sync.transport=cuda_ipc.
 
         With this transport, every engine rank must share its GPU with a trainer rank. On one node, the weight push is predicted
-        for links within the node. On several nodes, it is predicted as that of process_group, because the trainer ranks first
-        pass the weights on between nodes; the copies on each GPU are neglected.
+        for links within the node. On several nodes, the prediction is that for weight_sync.transport=process_group, because the
+        trainer ranks first pass the weights on between nodes. The copies on each GPU are neglected.
         """
         cluster, shape = self.space.cluster, self.space.shape
         for engine in engines:
@@ -338,7 +338,7 @@ class LayoutSearch:
         return -(-self.work.responses // num_engines) * (staleness + 1)
 
     def _staleness_of(self, mode: str) -> Sequence[int]:
-        """Return the values of staleness to evaluate. The fastest is used.
+        """Return the values of staleness to evaluate. The search uses the fastest of them.
 
         A larger staleness may be slower, because an engine prefills all running responses again after each weight push.
         """
@@ -380,7 +380,7 @@ MIN_REPORTED_FRACTION = 0.005  # a part is reported if its difference is larger 
 
 
 def explain_limits(search: LayoutSearch, best: RunCandidate) -> list[str]:
-    """Return three lines: how sampling and training share the step, what limits sampling, and what training spends time on."""
+    """Return three lines: how sampling and training share the step, what limits sampling, and what takes the time of training."""
     return [_balance(best), _sampling_limit(search, best), _training_limit(search, best)]
 
 

@@ -101,7 +101,7 @@ class ReplicaLayout:
     ep: int = 1
     etp: int = 1
     last_layers: int = 0  # number of layers of the last stage; 0: as many as every other stage
-    recompute: bool = False  # the backward pass recomputes the activations of all layers
+    recompute: bool = False  # whether the backward pass recomputes the activations of all layers
 
     @property
     def gpus(self) -> int:

@@ -57,7 +57,7 @@ class ParameterShape:
     name: str  # Megatron's name, without the prefix of its layer
     location: ParameterLocation
     shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
-    is_sharded: bool  # tensor parallelism (for experts: expert tensor parallelism) shards the parameter
+    is_sharded: bool  # whether tensor parallelism (for experts: expert tensor parallelism) shards the parameter
     present_in: str  # the layers that have the parameter: "always" (all layers), "dense" or "moe"
     is_vocabulary: bool = False  # dim 0 is the vocabulary, padded to a multiple of the number of tensor-parallel ranks
 
@@ -91,21 +91,21 @@ class ModelShape:
     moe_ffn: int  # width of an expert
     shared_ffn: int  # width of all shared experts together
     vocab: int  # number of tokens in the vocabulary
-    qk_norm: bool  # attention normalizes queries and keys
+    qk_norm: bool  # whether attention normalizes queries and keys
     q_lora: int = 0  # width of the compressed queries of latent attention; 0 if queries are not compressed
     kv_lora: int = 0  # width of the compressed keys and values of latent attention; 0 if attention is not latent
     rotary_dim: int = 0  # channels of a head that have a rotary embedding
-    sigmoid_router: bool = False  # the router scores experts with a sigmoid instead of a softmax
-    router_groups: int = 0  # groups of experts; the router chooses groups first, then experts in these groups
-    tied: bool = False  # the output layer and the embedding share their weights
-    gated: bool = True  # MLPs have a gate
-    dropout: bool = False  # layers have dropout
+    sigmoid_router: bool = False  # whether the router scores experts with a sigmoid instead of a softmax
+    router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
+    tied: bool = False  # whether the output layer and the embedding share their weights
+    gated: bool = True  # whether MLPs have a gate
+    dropout: bool = False  # whether layers have dropout
     parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
     buffers: tuple[ParameterShape, ...] = ()  # float32 correction biases of routers, which no optimizer updates
 
     @classmethod
     def of(cls, family: Family, arch: Architecture) -> ModelShape:
-        """Return the sizes of the model `arch`. `family` has the table of its parameters."""
+        """Return the sizes of the model `arch`. `family`: model family, which has the table of the model's parameters."""
         t, rows = arch.transformer, family.rows(arch)
         return cls(
             moe=tuple(map(arch.is_moe, range(arch.num_layers))),
@@ -192,9 +192,9 @@ class ModelShape:
 
     @cached_property
     def attention_macs(self) -> float:
-        """Number of multiply-adds of attention scores and values in one layer, divided by L**2.
+        """Number of multiply-adds for the attention scores and values of one sequence in one layer, divided by L**2.
 
-        L is the number of tokens of a causal sequence.
+        L is the number of tokens of the sequence. The attention is causal.
         """
         return self.num_heads * (self.head_dim + self.value_dim) / 2
 

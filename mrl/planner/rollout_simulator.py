@@ -48,10 +48,10 @@ class RolloutSetup:
     prompts_per_step: int  # N
     num_engines: int
     staleness: int  # K: number of training steps that sampling may be ahead of training; 0 in synchronous runs
-    in_order: bool = False  # steps train groups in the order in which the groups were drawn
+    in_order: bool = False  # whether steps train on groups in the order in which the groups were drawn
     extra: int = 0  # number of groups that over-sampling adds to the groups that are in flight
     train_scale: float = 1.0  # seconds of training per token, relative to the measured run
-    colocated: bool = False  # engines and trainers time-share the same GPUs
+    colocated: bool = False  # whether engines and trainers time-share the same GPUs
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class GroupLengths:
 
     @cached_property
     def _indices(self) -> list[int]:
-        """Serial number of a group in the order of drawing -> index of the lengths of this group in `prompts`."""
+        """Serial number of a drawn group -> index of the group in `prompts` and `responses`."""
         return list(range(len(self.prompts)))
 
     def tokens_of(self, number: int) -> tuple[int, list[int]]:
@@ -94,12 +94,12 @@ class Prediction:
     """Result of a simulated run. The age of a group is the number of steps from its admission to its training."""
 
     step_s: NDArray[np.float64]  # [steps] seconds of each step
-    tokens: NDArray[np.int64]  # [steps] trained response tokens
+    tokens: NDArray[np.int64]  # [steps] response tokens on which the step trained
     best_possible_s: float  # lower bound of the mean of step_s; see the function best_possible_s
     engine_idle_fraction: float  # fraction of time in which an engine runs no request, as a mean over engines
     occupancy: float  # mean number of running requests of an engine, divided by the largest possible number
     ages: dict[int, int]  # age -> number of groups of this age
-    selection_ratio: float  # mean length of the trained responses, divided by the mean length of all drawn responses
+    selection_ratio: float  # mean length of the responses in training, divided by that of all drawn responses
     dropped: int  # number of groups that over-sampling dropped
 
     def seconds(self, skip: int = 0) -> float:
@@ -107,7 +107,7 @@ class Prediction:
         return float(self.step_s[skip:].mean())
 
     def tokens_per_s(self, skip: int = 0) -> float:
-        """Return the trained response tokens per second, without the first `skip` steps."""
+        """Return the response tokens per second on which steps trained, without the first `skip` steps."""
         return float(self.tokens[skip:].sum() / self.step_s[skip:].sum())
 
 
@@ -133,7 +133,7 @@ class _StepLog:
     """Record of the steps that have been simulated so far."""
 
     ends: list[float] = field(default_factory=list)  # [steps] time at which the step ended, in seconds
-    tokens: list[int] = field(default_factory=list)  # [steps] trained response tokens
+    tokens: list[int] = field(default_factory=list)  # [steps] response tokens on which the step trained
     ages: Counter[int] = field(default_factory=Counter)  # see Prediction
     train_s: float = 0.0  # seconds of training in all steps
     dropped: int = 0  # see Prediction
@@ -157,7 +157,7 @@ class _SimulatedRun:
     speeds: RunSpeeds
     setup: RolloutSetup
     now: float = 0.0  # seconds since the start of the run
-    _num_ready: int = 0  # number of finished groups that no step has trained yet
+    _num_ready: int = 0  # number of finished groups on which no step has trained yet
     _requests: dict[Hashable, _EngineRequest] = field(default_factory=dict)  # serial number of a group -> its request
     # serial number of a group -> weight version at the admission of the group
     _admitted_version: dict[int, int] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class _SimulatedRun:
             self._expected_work[engine] += work
             responses = sum(len(self.groups.tokens_of(number)[1]) for number in numbers)
             self._requests |= dict.fromkeys(numbers, _EngineRequest(engine, work, numbers, responses))
-            for finished in self.engines[engine].advance(self.now):  # by rounding, a response may finish at this moment
+            for finished in self.engines[engine].advance(self.now):  # because of rounding, a response may finish now
                 self._finish(finished)
             for number in numbers:
                 prompt, lengths = self.groups.tokens_of(number)
@@ -254,7 +254,7 @@ class _SimulatedRun:
     def _finish(self, response: SimulatedRequest) -> None:
         """Process a finished response. The last response of a request finishes all groups of the request."""
         request = self._requests.get(response.key)
-        if request is None:  # by rounding, a response of a dropped group may finish at the moment of the drop
+        if request is None:  # because of rounding, a response of a dropped group may finish when the group is dropped
             return
         request.unfinished -= 1
         if not request.unfinished:
@@ -347,15 +347,15 @@ class Scenario:
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained response tokens per second."""
+        """Response tokens per second on which steps trained."""
         return self.prediction.tokens_per_s(self.skip)
 
     @property
     def bound_over_predicted(self) -> float:
         """Lower bound of the seconds of a step, divided by the predicted seconds.
 
-        Both are means over all steps, including the first `skip` steps. Later steps may train groups that were sampled during the
-        first steps. So without the first steps, the result could be larger than 1.
+        Both are means over all steps, including the first `skip` steps. Later steps may train on groups that were sampled during
+        the first steps. So without the first steps, the result could be larger than 1.
         """
         return self.prediction.best_possible_s / self.prediction.seconds()
 

@@ -1,7 +1,7 @@
 """Memory that a run needs, compared with the memory of its machines: GPU memory in each phase of a step, host memory, and disk.
 
-A GpuPhase is the memory of one GPU of a resource pool during one phase. One role works in this phase. The other roles of the pool
-are offloaded, and a GpuPhase includes the memory that they still use on the GPU.
+A GpuPhase describes the memory of one GPU of a pool during one phase. One role is active in this phase. The other roles of the
+pool are offloaded. A GpuPhase includes the memory that they still use on the GPU.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class HostMemory:
 
     processes: int  # the processes themselves, with their libraries
     offloaded: int  # models of offloaded roles, in pinned memory
-    reference: int  # model weights of the reference, and the actor's weights while the actor computes with those of the reference
+    reference: int  # weights of the reference, and the actor's weights while its ranks use those of the reference
     checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
     delta: int  # copy of the last pushed weights, if the weight sync sends only differences
-    rollouts: int  # responses in Ray's object store that are not trained yet
+    rollouts: int  # responses in Ray's object store on which no step has trained yet
     teachers: int  # output layers of teachers, and their hidden states for a step in Ray's object store
 
     @property
@@ -83,7 +83,7 @@ class RunMemory:
 
     phases: tuple[GpuPhase, ...]
     engine: EngineRankMemory | None  # None: the run starts no engines
-    longest_sequence: int  # largest expected number of tokens of a prompt together with its response
+    longest_sequence: int  # largest expected number of tokens in a prompt and its response together
     host: HostMemory
     host_limit: int  # bytes of host memory of one node; 0: unknown
     nodes: int  # number of nodes that the run needs
@@ -151,8 +151,8 @@ def run_memory(
 ) -> RunMemory:
     """Return the memory that the run of `config` needs.
 
-    `topology`: layout of an engine, or None if the run starts no engines. `reference`: the processes of the actor also store the
-    weights of the reference.
+    `topology`: layout of an engine, or None if the run starts no engines. `reference`: whether the processes of the actor also
+    store the weights of the reference.
     """
     trainers = {role: trainer_memory(m.shape, m.dims, m.settings) for role, m in models.items()}
     engine = _engine_rank(config, models["actor"], topology, pools) if topology else None
@@ -198,7 +198,7 @@ def _worst_expert_bytes(actor: RoleModel, memory: TrainerMemory) -> int:
 
 
 def trainer_settings(config: Config, context: int, role: str = "actor", **fields: Any) -> TrainerSettings:
-    """Read the settings that determine the memory of a trainer rank of the model `role` from the config of a run.
+    """Read from a config the settings that determine the memory of a trainer rank. `role`: the model of the rank.
 
     `context`: number of tokens of the longest sequence that the model accepts. `fields`: further fields of TrainerSettings.
     """
@@ -220,7 +220,7 @@ def trainer_settings(config: Config, context: int, role: str = "actor", **fields
 
 
 def sequence_tokens(config: Config, context: int) -> int:
-    """Return the largest number of tokens of a prompt together with its response, limited by the context of the model."""
+    """Return the largest number of tokens in a prompt and its response together, limited by the context of the model."""
     return _prompt_tokens(config, context) + config.rollout.max_response_tokens
 
 
@@ -230,7 +230,7 @@ def _prompt_tokens(config: Config, context: int) -> int:
 
 
 def keys_per_token(config: Config, context: int, max_tokens: int) -> float:
-    """Return the number of keys that attention reads, divided by the number of tokens of a pack of `max_tokens` tokens.
+    """Return how many keys attention reads in a pack of `max_tokens` tokens, divided by the number of these tokens.
 
     Each of the responses that share a prompt reads the keys of the prompt again.
     """
@@ -280,7 +280,7 @@ def _gpu_phases(
     servers = [role for role in pool.demands if role not in trainers]  # engines, and models that SGLang serves
     for role in pool.demands:
         if role in servers:
-            if role == servers[0]:  # they are in memory at the same time
+            if role == servers[0]:  # one GpuPhase for all servers, because they are in memory at the same time
                 parts = _server_parts(config, servers, engine, limit)
                 own_buckets = buckets if "engines" in servers else {}
                 yield GpuPhase(pool.name, ", ".join(servers), "rollout", parts | own_buckets | reserve, limit, "each")
@@ -360,10 +360,10 @@ def _host_memory(
 
 
 def _teacher_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
-    """Return the host bytes of distillation over the whole vocabulary on a node with `ranks` ranks of the actor.
+    """Return the host memory that distillation over the whole vocabulary needs on a node with `ranks` actor ranks.
 
-    A rank with an output layer keeps its rows of those of the teachers. The teachers compute hidden states for all sampled tokens
-    of a step.
+    An actor rank with rows of the output layer also keeps the same rows of each teacher's output layer. The teachers compute
+    hidden states for all sampled tokens of a step.
     """
     if not (sizes := actor.settings.teacher_hidden):
         return 0
@@ -410,7 +410,7 @@ def engine_memory(
 
 
 def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
-    """Return the bytes of the keys and values of one token on one engine rank, over all layers.
+    """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
 
     If there are fewer key/value heads than ranks, several ranks store the same head. Latent attention caches one compressed
     vector for each token, and every rank stores a full copy of the vector.

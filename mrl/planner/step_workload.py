@@ -105,11 +105,11 @@ class StepWorkload:
     responses_per_prompt: int  # G
     max_tokens: int  # token budget of a pack in training passes
     forward_max_tokens: int | None = None  # token budget of a pack in passes without gradients; None: max_tokens
-    share_prompts: bool = True  # a prompt is computed once for all its responses in a pack
+    share_prompts: bool = True  # whether a prompt is computed only once for all its responses in a pack
     mini_batches: int = 1  # optimizer steps per epoch
     epochs: int = 1  # training passes over the responses of a step
     scoring_passes: int = 0  # additional forward passes for log-probabilities of the actor and of the reference
-    critic: bool = False  # a critic of the actor's size is trained, which adds a forward pass and optimizer steps
+    critic: bool = False  # whether a critic of the actor's size is trained, with a forward pass and optimizer steps
     critic_budgets: tuple[int, int] | None = None  # max_tokens and forward_max_tokens of the critic; None: the actor's
     mode: str = "sync"  # rollout.mode
 

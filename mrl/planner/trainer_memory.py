@@ -40,8 +40,8 @@ class TrainerSettings:
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
     teacher_hidden: tuple[int, ...] = ()  # hidden sizes of the teachers whose output layers an update needs
-    sampled_gradient: bool = True  # the loss has a gradient through sampled tokens; False: only through divergences
-    entropy: bool = False  # the loss needs entropies, which take one more chunk of logits
+    sampled_gradient: bool = True  # whether the loss has a gradient through sampled tokens; False: only divergences
+    entropy: bool = False  # whether the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
     micro_batches: int | None = None  # micro-batches of a replica per optimizer step; None: enough to fill the pipeline
     keys_per_token: float = 1.0  # keys that attention reads, divided by tokens; above 1 if responses share a prompt
@@ -53,7 +53,7 @@ class TrainerSettings:
 
     @classmethod
     def with_megatron(cls, megatron: Mapping[str, Any], **settings: Any) -> TrainerSettings:
-        """Combine `settings` with the settings of recomputation and of uneven stages in the config's section `megatron`."""
+        """Combine `settings` with those for recomputation and for uneven stages, which the config's section `megatron` has."""
         uneven = tuple((name, value) for name, value in sorted(megatron.items()) if name in UNEVEN_STAGE_FIELDS)
         return cls(recompute=Recompute.of(megatron), uneven=uneven, **settings)
 
@@ -64,7 +64,7 @@ class TrainerRankMemory:
 
     stage: int  # index of the pipeline stage
     state: StateBytes  # weights, gradients and optimizer state
-    saved: int  # activations that are saved for backward passes, of all micro-batches in flight
+    saved: int  # activations of all micro-batches in flight, which are saved for backward passes
     working: int  # temporary tensors of a training pass: logits, gradients of activations, one recomputed layer
     scoring: int  # activations and logits of a forward pass without gradients
     buckets: int  # buckets of the weight sync
@@ -248,8 +248,8 @@ def _distillation_bytes(
     """Return the bytes of distillation over the whole vocabulary (parallel.distillation), without the policy's hidden states.
 
     They include the output layers of the teachers, and the hidden states of the teachers for one micro-batch. `chunk`: bytes of
-    a chunk of logits. `sampled`: bytes of a loss on sampled tokens. Each teacher, and that loss, give a gradient of the head's
-    weight. The gradients are computed one after the other, while the sum of those before is in memory.
+    a chunk of logits. `sampled`: bytes of a loss on sampled tokens. Each teacher, and the loss on sampled tokens, give a gradient
+    of the head's weight. These gradients are computed one after another, and the sum of the earlier ones stays in memory.
     """
     rows = -(-shape.vocab // batch.tp)
     weight_gradient = rows * shape.hidden * batch.itemsize
@@ -257,6 +257,6 @@ def _distillation_bytes(
     teachers = (rows + batch.tokens) * sum(settings.teacher_hidden) * batch.itemsize
     divergence = 2 * chunk + weight_gradient + hidden_gradient  # four tensors with half of a chunk each
     backward = max(divergence, sampled) if settings.sampled_gradient else divergence
-    if len(settings.teacher_hidden) + settings.sampled_gradient > 1:  # at the end, two terms and their sum exist
+    if len(settings.teacher_hidden) + settings.sampled_gradient > 1:  # two gradients and their sum
         backward = max(backward, 2 * weight_gradient) + weight_gradient + hidden_gradient
     return teachers + max(3 * chunk, backward)  # the forward pass computes log-probabilities and entropies, too

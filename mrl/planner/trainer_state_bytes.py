@@ -40,8 +40,8 @@ class VirtualStage:
 
     first: int  # index of the first layer
     layers: int  # number of layers
-    is_first: bool  # the stage has the embedding
-    is_last: bool  # the stage has the final norm and the head
+    is_first: bool  # whether the stage has the embedding
+    is_last: bool  # whether the stage has the final norm and the head
 
     def moe_layers(self, moe: tuple[bool, ...]) -> int:
         """Return how many layers of this stage have experts. `moe`: [layers of the model] whether the layer has experts."""
@@ -158,7 +158,7 @@ def state_of_rank(
 def _buckets(
     shape: ModelShape, dims: ParallelDims, rank: int, virtual: VirtualStage, head: HeadKind
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Yield one result for each bucket of the flat buffers of the virtual stage.
+    """Yield one result for each bucket in the flat buffers of a virtual stage.
 
     A result is (list with the number of elements of each parameter, number of shards of the optimizer state, index of this
     rank's shard).
@@ -178,9 +178,9 @@ def _buckets(
 
 
 def _shared_numel(shape: ModelShape, dims: ParallelDims, virtual: VirtualStage, head: HeadKind) -> int:
-    """Return the number of elements of this virtual stage's copy of a tied embedding, for which Megatron makes a bucket.
+    """Return the number of elements in this virtual stage's copy of a tied embedding. Megatron makes a bucket for each copy.
 
-    0: the virtual stage has no such copy.
+    If the virtual stage has no such copy, return 0.
     """
     has_copies = shape.tied and head == "vocabulary" and dims.pp > 1
     return -(-shape.vocab // dims.tp) * shape.hidden if has_copies and (virtual.is_first or virtual.is_last) else 0
@@ -292,7 +292,7 @@ def buffer_numel(
 def largest_state(
     shape: ModelShape, dims: ParallelDims, stage: list[VirtualStage], itemsize: int, head: HeadKind, trained: bool
 ) -> StateBytes:
-    """Return an upper bound for the state of every rank of one pipeline stage, from a closed formula that is fast.
+    """Return an upper bound for the state of every rank of one pipeline stage. The closed formula is fast.
 
     The bound equals the largest `state_of_rank` of the stage if padding elements are assumed to have optimizer state, too.
     """

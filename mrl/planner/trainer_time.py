@@ -3,8 +3,8 @@
 All formulas take an array [R] of R numbers of replicas, so that the layout search evaluates all of them in one call. Elsewhere
 in mrl, R is the number of sampled tokens.
 The prediction assumes that communication does not overlap with computation. For example, mrl gathers keys and values before
-attention. Only the reduction of gradients overlaps with the backward pass on GPUs (trainer.overlap_grad_reduce), which saves
-time that is not predicted.
+attention. Only the reduction of gradients overlaps with the backward pass on GPUs (trainer.overlap_grad_reduce). The prediction
+does not include the time that this overlap saves.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TrainerTime:
     ) -> dict[str, FloatArray]:
         """Return part -> seconds [R] of one pipelined pass over a mini-batch: the seconds of the slowest pipeline stage."""
         layout = self.layout
-        # A replica trains at least one whole sequence, because a sequence is not divided over replicas.
+        # A replica trains on at least one whole sequence, because a sequence is not divided over replicas.
         tokens = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)
         multiple = layout.pp if layout.vpp > 1 else 1
         count = np.ceil(np.ceil(tokens * work.packs / work.tokens) / multiple) * multiple
@@ -179,7 +179,7 @@ class TrainerTime:
 
     @cached_property
     def stage_parameters(self) -> tuple[int, int]:
-        """Number of elements in the flat buffers of a GPU of the pipeline stage with the most elements: (dense, experts)."""
+        """Number of elements in the flat buffers of a GPU, for the pipeline stage with the most elements: (dense, experts)."""
         shape, layout = self.shape, self.layout
         stages = cached_pipeline_stages(shape.num_layers, layout.pp, layout.vpp, layout.uneven)
         return max((self._buffer_numel(stage) for stage in stages), key=sum)

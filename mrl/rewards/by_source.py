@@ -12,7 +12,7 @@ from mrl.rewards.reward_types import CombinedReward, Response, Reward, Score
 ATTRIBUTES = {"source": "data_source", "ability": "ability", "style": "style"}
 """Key of a route in the config -> attribute of a response that the patterns of this key match."""
 PLAIN_TERM = "reward"
-"""Name of the term of a score whose reward is no weighted sum. GDPO uses the same name for a reward without parts."""
+"""Name of the only term in a score whose reward is not a weighted sum. GDPO uses the same name for a reward without parts."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Route:
     name: str  # key in BySource.rewards
     key: str  # config key of the reward, below the key of BySource
     reward: Reward
-    # Key in ATTRIBUTES -> patterns, of which one must match the attribute. All keys must match
+    # Key in ATTRIBUTES -> patterns. A response matches if, for every key, at least one pattern matches the attribute.
     patterns: Mapping[str, tuple[str, ...]]
 
     @classmethod
@@ -49,7 +49,7 @@ class Route:
         return cls(name, f"rewards.{name}.reward", reward, patterns)
 
     def matches(self, response: Response) -> bool:
-        """Return whether the reward of this route scores a response, if no earlier route matches."""
+        """Return whether the patterns match a response. The reward of the first route that matches scores the response."""
         values = {key: getattr(response, ATTRIBUTES[key]) for key in self.patterns}
         return all(
             any(values[key] == pattern or fnmatchcase(values[key], pattern) for pattern in patterns)
@@ -74,15 +74,18 @@ def _patterns(value: Any, key: str) -> tuple[str, ...]:
 class BySource(CombinedReward):
     """Scores each response with the reward of its data source.
 
-    `rewards` maps patterns of `data_source` to rewards. A pattern is an exact name, such as openai/gsm8k, or has the wildcards
-    `*`, `?` and `[...]`, as in math_*. Upper and lower case differ. The first pattern that matches counts, in the order of the
-    config. An entry may also have the form `{source, ability, style, reward}`. Its key is then only a name, each of source,
-    ability and style is a pattern or a list of patterns, and all that are given must match.
+    `rewards` maps patterns of `data_source` to rewards. A pattern is an exact name, such as openai/gsm8k, or contains the
+    wildcards `*`, `?` and `[...]`, as in math_*. Matching is case-sensitive. If several patterns match, the first one in the
+    order of the config counts.
+
+    An entry may also have the form `{source, ability, style, reward}`, with at least one of the keys source, ability and style.
+    The key of the entry is then only a name. Each of the three values is a pattern or a list of patterns, and every value that is
+    given must match.
 
     `default` scores the responses that no pattern matches. Without `default`, such a response has a failed score, and a run
     whose data has such a row does not start.
 
-    A score has the parts that the inner reward gave it. If the inner reward is a weighted sum, the score has the terms of the
+    A score keeps the parts that the inner reward returned. If the inner reward is a weighted sum, the score has the terms of the
     sum; otherwise it has the term `reward`.
 
     Raises ValueError if `rewards` is empty or an entry is invalid.
@@ -98,7 +101,7 @@ class BySource(CombinedReward):
             )
         if self.default is not None and not callable(self.default):
             raise ValueError(f"default: expected a reward (a node with _target_), got {self.default!r:.80}.")
-        assert self.routes, "each entry gives a route"  # raises ValueError for an invalid entry
+        assert self.routes, "each entry gives a route"  # building the routes raises ValueError for an invalid entry
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
@@ -107,7 +110,7 @@ class BySource(CombinedReward):
 
     @cached_property
     def inner_rewards(self) -> dict[str, Reward]:
-        """Config keys of the rewards -> rewards; the last one is `default`, if there is one."""
+        """Config key of each inner reward -> the inner reward. If `default` is set, it comes last."""
         routed = {route.key: route.reward for route in self.routes}
         return routed | ({} if self.default is None else {"default": self.default})
 
@@ -121,13 +124,13 @@ class BySource(CombinedReward):
         return frozenset().union(*names)
 
     def missing_part(self, name: str) -> str:
-        """Return which inner reward is a sum without this part, or ""."""
+        """Return which inner reward is a weighted sum without a part called `name`, or "" if there is no such reward."""
         combined = {key: each for key, each in self.inner_rewards.items() if isinstance(each, CombinedReward)}
         reasons = {key: each.missing_part(name) for key, each in combined.items()}
         return next((f"in {key}, {reason}" for key, reason in reasons.items() if reason), "")
 
     def assign(self, responses: Sequence[Response]) -> dict[str, list[int]]:
-        """Give each response to the first reward whose patterns match, or else to `default`."""
+        """Assign each response to the first reward whose patterns match the response, or else to `default`."""
         keys: dict[tuple[str, str, str], str | None] = {}  # attributes of a response -> key of its reward
         assigned: dict[str, list[int]] = {key: [] for key in self.inner_rewards}
         for index, response in enumerate(responses):
@@ -144,7 +147,7 @@ class BySource(CombinedReward):
         return next((route.key for route in self.routes if route.matches(response)), default)
 
     def unscored_reason(self, response: Response) -> str:
-        """Return which patterns there are, if none matches the response and there is no `default`."""
+        """Return a message that lists all patterns, or "" if a pattern matches the response or `default` is set."""
         if self._key(response) is not None:
             return ""
         further = {"ability": response.ability, "style": response.style}

@@ -39,7 +39,7 @@ class CodeTestCase(Protocol):
 
 @dataclass(frozen=True)
 class StdoutTestCase:
-    """The program reads `stdin` and must print `expected`. Empty lines and the amount of white space are ignored."""
+    """Test case: the program reads `stdin` and must print `expected`. Empty lines and the amount of white space are ignored."""
 
     stdin: str
     expected: str
@@ -51,7 +51,7 @@ class StdoutTestCase:
 
 @dataclass(frozen=True)
 class AssertTestCase:
-    """The statements `check` are executed after the program and must not raise an exception."""
+    """Test case: the statements `check`, which are executed after the program, must not raise an exception."""
 
     check: str
     stdin: str = ""
@@ -68,10 +68,10 @@ class AssertTestCase:
 
 @dataclass(frozen=True)
 class FunctionTestCase:
-    """A function, or a method of class Solution, must return `expected` for `arguments`.
+    """Test case: a function, or a method of class Solution, must return `expected` for `arguments`.
 
-    The results are compared outside the sandbox. If `expected` is a list with one element, this element is also accepted
-    as result, because some data sets wrap the result in a list.
+    The results are compared outside the sandbox. If `expected` is a list with one element, this element is also accepted as the
+    result, because some data sets wrap the result in a list.
     """
 
     function: str
@@ -138,7 +138,7 @@ def _cases(tests: Mapping[str, Any]) -> list[CodeTestCase]:
 
 
 def _function_case(name: str, given: list[Any] | str, out: Any) -> FunctionTestCase:
-    """Return the test case of a function call. A text output is parsed as JSON only if the input is also a text."""
+    """Return a test case that calls a function. An output that is a text is parsed as JSON only if the input is also a text."""
     if isinstance(given, str):
         lines = [json.loads(line) for line in given.splitlines() if line.strip()]
         return FunctionTestCase(name, lines, json.loads(out) if isinstance(out, str) else out)
@@ -162,7 +162,7 @@ def _words(text: str) -> list[list[str]]:
 
 
 def find_code(text: str) -> str | None:
-    """Return the last fenced block of Python code, or None if there is none."""
+    """Return the last fenced block of Python code, or None if the text has no such block."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else None
 
@@ -173,26 +173,26 @@ REASONS = (*(reason for reason in get_args(Reason) if reason != "ok"), NO_CODE)
 
 
 def part_name(reason: str) -> str:
-    """Return the name of the score's part for a reason: `time limit` -> `code_time_limit`."""
+    """Return the part name under which a score records a reason: `time limit` -> `code_time_limit`."""
     return "code_" + reason.replace(" ", "_")
 
 
 @dataclass(frozen=True)
 class CodeExecution:
-    """1 if the program in the response passes all test cases of the ground truth, else 0.
+    """Gives the score 1 if the program in the response passes all test cases of the ground truth, else 0.
 
-    With `partial`, the score is the fraction of the test cases that the program passes. The parts of the score tell how the
-    program ended. They are logged, and are not added to the score. `ended` is 1 if the program ended normally in all test
+    With `partial`, the score is the fraction of the test cases that the program passes. The parts of the score say how the
+    program ended. The parts are logged, but are not added to the score. `ended` is 1 if the program ended normally in all test
     cases that were run. Otherwise `code_<reason>` is 1 for the first reason that occurred; REASONS lists the reasons. Scoring
     fails only if the test cases cannot be read or the sandbox does not start.
 
     Raises ValueError for unknown or invalid limits, and on a machine that does not support the sandbox.
     """
 
-    partial: bool = False  # False: no test case is run after the first failed one
+    partial: bool = False  # False: stop at the first failed test case
     whole_text: bool = False  # True: the program is the whole response. False: it is the last ```python block
     workers: int = 4  # number of programs that run in parallel
-    # limits of each run of a program
+    # resource limits of each run of a program
     limits: SandboxLimits | Mapping[str, float] = field(default_factory=SandboxLimits)
 
     def __post_init__(self) -> None:
@@ -217,13 +217,13 @@ class CodeExecution:
             code = response.text if self.whole_text else find_code(response.text)
             passed, reason = (0, NO_CODE) if code is None else self._run_cases(code, cases)
         except (ValueError, RuntimeError, OSError) as error:
-            # The error is in the ground truth or in the sandbox. Errors of the program do not raise here.
+            # The error is in the ground truth or in the sandbox. An exception in the program is not raised here.
             return Score.failed(str(error))
         parts = {"ended": float(reason is None)} | {part_name(each): float(each == reason) for each in REASONS}
         return Score(passed / len(cases) if self.partial else float(passed == len(cases)), parts=parts)
 
     def _run_cases(self, code: str, cases: list[CodeTestCase]) -> tuple[int, str | None]:
-        """Return the number of passed test cases, and the first reason why the program did not end normally, or None."""
+        """Return the number of passed test cases, and the first reason for an abnormal end (None: all runs ended normally)."""
         passed, reason = 0, None
         for case in cases:
             result = self._run(code, case)
@@ -241,7 +241,7 @@ class CodeExecution:
 
 
 def _reason(result: SandboxResult, case: CodeTestCase) -> str | None:
-    """Return why the program did not end normally, or None. A failed assertion of the test case is a normal end."""
+    """Return why the program did not end normally, or None if it did. A failed assertion of the test case is a normal end."""
     if isinstance(case, AssertTestCase) and result.reason == "wrong exit" and "AssertionError" in result.detail:
         return None
     return None if result.reason == "ok" else result.reason

@@ -1,7 +1,8 @@
 """Makes the fork server of the worker processes adopt orphaned processes of rewards. Only the fork server imports this module.
 
-If a reward starts a process that outlives its worker process, for example by a double fork, the process becomes a child of
-the fork server. mrl.rewards.worker_pool finds it there and ends it. Importing this module changes the importing process.
+A process that a reward starts, for example by a double fork, may outlive the worker process. Such a process becomes a child of
+the fork server, where mrl.rewards.worker_pool finds and ends it. The import of this module makes the importing process a
+subreaper.
 """
 
 import warnings
@@ -9,5 +10,5 @@ import warnings
 from mrl.core.processes import become_subreaper
 
 become_subreaper()
-# The fork server reaps these processes. It would warn about them, because it did not start them.
+# The fork server did not start the adopted processes, so it would warn when it reaps them.
 warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")

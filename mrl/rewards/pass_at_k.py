@@ -1,4 +1,4 @@
-"""pass@k and maj@k: estimates from n responses to a prompt, of which some are correct, and from their answers."""
+"""Estimators of pass@k and maj@k from n responses to a prompt, some of them correct. maj@k also uses their answers."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,9 +34,9 @@ def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int)
     """Return the probability that the majority answer of k responses passes.
 
     The k responses are drawn without replacement from n responses. Each drawn response votes for its answer. A response
-    without an answer (None) does not vote. If no drawn response has an answer, the majority does not pass. Tied answers win
-    with equal probability. The probability that an answer passes is the fraction of its responses that pass.
-    The result is the exact mean over all subsets and ties.
+    without an answer (None) does not vote. If no drawn response has an answer, the majority does not pass. Tied answers win with
+    equal probability. If an answer wins, it passes with a probability equal to the fraction of correct responses among all
+    responses with this answer. The result is the exact mean over all subsets of k responses and all ways to break ties.
     """
     return majorities(answers, passed, [k])[k]
 
@@ -57,11 +57,11 @@ def majorities(answers: Sequence[str | None], passed: Sequence[bool], ks: Sequen
 def _win_probabilities(
     counts: tuple[int, ...], num_unanswered: int, sizes: frozenset[int], max_k: int
 ) -> dict[int, NDArray[np.float64]]:
-    """Return the probability that an answer wins the vote, as size -> [max_k + 1].
+    """Return a dict: size of an answer -> probabilities [max_k + 1] that an answer of this size wins the vote.
 
-    The size of an answer is the number of responses that have this answer. The array is indexed by k, the number of drawn
-    responses. `counts` are the sizes of all answers. The result contains the sizes in `sizes`. `num_unanswered` responses have
-    no answer.
+    The size of an answer is the number of responses that have this answer. The probabilities are indexed by k, the number of
+    drawn responses. `counts` are the sizes of all answers. The keys of the dict are `sizes`. `num_unanswered` responses have no
+    answer.
     """
     total = sum(counts) + num_unanswered
     draws = np.array([float(comb(total, k)) for k in range(max_k + 1)])
@@ -78,14 +78,15 @@ def _ways_of_other_answers(
     """Yield `(size, ways [max_m + 1])` for each size in `sizes`.
 
     One answer of this size has `votes` votes. `ways[m]` is the number of ways to draw m of the responses that do not have this
-    answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes, the way
-    counts only 1 / (t + 1), the probability that this answer wins the tie. 1 / (t + 1) is the integral of y**t over y from 0
-    to 1. So each tied answer contributes a factor y to a polynomial in y, which Gauss-Legendre quadrature integrates exactly.
+    answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes in one of these
+    ways, the way counts as 1 / (t + 1) instead of 1, because 1 / (t + 1) is the probability that this answer wins the tie. This
+    number is the integral of y**t over y from 0 to 1. So each tied answer contributes a factor y to a polynomial in y, which
+    Gauss-Legendre quadrature integrates exactly.
     """
     # Size -> count of the answers of this size that can get `votes` votes.
     rivals = Counter(size for size in counts if size >= votes)
     num_free = sum(size for size in counts if size < votes) + num_unanswered  # responses that cannot cause a tie
-    nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)  # of the quadrature over y
+    nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)  # of the quadrature over y, in [0, 1]
     free_m = np.array([float(comb(num_free, m)) for m in range(min(num_free, max_m) + 1)])
     ones_ym = np.ones((len(nodes_y), 1))
     for size, ways_ym in _products_without_one_rival(sorted(rivals.items()), sizes, nodes_y, votes, max_m, ones_ym):
@@ -173,8 +174,8 @@ class GivesAnswers(Protocol):
 def voted_answers(reward: Reward | None, responses: Sequence[Response]) -> list[str | None]:
     """Return the answer for which each response votes in maj@k, or None if the response has no answer.
 
-    The first reward that scores the response and has the method `answer` finds the answer. If there is none, the stripped text
-    of the response is the answer.
+    The first reward that scores the response and has the method `answer` finds the answer. If there is no such reward, the
+    stripped text of the response is the answer.
     """
     return [_answer(reward, response) for response in responses]
 

@@ -44,12 +44,12 @@ class HttpService:
     """Base class of rewards that call an HTTP service. It limits the concurrency and the time of calls, and repeats failed calls.
 
     The service is at `url`, or it is a model of the key `roles` that the run itself serves. The calls are distributed over all
-    servers of such a model. A call is repeated after a network error, a timeout, or an answer with the status 408, 425, 429
-    or 5xx. The pauses between attempts grow.
+    servers of such a model. A failed call is repeated after a network error, a timeout, or an answer with the status 408, 425,
+    429 or 5xx. The pauses between attempts grow.
 
     Raises ValueError unless exactly one of `url` and `role` is given, for a malformed URL, and for a limit that is not positive.
-    Also raises ValueError if the environment variable that `api_key_env` names is not set, or if an HTTP header cannot contain
-    its value.
+    Also raises ValueError if the environment variable that `api_key_env` names is not set, or if its value is not allowed in an
+    HTTP header.
     """
 
     needs_server: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class HttpService:
     role: str = ""  # name of a model of the key `roles` that the run serves, in place of `url`
     concurrency: int = 32  # number of concurrent calls
     timeout_s: float = 60.0  # time limit of one attempt in seconds
-    attempts: int = 3  # largest number of attempts per call
+    attempts: int = 3  # largest number of attempts per call to `url`; calls to a `role` are repeated until `deadline_s`
     deadline_s: float = 240.0  # time limit of a whole batch in seconds; calls without an answer then fail
     api_key_env: str | None = None  # name of an environment variable, whose value is sent as Bearer token
 
@@ -98,7 +98,7 @@ class HttpService:
         return {"Authorization": f"Bearer {engine_key_from(self.api_key_env)}"} if self.api_key_env else {}
 
     def _url(self, path: str, number: int) -> str:
-        """Return the URL for attempt `number`. Successive numbers use the servers of a role one after another."""
+        """Return the URL for attempt `number`. Successive attempts go to the servers of a role in turn."""
         if not self.role:
             return self.url.rstrip("/") + path
         if not (urls := _SERVERS.get(self.role)):
@@ -123,7 +123,7 @@ class HttpService:
         )
         attempts = itertools.count(number)
 
-        async def attempt() -> Any:  # tenacity awaits the result only of a function that is declared async
+        async def attempt() -> Any:  # tenacity awaits the result only if the function is declared async
             return await self._try(client, self._url(path, next(attempts)), body)
 
         try:
@@ -176,7 +176,7 @@ class Judge(HttpService):
 
     in_process: ClassVar[bool] = True  # it only waits for the network
 
-    model: str = ""  # name of the model on the server; a model of the key `roles` needs none
+    model: str = ""  # name of the model on the server; not needed for a model of the key `roles`
     template: str = JUDGE_TEMPLATE  # message to the judge; {prompt}, {response} and {ground_truth} are replaced
     # Regular expression that finds the number in the answer of the judge. The last match counts.
     pattern: str = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"

@@ -1,4 +1,4 @@
-"""Interface of rewards (Response, Score, Reward), rewards that combine others, and calls that turn exceptions into failures."""
+"""Interface of rewards (Response, Score, Reward), combined rewards, and functions that call rewards."""
 
 import asyncio
 import difflib
@@ -18,7 +18,7 @@ from mrl.core.metric_families import name_part
 from mrl.core.user_code import describe_error
 
 INVALID_RESULT = "the reward returned "
-"""A failed score has a reason that begins with these words if the reward did not return a valid score."""
+"""The reason of a failed score begins with these words if the reward returned an invalid value."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Score:
     failure: str | None = None  # why scoring failed; None: scoring succeeded
     parts: dict[str, float] = field(default_factory=dict)  # named components of the score, logged as reward/<name>_mean
     turn_values: tuple[float, ...] | None = None  # value of each assistant turn; their sum is `value`
-    # for a Weighted reward: name of a part -> value of the part, not multiplied by its weight (see also BySource)
+    # Set by Weighted: name of a part -> value of the part, not multiplied by its weight. BySource sets terms too.
     terms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -75,14 +75,14 @@ class Reward(Protocol):
     """Interface of a reward. `reward._target_` may name any callable of this form. It may be a coroutine function.
 
     By default, the reward is called in a worker process with a time limit, and one call gets all responses of a batch.
-    All responses to one prompt are adjacent. If this call raises, hangs or crashes, the reward is called once for the
-    responses to each prompt. If one of these calls fails, the reward is called once for each response of that call. So
-    only the responses that cause the failure get failed scores.
+    All responses to one prompt are adjacent. If this call raises, hangs or crashes, the reward is called again, once for each
+    prompt with all responses to this prompt. If one of these calls fails, the reward is called once for each response of the
+    failed call. So only the responses that cause the failure get failed scores.
 
     A class may declare attributes that change this behaviour:
 
     - `per_sample = True`: the reward scores each response independently. Each call gets one response.
-    - `whole_groups = True`: a score depends on the other responses to the same prompt. No call gets a part of a group.
+    - `whole_groups = True`: a score depends on the other responses to the same prompt. Every call gets whole groups.
     - `in_process = True`: the reward is fast and cannot hang or crash, or it only waits for the network. It runs in the
       calling process, without a time limit.
     - `needs_server = True`: the reward calls a server, which may start later than the run. The reward is not called before
@@ -104,7 +104,7 @@ def as_number(value: Any) -> float:
 
 
 def as_score(value: Any, response: Response) -> Score:
-    """Return the Score of one response. `value` is what the reward returned for it; an invalid value gives a failed Score."""
+    """Return the Score of one response. The reward returned `value` for this response; an invalid value gives a failed Score."""
     try:
         return _validate(value, response) if isinstance(value, Score) else Score(as_number(value))
     except Exception as error:  # user-defined numbers and mappings may raise anything
@@ -170,22 +170,22 @@ Calls = list[tuple[Reward, list[Response]]]
 class CombinedReward(ABC):
     """A reward that consists of other rewards: its inner rewards, which may be combined rewards too.
 
-    A Scorer does not call a combined reward. It calls the inner rewards, all at the same time and each of them as its own
-    attributes say (see Reward), and combines their scores.
+    A Scorer does not call a combined reward itself. It calls all inner rewards at the same time, each in the way that its
+    attributes declare (see Reward), and combines the scores.
     """
 
     @property
     @abstractmethod
     def inner_rewards(self) -> Mapping[str, Reward]:
-        """Return config key of each inner reward, below the key of this reward -> the inner reward."""
+        """Config key of each inner reward, relative to the key of this reward -> the inner reward."""
 
     @abstractmethod
     def assign(self, responses: Sequence[Response]) -> Mapping[str, Sequence[int]]:
-        """Return key of an inner reward -> indices of the responses that it scores."""
+        """Return a dict: key of an inner reward -> indices of the responses that this inner reward scores."""
 
     @abstractmethod
     def combine(self, response: Response, scores: Mapping[str, Score]) -> Score:
-        """Return the score of a response. `scores`: key of an inner reward that scores this response -> its score."""
+        """Return the score of a response. `scores`: key of each inner reward that scores this response -> its score."""
 
     @property
     @abstractmethod
@@ -197,7 +197,7 @@ class CombinedReward(ABC):
         """Return why some score cannot have a part called `name`, or "" if every score may have it."""
 
     def unscored_reason(self, response: Response) -> str:
-        """Return why no inner reward scores a response, or ""."""
+        """Return why no inner reward scores a response, or "" if one does."""
         return ""
 
     def score(self, responses: list[Response], run: Callable[[Calls], list[list[Score]]]) -> list[Score]:
@@ -222,9 +222,9 @@ class CombinedReward(ABC):
 
 
 def single_rewards(reward: Reward, response: Response | None = None) -> Iterator[Reward]:
-    """Yield the rewards in a combined reward, also in nested ones; for any other reward, yield the reward itself.
+    """Yield the rewards inside a combined reward, also inside nested combined rewards. Yield any other reward itself.
 
-    With `response`, yield only those that score this response.
+    With `response`, yield only the rewards that score this response.
     """
     if not isinstance(reward, CombinedReward):
         yield reward
@@ -237,7 +237,7 @@ def single_rewards(reward: Reward, response: Response | None = None) -> Iterator
 
 
 def unscored_reason(reward: Reward, response: Response) -> str:
-    """Return why no part of a reward scores a response, or ""."""
+    """Return why no inner reward of a combined reward scores a response, or ""."""
     if not isinstance(reward, CombinedReward):
         return ""
     inner = (reward.inner_rewards[key] for key, indices in reward.assign([response]).items() if indices)
@@ -254,11 +254,12 @@ class Weighted(CombinedReward):
 
     The logged mean is not multiplied by the weight. Every score also has `terms`: the values of the parts, not multiplied by
     their weights. GDPO normalises each term separately. If a part fails for a response, the response has a failed score, and
-    the term of this part is 0. If a part has inner parts, these get the names `<name>_<inner part>`. If a part has a value
-    for each turn, these values are added to the same turns of the sum. The value of any other part is added to the last turn.
+    the term of this part is 0. If the score of a part has parts of its own, these get the names `<name>_<inner part>`. If a part
+    has a value for each turn, these values are added to the same turns of the sum. The value of any other part is added to the
+    last turn.
 
-    Raises ValueError if `weights` is not empty and its names differ from those of `parts`, or if a name is not valid in a
-    metric name.
+    Raises ValueError if `parts` is empty or has a value that is not a reward, if a name does not consist of a-z, 0-9 and _ or
+    does not begin with a letter, if `weights` is not empty and has other names than `parts`, or if a weight is not a number.
     """
 
     parts: Mapping[str, Reward]
@@ -283,7 +284,7 @@ class Weighted(CombinedReward):
 
     @property
     def inner_rewards(self) -> dict[str, Reward]:
-        """Return `parts.<name>` -> the part."""
+        """Key `parts.<name>` -> the part with this name."""
         return {f"parts.{name}": part for name, part in self.parts.items()}
 
     @property
@@ -296,13 +297,13 @@ class Weighted(CombinedReward):
         return dict.fromkeys(self.inner_rewards, range(len(responses)))
 
     def missing_part(self, name: str) -> str:
-        """Return which parts there are, if none of them has this name or may have an inner part with this name."""
+        """Return a list of the parts, or "" if a part has this name or may have an inner part with this name."""
         if any(name == part or name.startswith(f"{part}_") for part in self.parts):
             return ""
         return f"its parts are {', '.join(sorted(self.parts))}"
 
     def combine(self, response: Response, scores: Mapping[str, Score]) -> Score:
-        """Return the weighted sum of the scores of all parts. A part is at the key `parts.<name>`."""
+        """Return the weighted sum of the scores of all parts. The keys of `scores` have the form `parts.<name>`."""
         part_scores = {key.removeprefix("parts."): score for key, score in scores.items()}
         parts = {name: score.value for name, score in part_scores.items() if score.failure is None}
         parts |= {f"{name}_{inner}": x for name, score in part_scores.items() for inner, x in score.parts.items()}
@@ -330,7 +331,7 @@ CallResult = list[Score] | str
 def call_reward(reward: Reward, responses: list[Response]) -> CallResult:
     """Call a reward, which may be a coroutine function. Return its scores, or why the call failed.
 
-    This function must not be called in an event loop.
+    This function must not be called inside a running event loop.
     """
     try:
         values: Any = reward(responses)
@@ -374,7 +375,7 @@ async def gather_scores(
             except (Exception, asyncio.CancelledError) as error:  # user code and the network may raise anything
                 task = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
-                    raise  # the deadline cancelled this task, not the call itself
+                    raise  # the deadline has cancelled this task; the call did not cancel itself
                 expired = limit.expired()
                 return Score.failed(f"no answer within {timeout_s} s." if expired else describe_error(error))
 

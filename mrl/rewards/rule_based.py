@@ -13,12 +13,12 @@ from mrl.rewards.reward_types import Response
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _MARKED_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
-_SEARCHED_CHARACTERS = 4000  # the answer is searched in this many characters at the end of a response
+_SEARCHED_CHARACTERS = 4000  # number of characters at the end of a response in which the answer is searched
 
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """1 if the response equals the ground truth, else 0. White space at the beginning and end is ignored."""
+    """Gives the score 1 if the response equals the ground truth, else 0. White space at the beginning and end is ignored."""
 
     in_process: ClassVar[bool] = True
 
@@ -28,7 +28,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class GSM8K:
-    """1 if the final number of the response equals the ground truth, else 0.
+    """Gives the score 1 if the final number of the response equals the ground truth, else 0.
 
     The final number is the last number after `####`. With `strict=False`, if a response has no `####`, the final number is
     the last number of the response.
@@ -63,7 +63,7 @@ def _canonical(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class MathVerify:
-    r"""1 if the answer is mathematically equal to the ground truth, else 0.
+    r"""Gives the score 1 if the answer is mathematically equal to the ground truth, else 0.
 
     For example, \frac{1}{2}, 0.5 and 1/2 are equal. The library math-verify makes the comparison. Some comparisons do not
     terminate; the Scorer ends them at its time limit.
@@ -83,7 +83,7 @@ class MathVerify:
         return [float(self._correct(r)) for r in responses]
 
     def answer(self, response: Response) -> str | None:
-        """Return the last boxed answer without spaces, or the last number if no answer is boxed. It is not simplified."""
+        """Return the last boxed answer without spaces. If there is none, return the last number, or None if `boxed` is set."""
         found = last_boxed(response.text)
         if found is None and not self.boxed:
             found = (_NUMBER.findall(response.text[-_SEARCHED_CHARACTERS:]) or [None])[-1]
@@ -158,7 +158,7 @@ _OPENING = r"^[\s*(\[]*+([%s])[*)\].:]+(?:\s|$)"  # the beginning of a response,
 
 @dataclass(frozen=True)
 class MultipleChoice:
-    r"""1 if the response chooses the letter of the ground truth, else 0.
+    r"""Gives the score 1 if the response chooses the letter of the ground truth, else 0.
 
     These forms of an answer are accepted, in order of priority: \boxed{B}, <answer>B</answer>, "the answer is (B)", a
     line that contains only the letter, and a response that begins with "B)" or "B." The last match of a form counts.
@@ -205,13 +205,13 @@ class MultipleChoice:
 
 @dataclass(frozen=True)
 class Format:
-    """1 if the whole response has the given form, else 0.
+    """Gives the score 1 if the whole response has the given form, else 0.
 
     With `tags`, for example (think, answer), the form is `<think>...</think> <answer>...</answer>`: each tag occurs once,
     in this order, and there is only white space between and around the tags. With `pattern`, the form is a regular
     expression that matches the whole response; `.` also matches line breaks.
 
-    Raises ValueError for an invalid regular expression, if both `tags` and `pattern` are given, and if neither is given.
+    Raises ValueError for an invalid regular expression, and unless exactly one of `tags` and `pattern` is given.
     """
 
     tags: tuple[str, ...] = ()  # names of the tags; a str is the name of a single tag
@@ -253,7 +253,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Length:
-    """Score that decreases from 1 for an empty response to 0 at `max_tokens` sampled tokens. Longer responses get 0.
+    """Gives a score that decreases from 1 for an empty response to 0 at `max_tokens` sampled tokens. Longer responses get 0.
 
     The score decreases linearly, or as a cosine from angle 0 to pi. Raises ValueError for an unknown shape, and if
     `max_tokens` is below 1.
@@ -276,7 +276,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Overlong:
-    """DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
+    """Gives DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
 
     The score is 0 up to `max_tokens - cache_tokens` sampled tokens. From there it decreases linearly to -1 at
     `max_tokens`. Longer responses get -1.
@@ -300,7 +300,7 @@ class Overlong:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Minus the fraction of repeated word n-grams: 0 if all n-grams are distinct, near -1 if the response is a loop.
+    """Gives minus the fraction of repeated word n-grams: 0 if all n-grams are distinct, near -1 if the response is a loop.
 
     Yeo et al. 2025 (Demystifying Long Chain-of-Thought Reasoning in LLMs) define such a penalty per token. Here it is
     one number per response.

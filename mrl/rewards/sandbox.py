@@ -1,9 +1,9 @@
 """Sandbox for untrusted Python: programs in responses, and the code tool of agents.
 
 Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before this process compiles the program, it gives
-up access to the network and to other processes. After that it can read only the Python installation and system libraries,
-write only to its own temporary folder, and start no process. The kernel enforces these restrictions by Landlock, seccomp
-and resource limits. `mrl/rewards/sandbox_filter.py` has the seccomp filter.
+up access to the network and to other processes. After that, it can read only the Python installation and system libraries, can
+write only to its own temporary folder, and cannot start a process. The kernel enforces these restrictions by Landlock, seccomp
+and resource limits. `mrl/rewards/sandbox_filter.py` contains the seccomp filter.
 
 This module starts the process, checks the limits that the kernel does not enforce, ends the process in time, and reports
 why the process ended. docs/tutorials/reward.md lists the restrictions.
@@ -36,13 +36,13 @@ Reason = Literal[
     "ok",  # the program exited with status 0
     "wrong exit",  # the program exited with another status, for example after an uncaught exception
     "forbidden",  # uncaught PermissionError, for example after access to a file or the network
-    "time limit",  # limit of the wall time
-    "cpu limit",  # limit of the CPU time
+    "time limit",  # the program exceeded the limit of the wall time
+    "cpu limit",  # the program exceeded the limit of the CPU time
     "memory",
     "too much output",
     "too many threads",
     "too much on disk",  # too many bytes or too many files
-    "killed",  # a signal that the sandbox did not send, for example after a crash or when the machine has no memory left
+    "killed",  # ended by a signal of another sender, for example after a crash or when the machine is out of memory
 ]
 _CHECK_INTERVAL_S = 0.02  # seconds between two checks of the limits
 _PF_EXITING = 0x4  # flag of an exiting thread in /proc/PID/stat
@@ -94,7 +94,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Result of a run. Its output is decoded as UTF-8, and invalid bytes become U+FFFD."""
+    """Result of a run. The output of the program is decoded as UTF-8, and invalid bytes become U+FFFD."""
 
     reason: Reason
     detail: str  # the limit that was exceeded, or the last line on stderr
@@ -131,7 +131,7 @@ def require_sandbox() -> None:
 
 
 def run_python(source: str, limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a program that has no input, in the way of `run`."""
+    """Run a Python program without standard input. `run` describes the result and the errors."""
     return run(source, "", limits or SandboxLimits())
 
 
@@ -229,7 +229,7 @@ class _RunningProgram:
     limits: SandboxLimits
     stdin: os.stat_result  # os.fstat of the file that is the standard input of the process
     output: dict[int, bytearray] = field(default_factory=dict)  # descriptor of stdout or stderr -> bytes read from it
-    stopped: tuple[Reason, str] | None = None  # why this module ended the process; None: it has not ended the process
+    stopped: tuple[Reason, str] | None = None  # why this module ended the process; None: this module has not ended it
     started: float = 0.0  # time.monotonic() when the program started
     checked: float = 0.0  # time.monotonic() of the last check of the limits
 
@@ -250,7 +250,7 @@ class _RunningProgram:
         )
 
     def watch(self) -> SandboxResult:
-        """Read the output of the process and check its limits until it ends. Return the result."""
+        """Read the output of the process and check its limits until the process ends. Return the result."""
         assert self.process.stdout and self.process.stderr, "both are pipes"
         out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
         self.output = {out: bytearray(), err: bytearray()}
@@ -276,7 +276,7 @@ class _RunningProgram:
         return SandboxResult(reason, detail, stdout, stderr, self.process.returncode, seconds)
 
     def _read(self, descriptor: int) -> bool:
-        """Read available output. Return False at the end of the output, and if the output is longer than its limit."""
+        """Read available output. Return False at the end of the output, and if the output exceeds the limit."""
         remaining_bytes = self.limits.output_bytes - len(self.output[descriptor])
         chunk = os.read(descriptor, 1 << 16)
         self.output[descriptor] += chunk[:remaining_bytes]
@@ -318,7 +318,7 @@ class _RunningProgram:
             self._stop("too much on disk", "a removed file is still mapped into memory")
 
     def _all_files(self) -> Iterator[os.stat_result]:
-        """Yield the files in the folder, and removed files that are still open.
+        """Yield the status of the files in the temporary folder, and of removed files that the process still has open.
 
         Raises PermissionError if the process hides its open files.
         """
@@ -354,7 +354,7 @@ class _RunningProgram:
     def _stop(self, reason: Reason, detail: str) -> None:
         if not self.stopped:
             self.stopped = reason, detail
-            # Popen.kill might wait for the process, and its resource usage would be lost.
+            # Popen.kill may reap the process. Then wait4 in `watch` could no longer return the resource usage.
             os.kill(self.process.pid, signal.SIGKILL)
 
     def _explain(self, stderr: str, usage: resource.struct_rusage) -> tuple[Reason, str]:
@@ -402,7 +402,7 @@ def _is_exiting(thread: str) -> bool:
     return bool(flags & _PF_EXITING)
 
 
-# How the last line on stderr begins after an uncaught exception -> reason why the program ended.
+# Beginning of the last line on stderr after an uncaught exception -> reason why the program ended.
 _REASON_BY_PREFIX: dict[str, Reason] = {
     "PermissionError: ": "forbidden",
     "OSError: [Errno 38]": "forbidden",  # ENOSYS: a system call that the sandbox refuses

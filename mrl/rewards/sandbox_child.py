@@ -3,10 +3,10 @@
 `mrl.rewards.sandbox` runs this file as a script without site packages (`python -I -S sandbox_child.py CONFIG`). The file
 imports only modules of the standard library that load fast (not json, signal or typing).
 
-The process sets resource limits, restricts itself with Landlock, drops its capabilities, installs the seccomp filter, and last
-compiles the program. The filter comes after the other restrictions, because it refuses the system calls that set them. The
-compilation comes last, because a hostile program may attack or exhaust the compiler.
-If a restriction fails, the process ends before it writes `RESTRICTED`, and the sandbox reports that the program was not run.
+The process sets resource limits, restricts itself with Landlock, drops its capabilities, installs the seccomp filter, and then
+compiles and runs the program. The filter comes after the other restrictions, because the filter refuses the system calls that set
+them. The compilation comes last, because a hostile program may attack or exhaust the compiler. If a restriction fails, the
+process ends before it writes `RESTRICTED`, and the sandbox reports that the program was not run.
 """
 
 import builtins
@@ -67,14 +67,14 @@ def restrict_files(work: str, readable: list[str]) -> None:
     """Restrict access to files, and with newer kernels also to sockets and other processes, by Landlock.
 
     After this call, the process can read only the paths `readable`, plain files in the folder `work`, and /dev/null. It can
-    write only plain files in `work`, and /dev/null. If the kernel's Landlock can refuse them, the process can also open no TCP
-    connection, connect to no abstract socket outside, and send no signal to other processes. Raises OSError if the kernel
-    refuses a rule.
+    write only plain files in `work`, and /dev/null. If the kernel's Landlock supports this, the process also cannot bind or
+    connect TCP sockets, connect to abstract sockets of other processes, or send signals to other processes. Raises OSError if the
+    kernel refuses a rule.
     """
     abi = landlock_abi()
     restricted_rights = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= abi)]
-    # Bit masks: 3 refuses to bind and to connect TCP sockets (from ABI 4 on), and to use abstract sockets of other processes and
-    # to send them signals (from ABI 6 on).
+    # Bit masks. In `tcp`, 3 refuses to bind and to connect TCP sockets (from ABI 4 on). In `scope`, 3 refuses connections to
+    # abstract sockets of other processes, and signals to other processes (from ABI 6 on).
     tcp, scope = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)
     attributes = struct.pack("QQQ", restricted_rights, tcp, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
     ruleset = _require_success(
@@ -92,7 +92,7 @@ def restrict_files(work: str, readable: list[str]) -> None:
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Lower the soft and the hard limit of resources: name of RLIMIT_NAME -> limit. Limits that are lower already stay.
+    """Lower the soft and hard limits of resources. `limits`: NAME of RLIMIT_NAME -> limit. A limit that is lower already stays.
 
     The limit of core dumps is 1 byte. With any other limit, even 0, the kernel may start a program that handles core dumps.
     """
@@ -102,7 +102,7 @@ def limit_resources(limits: dict[str, int]) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (max(1, soft - 1), hard))  # SIGXCPU is sent one second before SIGKILL
+    resource.setrlimit(resource.RLIMIT_CPU, (max(1, soft - 1), hard))  # SIGXCPU comes one second before SIGKILL
 
 
 def drop_capabilities() -> None:

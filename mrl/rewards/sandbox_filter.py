@@ -1,7 +1,7 @@
 """The seccomp filter of the sandbox: a list of the system calls, and of the arguments, that a program may use.
 
-The filter is an allow-list. A call that is not listed fails with EPERM, or with ENOSYS if its number is FIRST_UNKNOWN or larger,
-as the numbers of all x32 calls are. A call through another ABI, such as 32-bit x86, kills the program.
+The filter is an allow-list. A call that is not listed fails with EPERM, or with ENOSYS if its number is FIRST_UNKNOWN or larger.
+All x32 calls have such numbers. A call through another ABI, such as 32-bit x86, kills the program.
 
 Landlock restricts only how a process opens files. A program may open the files of the Python installation for reading, so the
 filter refuses every call that affects other processes through a file that is open for reading: locks, leases, notifications,
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # machine -> (AUDIT_ARCH, column of numbers)
 
-# System calls that work with every argument, by category. Each entry has a name, the number on x86_64 and the number on
+# System calls that are allowed with any arguments, by category. Each entry has a name, the number on x86_64 and the number on
 # aarch64. `-` means that there is no such call.
 ALLOWED = """
 files        read 0 63, write 1 64, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, lseek 8 62, pread64 17 67, pwrite64 18 68,
@@ -38,20 +38,20 @@ information  getpid 39 172, getppid 110 173, getpgrp 111 -, getpgid 121 155, get
 sockets      recvfrom 45 207, shutdown 48 210, getsockname 51 204
 """
 
-# System calls that return 0 without an effect. The temporary folder of a program is removed at its end, and a flush would delay
-# other processes that write to the same disk.
+# System calls that return 0 without an effect. A flush is useless, because the temporary folder is removed when the program ends.
+# It would also delay other processes that write to the same disk.
 IGNORED = "fsync 74 82, fdatasync 75 83"
 
 FIRST_UNKNOWN = 424
 """From this number on, both architectures use the same numbers, and calls that are not listed fail with ENOSYS. Programs then
 use older calls: for example, the C library creates threads with clone instead of clone3."""
 
-OWN_PID = -1  # stands in a rule for the process id of the program, which is not known before its process has started
+OWN_PID = -1  # placeholder in a rule for the process id of the program, which is unknown before the process starts
 _ALL = 0xFFFFFFFF
 _AF_UNIX, _SOCK_STREAM, _SOCK_FLAGS = 1, 1, os.O_NONBLOCK | os.O_CLOEXEC
 _MAP_HUGETLB = 0x40000
 _OPEN_MODES = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_RDWR | os.O_TRUNC)
-# clone: the flags with which glibc and musl create a thread, which shares memory, open files and signal handlers
+# Flags of clone with which glibc and musl create a thread. The thread shares memory, open files and signal handlers.
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 _FCNTL = (
     0,
@@ -63,7 +63,8 @@ _FCNTL = (
     1032,
     1034,
 )  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS
-# TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: is this a terminal, of which size; bytes to read; flags
+# TCGETS, TCGETS2, TIOCGWINSZ (properties of a terminal), FIONREAD (number of bytes that can be read), FIONBIO, FIONCLEX and
+# FIOCLEX (flags of a descriptor).
 _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _PRCTL = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: names of threads and of memory
 _MADVISE = (
@@ -92,7 +93,7 @@ class ArgumentCondition:
 
 @dataclass(frozen=True)
 class CallRule:
-    """A system call that works if all conditions hold. Otherwise it fails with EPERM."""
+    """A system call that is allowed if all conditions hold. Otherwise it fails with EPERM."""
 
     name: str
     numbers: tuple[int, int | None]  # on x86_64 and aarch64; None: there is no such call
@@ -104,7 +105,7 @@ RULES = (
     CallRule("openat", (257, 56), (ArgumentCondition(2, _OPEN_MODES, os.O_ACCMODE | os.O_TRUNC),)),
     CallRule(
         "mmap", (9, 222), (ArgumentCondition(3, (0,), _MAP_HUGETLB),)
-    ),  # huge pages are taken from other processes
+    ),  # without huge pages, which other processes would lose
     CallRule("madvise", (28, 233), (ArgumentCondition(2, _MADVISE),)),
     CallRule("clone", (56, 220), (ArgumentCondition(0, _THREAD_FLAGS),)),
     CallRule("kill", (62, 129), (ArgumentCondition(0, (OWN_PID,)),)),
@@ -126,7 +127,7 @@ RULES = (
     ),
     CallRule(
         "sendto", (44, 206), (ArgumentCondition(4, (0,), is_64_bit=True),)
-    ),  # only over a socket pair, to no address
+    ),  # only on a socket pair: an address is not allowed
 )
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # codes of BPF instructions
@@ -164,7 +165,7 @@ def _check(condition: ArgumentCondition) -> list[tuple[int, int, int, int]]:
 
 
 def seccomp_program(machine: str) -> SeccompProgram:
-    """Return the filter for every system call of a program on this machine, a key of ARCHITECTURES."""
+    """Return the filter for the system calls of programs on `machine`, which is a key of ARCHITECTURES."""
     audit, column = ARCHITECTURES[machine]
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     for table, verdict in ((ALLOWED, _ALLOW), (IGNORED, _SUCCESS)):

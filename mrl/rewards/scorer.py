@@ -1,4 +1,4 @@
-"""The scorer runs a reward on batches of responses. If the reward fails, responses get failed scores; the run continues."""
+"""The scorer runs a reward on batches of responses. If the reward fails on a response, the response gets a failed score."""
 
 import inspect
 import logging
@@ -34,8 +34,8 @@ class Scorer:
             scores = scorer(responses)
 
     If the reward raises, hangs, crashes or returns an invalid result, the responses that cause this get failed scores.
-    A failed score has the value 0, and its `failure` is the reason. A call of the scorer takes at most a little longer than
-    `timeout_s`.
+    A failed score has the value 0, and its `failure` is the reason. A call of the scorer ends within `timeout_s` seconds or
+    slightly later, unless a reward with `in_process` takes longer.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Scorer:
 
         Args:
             reward: the reward, which may be a combined reward.
-            further_rewards: rewards that calls of the scorer may name. All rewards share the worker processes.
+            further_rewards: other rewards that a call of the scorer may use instead. All rewards share the worker processes.
             workers: number of worker processes. None: one process per core, at most 8.
             sample_timeout_s: time limit per response in seconds.
-            timeout_s: time limit of one call of the scorer in seconds. Responses without a score then get failed scores.
+            timeout_s: time limit of one call of the scorer in seconds. Responses that have no score by then get failed scores.
             memory_gb: memory limit of one worker process in GiB.
 
         Raises:
@@ -71,14 +71,14 @@ class Scorer:
         )
 
     def start(self) -> None:
-        """Start the worker processes now, so that the first call does not wait for them. Rewards with `in_process` use none."""
+        """Start the worker processes now, so that the first call does not wait for them. Rewards with `in_process` need none."""
         if self._pool:
             self._pool.start()
 
     def __call__(self, responses: list[Response], reward: Reward | None = None) -> list[Score]:
         """Return one score per response, in the order of the responses.
 
-        `reward`: one of `further_rewards`; None stands for the reward of the scorer.
+        `reward`: one of `further_rewards`; None: the reward of the scorer.
         """
         if not responses:
             return []
@@ -147,7 +147,7 @@ def _call_in_process(reward: Reward, responses: list[Response]) -> CallResult:
 
 
 BatchKey = Callable[[int], Hashable]
-"""Function of the index of a response. Responses for which it returns the same key are scored by one call of the reward."""
+"""Function that maps the index of a response to a key. One call of the reward scores all responses with the same key."""
 
 
 def _retry_in_smaller_batches(
@@ -156,7 +156,7 @@ def _retry_in_smaller_batches(
     keys: list[BatchKey],
     deadline: float,
 ) -> list[Score]:
-    """Score the responses in batches, which the first of `keys` defines. Score failed batches again, divided by the next key."""
+    """Score the responses in the batches that the first key defines. Divide failed batches by the next key; score them again."""
     scores: dict[int, Score] = {}
     unscored = list(range(len(responses)))  # indices of the responses without a score
     failed: set[tuple[int, ...]] = set()  # batches whose call failed
@@ -194,5 +194,5 @@ def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]
 
 
 def _declares(reward: Any, attribute: str) -> bool:
-    """Return whether a reward has the attribute, with a true value. A plain function has no such attribute."""
+    """Return whether a reward has the attribute and its value is true. A plain function has no such attribute."""
     return bool(getattr(reward, attribute, False))

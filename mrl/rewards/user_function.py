@@ -28,8 +28,8 @@ class Function:
     of the score, which appear in the metrics and samples. A coroutine function is called for up to `concurrency` responses
     at the same time, and each call may take `timeout_s` seconds.
 
-    Raises ValueError if the file or module cannot be imported, if it has no function `name`, or if the function does not
-    accept these arguments.
+    Raises ValueError if the file or module cannot be imported or has no function `name`, or if the function does not accept these
+    arguments.
     """
 
     path: str  # path of a Python file that ends in .py, or a dotted module name
@@ -46,7 +46,7 @@ class Function:
 
     @property
     def per_sample(self) -> bool:
-        """Whether `__call__` gets one response at a time. It gets many if the user's function is a coroutine function."""
+        """Whether each call of this reward gets only one response. False if the user's function is a coroutine function."""
         return not inspect.iscoroutinefunction(_load(self.path, self.name))
 
     def __call__(self, responses: list[Response]) -> Any:

@@ -30,7 +30,7 @@ _rewards: list[Reward] | str = []  # only set in a worker process: the rewards, 
 
 
 def _init_worker(pickled: bytes, memory_bytes: int) -> None:
-    """Initialise a worker process: limit its memory, load the rewards, and let it end when the owner of the pool ends."""
+    """Initialise a worker process: limit its memory, load the rewards, and make the process end with the owner of the pool."""
     global _rewards
     forward_warnings("reward")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM must also end code that never returns to the interpreter
@@ -51,12 +51,12 @@ def _init_worker(pickled: bytes, memory_bytes: int) -> None:
 def _call_in_worker(index: int, responses: list[Response]) -> CallResult:
     try:
         return _rewards if isinstance(_rewards, str) else call_reward(_rewards[index], responses)
-    except BaseException as error:  # an interrupt that the reward raises must not end the pool
+    except BaseException as error:  # a KeyboardInterrupt that the reward raises must not end the pool
         return describe_error(error)
 
 
 def _do_nothing() -> None:
-    """Return at once."""
+    """Do nothing. If this call returns, a worker process takes calls."""
 
 
 class WorkerPool:
@@ -132,9 +132,9 @@ class WorkerPool:
         return self._pool
 
     def wait_started(self, timeout_s: float) -> bool:
-        """Wait until a worker process takes calls, and return whether one does.
+        """Wait until a worker process takes calls. Return False if none does within `timeout_s` seconds.
 
-        A worker process that `close` kills while it starts would print a traceback.
+        Call this method before `close`, because a worker process that is killed while it starts prints a traceback.
         """
         with self._lock:
             future = self._started_pool().schedule(_do_nothing, timeout=timeout_s)
@@ -160,13 +160,14 @@ class WorkerPool:
 def _leftovers() -> list[psutil.Process]:
     """Return the processes that rewards have started and that outlived their worker processes.
 
-    They are descendants of the fork server, because it is a subreaper. Worker processes of other pools are no leftovers.
+    These processes are descendants of the fork server, because the fork server is a subreaper. Worker processes of other pools
+    are also descendants of the fork server; the result does not contain them.
     """
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[missing-attribute]  # there is no public name
     if server is None:
         return []
     left = _not_of_pools(descendants(server))
-    # A young process may be a worker of another pool, which multiprocessing has not registered yet.
+    # A young process may be a worker of another pool that multiprocessing has not registered yet.
     if left and (wait_s := REGISTRATION_S - min(map(_age_s, left))) > 0:
         time.sleep(wait_s)
         left = _not_of_pools(left)
@@ -183,8 +184,8 @@ def _not_of_pools(processes: list[psutil.Process]) -> list[psutil.Process]:
 def _age_s(process: psutil.Process) -> float:
     """Return the seconds since a process started; infinity if it has ended.
 
-    Both times count from the start of the machine. psutil's create_time can be wrong by a second, because the kernel rounds the
-    date of that start.
+    The start time and the current time are seconds since the boot of the machine. psutil's create_time can be wrong by a second,
+    because the kernel rounds the date of the boot.
     """
     try:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()

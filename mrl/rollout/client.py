@@ -34,18 +34,18 @@ The tuple is (TRAINING, serial number of the response in the run) or (HELD_OUT, 
 among the responses to this prompt).
 """
 RETRYABLE_STATUSES = (408, 425, 429)
-"""HTTP statuses below 500 after which a request may be repeated: the engine is at fault, not the request."""
+"""HTTP statuses below 500 after which a request may be repeated, because the engine is at fault, not the request."""
 
 
 class EngineFaultError(EngineError):
-    """The engine failed, and the request is valid. Another engine may answer the request, or the same engine later."""
+    """The engine failed, and the request is valid. Another engine, or the same engine later, may answer the request."""
 
 
 class EngineUnreachableError(EngineError):
     """No process listens at the engine's address, so the request was not sent."""
 
 
-MAX_STOPS = 32  # largest number of stop texts of a request (SGLang 0.5.23)
+MAX_STOPS = 32  # largest number of stop texts that SGLang 0.5.23 accepts in a request
 
 
 def _is_number(value: Any, low: float, high: float = math.inf) -> bool:
@@ -74,7 +74,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop_token_ids": (lambda value: all(_is_count(each, 0) for each in value), "a list of token ids"),
     "n": (lambda value: _is_count(value, 1), "a whole number of responses, 1 or more"),
 }
-"""Field of SamplingParams -> function that returns whether a value is valid, and what is expected."""
+"""Field of SamplingParams -> (function that returns whether a value is valid, description of the valid values)."""
 SAMPLING_KEYS = {"max_response_tokens": "max_new_tokens"} | {name: name for name in _RULES if name != "max_new_tokens"}
 """Config key -> field of SamplingParams."""
 
@@ -89,21 +89,22 @@ def _check_field(name: str, value: Any, key: str) -> None:
 class SamplingParams:
     """How the responses to a prompt are sampled.
 
-    Raises ValueError for a value that SGLang would refuse, and for several greedy responses, because all would be equal.
+    Raises ValueError for a value that SGLang would refuse. Also raises ValueError for n > 1 with temperature 0, because all
+    greedy responses to a prompt are equal.
     """
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy sampling
-    top_p: float = 1.0  # from the smallest set of most likely tokens whose probabilities add up to at least top_p
-    top_k: int = -1  # from the top_k most likely tokens; -1 allows all tokens
-    min_p: float = 0.0  # from the tokens whose probability is at least min_p times the largest probability
-    repetition_penalty: float = 1.0  # above 1, tokens that have occurred become less likely
-    # Texts that end a response. The response contains the text. The server needs a tokenizer to find it.
+    top_p: float = 1.0  # sample only from the most likely tokens whose probabilities add up to at least top_p
+    top_k: int = -1  # sample only from the top_k most likely tokens; -1 allows all tokens
+    min_p: float = 0.0  # sample only tokens whose probability is at least min_p times the largest probability
+    repetition_penalty: float = 1.0  # a value above 1 makes tokens that have occurred less likely
+    # Texts that end a response. The response contains the text that ends it. The server needs a tokenizer to find stop texts.
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # end the response, in addition to the model's end-of-sequence token
-    n: int = 1  # number of responses to the prompt, each of which is a request of its own
-    ignore_eos: bool = False  # whether sampling goes on after an end-of-sequence token
-    # 63 bits. Only servers with enable_deterministic_inference use seeds. For None, these servers use the seed 42.
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end a response, in addition to the end-of-sequence token
+    n: int = 1  # number of responses to the prompt; callers send the prompt n times (see EngineClient.generate)
+    ignore_eos: bool = False  # whether sampling continues after an end-of-sequence token
+    # Seed of a response, 63 bits. Only servers with enable_deterministic_inference use it. None: such a server uses the seed 42.
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -116,9 +117,9 @@ class SamplingParams:
 
     @classmethod
     def of(cls, node: Mapping[str, Any], key: str, base: SamplingParams) -> SamplingParams:
-        """Return `base` with the values of a config node. `node` has keys of SAMPLING_KEYS; `key` is its own key in the config.
+        """Return `base` with the values of the config node `node`, which has keys of SAMPLING_KEYS. `key`: config key of `node`.
 
-        Raises ValueError for an invalid value. The message names its key.
+        Raises ValueError for an invalid value. The error message names the config key of the value.
         """
         chosen: dict[str, Any] = {}
         for name, value in node.items():
@@ -132,7 +133,10 @@ class SamplingParams:
             raise ValueError(f"{key}: {error}") from None
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object `sampling_params` of SGLang's request for one response. Defaults of SGLang are left out."""
+        """Return the JSON object `sampling_params` with which SGLang samples one response.
+
+        Fields that equal SGLang's defaults are omitted, except the temperature.
+        """
         body: dict[str, Any] = dict(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
         for name, default in dict(top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0).items():
             if getattr(self, name) != default:
@@ -175,7 +179,7 @@ class Completion:
 
 
 class EngineClient(EngineControl):
-    """HTTP client of one server: sampling, and the control requests of EngineControl. Several threads may share it."""
+    """HTTP client of one server: samples, and sends the control requests of EngineControl. Several threads may share a client."""
 
     def generate(
         self,
@@ -220,7 +224,7 @@ class EngineClient(EngineControl):
         logprobs: bool = True,
         routed_experts: bool = False,
     ) -> list[Completion]:
-        """Sample like `generate`, but asynchronously and without a deadline. It is meant for many concurrent requests.
+        """Sample like `generate`, but asynchronously and without a deadline. Use this method for many concurrent requests.
 
         Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
         """
@@ -250,11 +254,11 @@ class EngineClient(EngineControl):
 
         Args:
             tokens: token ids of the sequence.
-            first: index of the first token, 1 or more, for whose position the most probable tokens are returned.
-            k: number of tokens.
+            first: index of the first position at which the most probable tokens are returned; 1 or more.
+            k: number of most probable tokens at each position.
 
         Returns:
-            Log-probabilities [n, k], the largest first, and token ids [n, k], for the n tokens from `first` on.
+            Log-probabilities [n, k], the largest first, and token ids [n, k], for the n positions from `first` to the last token.
 
         Raises:
             EngineError: the server refuses the request, or returns fewer tokens.
@@ -263,7 +267,7 @@ class EngineClient(EngineControl):
             input_ids=[list(tokens)],
             sampling_params=[dict(max_new_tokens=0, temperature=1.0)],
             return_logprob=True,
-            logprob_start_len=first - 1,  # the answer has nothing about this token, and everything about later tokens
+            logprob_start_len=first - 1,  # SGLang answers with the probabilities at all positions after this index
             top_logprobs_num=k,
             return_flat_raw_top_logprobs=True,
             return_flat_raw_top_logprobs_b64=True,
@@ -284,7 +288,8 @@ class EngineClient(EngineControl):
     async def post_async(self, http: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int, bytes, str]:
         """Send a JSON body by POST, without a deadline. Returns the status, the content and the content type of the answer.
 
-        Raises EngineUnreachableError or EngineFaultError if the engine failed. An answer that refuses the request is returned.
+        Raises EngineUnreachableError or EngineFaultError if the engine failed. If the engine refuses the request, returns the
+        engine's answer.
         """
         import aiohttp  # imported here because the import takes half a second and other users of this module do not need it
 
@@ -303,7 +308,8 @@ class EngineClient(EngineControl):
     async def heartbeat(self, http: aiohttp.ClientSession, timeout_s: float) -> Hashable:
         """Return a value that changes whenever the scheduler has computed something; None if the server does not answer.
 
-        Some versions of SGLang do not report such a value. The result then changes with every call, as if the scheduler computed.
+        Some versions of SGLang do not report such a value. For these versions, the result changes with every call, as if the
+        scheduler computed.
         """
         import aiohttp
 
@@ -357,7 +363,7 @@ class EngineClient(EngineControl):
 
     @cached_property
     def _routing_shape(self) -> tuple[int, int]:
-        """(layers, experts per token) of the engine's model. Read from the model folder, because no request returns them."""
+        """(layers, experts per token) of the engine's model, from its config.json, because SGLang does not report these sizes."""
         path = Path(self.model_info()["model_path"]) / "config.json"
         config = json.loads(path.read_text())
         config = config.get("text_config", config)

@@ -4,8 +4,9 @@ An engine has failed if its processes have ended, or if it answered several requ
 pending requests has also failed if its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow
 engine still computes, so it has not failed. Another engine samples the pending responses of a failed engine.
 
-`generate` and `converse` choose the engine with the fewest failed requests in a row and, among these, the least expected work.
-`generate_all` and `converse_all` know all their prompts in advance and divide them evenly among the engines.
+`generate` and `converse` choose the engine with the fewest failed requests in a row. Among several such engines, they choose the
+one with the least expected work. `generate_all` and `converse_all` get all prompts at once, and divide them evenly among the
+engines.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutin
 
 @dataclass
 class StickySession:
-    """The engine that samples all turns of a response, because it caches the earlier turns. `_send` replaces a failed engine."""
+    """Keeps all turns of a response on the same engine, because this engine caches the earlier turns.
+
+    If the engine fails, EnginePool._send chooses another engine for the session.
+    """
 
     engine: PooledEngine
 
@@ -89,13 +93,14 @@ class StickySession:
 class EnginePool:
     """All engines of one rollout worker or of `mrl generate`. The pool starts a new engine for each engine that fails.
 
-    The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes weights.
+    The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the
+    current weights to the new engine.
     """
 
     def __init__(self, spec: PoolSettings) -> None:
         """Start the engines. Returns before the engines are ready; `wait_ready` waits for them."""
         self.spec = spec
-        self.paused = False  # whether the driver has paused the engines; an idle engine then counts as healthy
+        self.paused = False  # whether the driver has paused the engines; `_check_heartbeat` ignores paused engines
         self.engines: list[PooledEngine] = []  # changed in the event loop only
         self._servers = EngineServers(spec.engine_group)
         self._loop = EventLoopThread("engines")
@@ -109,7 +114,7 @@ class EnginePool:
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
         self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
-        self._num_retried = self._num_retried_before = 0  # responses: so far, and at the last call of `take_metrics`
+        self._num_retried = self._num_retried_before = 0  # retried responses: now, and at the last `take_metrics`
 
     @property
     def urls(self) -> list[str]:
@@ -138,9 +143,10 @@ class EnginePool:
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
-        """Put these engines in service, and no others. Engines that were in service before keep their requests."""
+        """Put exactly these engines in service. Engines that were in service before keep their requests."""
         if self._http is None and engines:
-            import aiohttp  # imported here because the import takes 0.5 s; needs a tenth of the CPU time of httpx
+            # aiohttp needs a tenth of the CPU time of httpx. It is imported here because the import takes 0.5 s.
+            import aiohttp
 
             no_limits = dict(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
             self._http = aiohttp.ClientSession(**no_limits)
@@ -198,8 +204,8 @@ class EnginePool:
     async def forward(self, path: str, body: bytes) -> tuple[int, bytes, str]:
         """Send a JSON body to the least busy engine. Returns the status, the content and the content type of the answer.
 
-        Must run in the pool's event loop. A failed request is repeated, and errors are raised, as in `generate`. An answer that
-        refuses the request is returned.
+        Must run in the pool's event loop. Repeats failed requests and raises errors as `generate` does. If the engine refuses
+        the request, returns the engine's answer.
         """
         request = partial(EngineClient.post_async, path=path, body=body)
         return await self._retrying(self._send, self.open_session(), request, 1, 1.0)
@@ -241,7 +247,7 @@ class EnginePool:
                 engine.faults = 0
                 return answer
             except EngineUnreachableError as error:
-                # The engine's other requests are not cancelled: they will fail, too.
+                # The engine's other requests need not be cancelled, because they fail by themselves.
                 self._take_out_of_service(engine, str(error), cancel=False)
                 continue  # not a failed attempt, because the engine did not get the request
             except EngineFaultError as fault:
@@ -400,7 +406,7 @@ class EnginePool:
         return {engine.client.url: engine.failure for engine in failed if engine.failure}
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of failures since the last call. A failed engine counts when `take_failed` returns it."""
+        """Return the metrics of failures since the last call. A failed engine is counted when `take_failed` returns it."""
         retried, self._num_retried_before = self._num_retried - self._num_retried_before, self._num_retried
         replaced, self._num_replaced = self._num_replaced, 0
         return {"rollout/replaced_engines": float(replaced), "rollout/retried_responses": float(retried)}

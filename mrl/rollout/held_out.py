@@ -21,15 +21,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HeldOutEvaluation:
-    """Held-out sets that are sampled in the same way and scored by the same reward. An evaluation has one or more of these."""
+    """The held-out sets that are sampled in the same way and scored by the same reward.
+
+    One evaluation of the policy may consist of several HeldOutEvaluations.
+    """
 
     # Name of a held-out set -> number of its first rows that are evaluated; None: all rows. The name of data.test is ""
     sets: Mapping[str, int | None]
     sampling: SamplingParams
-    # Suffix of the metric names: "sampled" or "greedy"; "" (no suffix) for a set with a sampling of its own
+    # Suffix of the metric names: "sampled" or "greedy"; "" (no suffix) for a set with its own sampling
     kind: str = ""
     reward: Reward | None = None  # None: the reward of the run
-    has_total: bool = False  # whether there are metrics of all sets together
+    has_total: bool = False  # whether `metrics` also has metrics of all sets together
 
     def rows(self, rows_of_set: Mapping[str, range]) -> dict[str, range]:
         """Return name of a set -> rows that are evaluated. `rows_of_set`: name of a set -> all its rows."""
@@ -43,7 +46,7 @@ def rewards_of_sets(evaluations: Sequence[HeldOutEvaluation]) -> dict[str, Rewar
 
 @dataclass(frozen=True)
 class HeldOutResponses:
-    """The scored responses of one HeldOutEvaluation: n to each row, set after set, row after row."""
+    """The scored responses of one HeldOutEvaluation, set after set and row after row, with n responses to each row."""
 
     evaluation: HeldOutEvaluation
     rows: Mapping[str, range]  # name of a set -> its rows in the data set of all held-out prompts
@@ -125,9 +128,10 @@ class HeldOutResponses:
 def correct_responses(scores: Sequence[Score]) -> list[bool] | None:
     """Return whether each response is correct; None if the reward does not say so.
 
-    A response is correct if the first part of its score whose name is in CORRECTNESS_PARTS is 1. If the score has no such part, a
-    response is correct if the score itself is 1; if one of these scores is neither 0 nor 1, the result is None. A response that
-    could not be scored is not correct.
+    - A response that could not be scored is not correct.
+    - If the score has parts with names in CORRECTNESS_PARTS, the first of these names decides: 1 means correct.
+    - If the score has no such part, the score itself decides: 1 means correct, and 0 means not correct. If such a score is
+      neither 0 nor 1, the function returns None.
     """
     correct = []
     for score in scores:
@@ -140,10 +144,10 @@ def correct_responses(scores: Sequence[Score]) -> list[bool] | None:
 
 
 def evaluation_values(scores: Sequence[Score], answers: Sequence[str | None], n: int) -> dict[str, float]:
-    """Return the mean reward and, if the reward says which responses are correct, the accuracy.
+    """Return the mean reward and, if the reward says which responses are correct, the accuracy, pass@k and maj@k.
 
-    With n > 1 responses to each prompt, also return pass@k and maj@k, for k of 2, 4, 8, ... and n. Returns {} if no response
-    could be scored. The n responses to a prompt are adjacent.
+    k is 2, 4, 8, ... and n, so there are no pass@k and maj@k for n = 1. The n responses to a prompt are adjacent. Returns {} if
+    no response could be scored.
     """
     if all(score.failure is not None for score in scores):
         return {}

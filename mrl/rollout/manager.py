@@ -1,4 +1,7 @@
-"""Driver side of rollout: draws prompts and calls the rollout worker. The driver sees lengths and rewards, but no tokens."""
+"""RolloutManager: the part of the driver that draws prompts and calls the rollout worker.
+
+The driver sees lengths and rewards, but no tokens.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,7 +50,9 @@ class FixedEngines:
 
 
 class RolloutWorkerHandle:
-    """Calls the Ray actor of the rollout worker with deadlines. EngineOwner manages the engines' memory and model weights.
+    """Calls the methods of the rollout worker, a Ray actor, with deadlines.
+
+    Another object, the EngineOwner, manages the memory and the model weights of the engines.
 
     Every call raises StalledError if its deadline passes, and RolloutWorkerLostError if the worker died (see mrl.hang_report).
     Every call also raises the errors that the worker raises.
@@ -56,13 +61,13 @@ class RolloutWorkerHandle:
     def __init__(self, spec: RolloutSpec, options: Mapping[str, Any], timeout_s: float) -> None:
         """Create the Ray actor, which starts its engines. Returns before the engines are ready.
 
-        `options`: options of the Ray actor. `timeout_s`: deadline of a call; twice the deadline of the scorer is added.
+        `options`: options of the Ray actor. The deadline of a call is `timeout_s` plus twice the deadline of the scorer.
         """
         self.spec = spec
         self._create = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
         self.actor = self._create()
         self._waiter = RayWaiter(Path(spec.run_dir), "rollout")
-        self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # longer than the deadline of the scorer
+        self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # so that the scorer's own deadline passes first
         self._start_timeout_s = 600.0  # deadline for the start of engines; `wait_ready` sets it
 
     def call[T](
@@ -99,7 +104,7 @@ class RolloutWorkerHandle:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which the worker regards the engines as paused, for example for a weight push."""
+        """Return a context in which the worker regards the engines as paused, for example during a weight push."""
         self.set_paused(True)
         try:
             yield
@@ -147,10 +152,10 @@ class RolloutManager:
         self._untrained: Sequence[tuple[int, ...]] = ()
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:
-        """Return the groups that `step` trains: G scored responses to each of N prompts (see mrl.rollout.staleness_buffer).
+        """Return the groups on which `step` trains: G scored responses to each of N prompts (see mrl.rollout.staleness_buffer).
 
         Draws as many prompts as the staleness buffer has room for, and more prompts if the rollout filter rejects groups. The
-        groups that `step` does not train stay in the buffer. Their sampling continues while the step is trained.
+        groups of later steps stay in the buffer, and the engines continue to sample them while the step trains.
         """
         missing = max(0, self._buffer_capacity - len(self._untrained))
         while True:
@@ -168,7 +173,7 @@ class RolloutManager:
         return replace(rollouts, sampling_metrics={**rollouts.sampling_metrics, **passes})
 
     def evaluate(self, step: int) -> Metrics:
-        """Evaluate on the held-out prompts. Returns the metrics eval/*; {} if there are no held-out prompts.
+        """Evaluate the policy on the held-out prompts. Returns the metrics eval/*; {} if there are no held-out prompts.
 
         `step`: number of finished steps.
         """
@@ -221,9 +226,9 @@ class RolloutManager:
             columns: name of a column -> handles of its parts; each replica computed one part.
             kl_coef: coefficient of the KL penalty in the reward.
             step: index of the training step.
-            rows: [B] the responses that get advantages; the others are rejected. Default: all responses.
-            advantage: estimator in place of algorithm.advantage.
-            loss: policy loss in place of algorithm.loss, for its extra columns.
+            rows: [B] mask of the responses that get advantages; all other responses are rejected. Default: all responses.
+            advantage: estimator that replaces algorithm.advantage.
+            loss: policy loss that replaces algorithm.loss. Only its extra columns are computed here.
         """
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step, rows, advantage, loss)
 
@@ -232,11 +237,11 @@ class RolloutManager:
         self.worker.call(RolloutWorker.write_samples, step)
 
     def discard_log(self, before_step: int) -> None:
-        """Delete the rollout log of the steps before `before_step`: a checkpoint covers them. Does not wait for the worker."""
+        """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Does not wait for the worker."""
         self.worker.actor.discard_log.remote(before_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: the index of the next step, and the prompt requests that are drawn and not trained."""
+        """Return the state for a checkpoint: the next step, the number of drawn prompts, and the untrained prompt requests."""
         return dict(step=self._step, drawn=self._num_drawn, waiting=[list(request) for request in self._untrained])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The rows of data.offline.path as groups of a step, in addition to the groups that the engines sample."""
+"""Makes groups from the rows of data.offline.path. A step trains on them in addition to the groups that the engines sample."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from mrl.rollout.trajectory import Group, Sample, Trajectory
 
 
 def offline_groups(rows: OfflineRows | None, step: int) -> list[Group]:
-    """Return the groups of the file for the step with this index, from 0. Sample.row is -1 minus the row number in the file."""
+    """Return the groups that this step, counted from 0, gets from the file. Sample.row is -1 minus the row number in the file."""
     found = rows.of_step(step) if rows else []
     return [Group([_sample(row, step) for row in group]) for group in found]
 
@@ -25,7 +25,7 @@ def _sample(row: OfflineRow, step: int) -> Sample:
 
 
 def with_offline_part(scored: ScoredBatch, num_offline: int) -> ScoredBatch:
-    """Return a batch in which the rewards of the last `num_offline` responses are a part, if other rewards have parts.
+    """If rewards have parts, also give the last `num_offline` responses a part, PLAIN_TERM, which equals their reward.
 
     An estimator that reads only the parts, such as GDPO, would otherwise ignore the rewards of the file.
     """
@@ -37,7 +37,7 @@ def with_offline_part(scored: ScoredBatch, num_offline: int) -> ScoredBatch:
 
 
 def with_given_advantages(scored: ScoredBatch, num_offline: int, rows: OfflineRows | None) -> ScoredBatch:
-    """Return a batch whose last `num_offline` responses have the advantage of the config, if it is set."""
+    """Give the last `num_offline` responses the advantage `data.offline.advantage`. Returns `scored` if the key is not set."""
     if rows is None or rows.advantage is None:
         return scored
     given = np.full(len(scored.lengths), np.nan)
@@ -52,7 +52,10 @@ def with_offline_column(block: TokenBlock, num_offline: int) -> TokenBlock:
 
 
 def known_rollout_logprobs(block: TokenBlock, old_logprobs: Column | None) -> Column:
-    """Return the rollout log-probabilities [R]; for rows of the file without log-probabilities, the old log-probabilities."""
+    """Return the rollout log-probabilities [R].
+
+    Offline rows may have no log-probabilities. Such rows get the old log-probabilities, if these are given.
+    """
     if OFFLINE not in block.columns or old_logprobs is None:
         return block.rollout_logprobs
     is_unknown = (block.columns[OFFLINE] > 0) & np.isnan(block.rollout_logprobs)

@@ -1,11 +1,11 @@
 """Sampled data on disk: the rollout log, the completion cache, and recorded steps.
 
 - `RolloutLog` holds the scored groups of every step since the last checkpoint. A run that resumes from this checkpoint trains
-  the same responses again.
+  on the same responses again.
 - `CompletionCache` holds the completions of groups that no step has taken yet. If a process fails, these completions are not
   sampled again.
-- Recorded steps hold tokens and the columns that the driver sees. `rollout.record` writes them, and `rollout.replay` trains them
-  instead of new samples, under any parallel layout.
+- Recorded steps hold tokens and the columns that the driver sees. With `rollout.record`, a run writes them. With
+  `rollout.replay`, a run trains on them instead of new samples, under any parallel layout.
 """
 
 import logging
@@ -37,7 +37,7 @@ _STEP_FILE = re.compile(r"step_(\d+)\.msgpack\.zst")  # file name in the rollout
 _CACHE_SUFFIX = ".completions"
 _CACHE_FILE = re.compile(rf"step_(\d+)-\w+\{_CACHE_SUFFIX}")  # file name in the completion cache
 _DIGEST_BYTES = 8  # length of a hash of `_digest`
-_RECORD_LENGTH = struct.Struct("<Q")  # stands before each record: the length of its compressed content in bytes
+_RECORD_LENGTH = struct.Struct("<Q")  # first field of each record: the length of its compressed content in bytes
 
 
 class RolloutLog:
@@ -46,7 +46,7 @@ class RolloutLog:
     A file appears only when it is complete and on the disk. A file with the same prompts is not overwritten, so a process that
     outlives its run cannot replace samples of the next run. `key` is a hash of the settings, the data and the initial model
     weights. Entries with other keys are not read. They are deleted only at the next checkpoint, because the user may have
-    mistyped a setting.
+    mistyped a setting, and may start the run again with the right one.
     """
 
     def __init__(self, root: Path, key: str) -> None:
@@ -54,17 +54,17 @@ class RolloutLog:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, step: int, groups: StepGroups[Group]) -> StepGroups[Group]:
-        """Write the groups of a step, and return the groups that the step must train.
+        """Write the groups of a step, and return the groups on which the step must train.
 
-        These are `groups`, or the groups in the log if the log has the step with the same prompts already. If the file cannot be
-        written, a warning is logged and the run goes on.
+        If the log has the step with the same prompts already, these are the groups in the log. Otherwise they are `groups`. If
+        the file cannot be written, a warning is logged and the run continues.
         """
         content = msgspec.msgpack.encode(groups, enc_hook=_to_plain)
         path, partial = self._path(step), self.folder / f".partial-{uuid.uuid4().hex[:8]}"
         try:
             frame = zstandard.compress(content, ZSTD_LEVEL)
             partial.write_bytes(frame + _digest(frame, step))
-            fsync_path(partial)  # before the step trains the groups: a resumed run must train the same
+            fsync_path(partial)  # before the step trains, because a resumed run must train on the same groups
             os.link(partial, path)  # fails if `path` exists
             fsync_path(self.folder)
         except FileExistsError:
@@ -114,12 +114,12 @@ class RolloutLog:
 
 
 def _digest(frame: bytes, step: int) -> bytes:
-    """Return the hash of compressed content that belongs to `step`."""
+    """Return a hash of the compressed content and of the step. A file of another step therefore has another hash."""
     return xxhash.xxh3_64_digest(frame, seed=step)
 
 
 def _rows(groups: StepGroups[Group]) -> list[int]:
-    """Return the row of the data set of each group."""
+    """Return, for each group, its row in the data set."""
     return [group.row for group in [*groups.groups, *groups.filtered]]
 
 
@@ -127,8 +127,8 @@ class CompletionCache:
     """Finished completions on disk. A completion is identified by the serial number of its response and by its input tokens.
 
     Each turn of a multi-turn response is one completion. There is one file per process and step. A file is a sequence of
-    records: length, hash, compressed content. A damaged or truncated record is left out with a warning. If the disk is full, a
-    warning is logged and the run goes on.
+    records: length, hash, compressed content. A damaged or truncated record is skipped with a warning. If the disk is full, a
+    warning is logged and the run continues.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
@@ -164,7 +164,7 @@ class CompletionCache:
         return next((of_step[key] for of_step in self._completions.values() if key in of_step), None)
 
     def put(self, numbers: Sequence[int], inputs: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Append the completions of one HTTP request to the file of this step. Aborted completions are left out."""
+        """Append the completions of one HTTP request to the file of this step. Aborted completions are not stored."""
         items = zip(numbers, inputs, completions, strict=True)
         found = {_key(number, tokens): done for number, tokens, done in items if done.finish_reason != "abort"}
         content = msgspec.msgpack.encode(found, enc_hook=_to_plain)
@@ -180,7 +180,7 @@ class CompletionCache:
             logger.warning("completions are no longer cached on disk: %s", error)
 
     def discard(self, before_step: int) -> None:
-        """Delete the completions of steps before `before_step`. The groups of these steps are logged or trained."""
+        """Delete the completions of steps before `before_step`, because no later step needs the groups of these steps."""
         for step, path in self._paths():
             if step < before_step:
                 path.unlink(missing_ok=True)
@@ -200,7 +200,7 @@ def _key(number: int, inputs: Sequence[int]) -> str:
 def _read_records(path: Path, step: int) -> Iterator[tuple[str, Completion]]:
     """Yield (result of `_key`, completion) for each completion in a file of the cache."""
     content, start = path.read_bytes(), 0
-    num_damaged = int(not content)  # the file is opened for a first record, so this record was lost
+    num_damaged = int(not content)  # `put` creates a file for a record, so an empty file has lost this record
     while start < len(content):
         begin = start + _RECORD_LENGTH.size + _DIGEST_BYTES
         length = _RECORD_LENGTH.unpack_from(content, start)[0] if begin <= len(content) else len(content)

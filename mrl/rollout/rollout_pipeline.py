@@ -52,16 +52,21 @@ class GroupSampler:
             self._conversation = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
         self.lengths = ResponseLengths(spec.sampling.max_new_tokens / 2)
         calls_server = any(getattr(each, "needs_server", False) for each in single_rewards(spec.reward))
-        # In a deterministic run, groups reach an engine together: on a CPU, rounding depends on the other responses.
+        # In a deterministic run, the groups of a step must reach an engine together: on a CPU, the rounding of a response
+        # depends on the other responses in the batch.
         scores_early = calls_server and not spec.deterministic
         self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent or scores_early)
 
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
         """Divide the prompt requests into lists. Each list is sent as one HTTP request, in this order.
 
-        If a step waits for all its groups, several groups share one HTTP request, because fewer requests cost the engines less
-        CPU. If a reward calls a server, each group has a request of its own, so that the server scores it while the engines
-        sample others, except in a deterministic run.
+        Several groups share one HTTP request, because fewer requests cost the engines less CPU. Each group has an HTTP request
+        of its own in these cases:
+
+        - A step does not wait for all groups in flight (staleness or over-sampling).
+        - An agent samples the responses.
+        - The run is not deterministic, and a reward calls a server. The server then scores a group while the engines sample
+          other groups.
         """
         if self._one_group_per_request:
             return [
@@ -143,7 +148,7 @@ class GroupSampler:
 
 
 class ScoringOverlap:
-    """Measures how long responses are scored while the engines sample others, or while no step waits for responses."""
+    """Measures for how long responses are scored while the engines sample other responses or while no step waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the fields below, which three threads change
@@ -153,7 +158,7 @@ class ScoringOverlap:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Return a context in which an activity runs: sampling, scoring, or waiting, which is that of a step."""
+        """Return a context in which an activity runs: "sampling", "scoring" or "waiting" (a step waits for its groups)."""
         self._change(activity, 1)
         try:
             yield
@@ -191,7 +196,7 @@ class RolloutPipeline:
         score: Callable[[list[UnscoredGroup]], list[Group]],
         passes_filter: Callable[[Group], bool],
     ) -> None:
-        """`score` and `passes_filter` run in the scoring thread. Steps train only groups for which `passes_filter` is true."""
+        """`score` and `passes_filter` run in the scoring thread. Steps train only on groups for which `passes_filter` is true."""
         self.buffer, self._engines, self._sampler = buffer, engines, sampler
         self._score, self._passes_filter = score, passes_filter
         self._waited_s = 0.0  # seconds that `wait_step` waited since the last call of `take_seconds`
@@ -202,7 +207,8 @@ class RolloutPipeline:
         # Serial number of a prompt request -> the coroutine that samples its group
         self._running: dict[int, Future[None]] = {}
         self._error: BaseException | None = None  # error that `wait_step` raises
-        self._num_restarts = 0  # calls of `restart`; groups that were requested before the last call are ignored
+        # Number of calls of `restart`. Groups that were requested before the last call are ignored.
+        self._num_restarts = 0
         # (`_num_restarts` when the groups were requested, sampled groups); None tells the scoring thread to end
         self._unscored: queue.SimpleQueue[tuple[int, list[UnscoredGroup]] | None] = queue.SimpleQueue()
         self._scoring_thread: threading.Thread | None = None
@@ -255,7 +261,7 @@ class RolloutPipeline:
         return groups
 
     def take_seconds(self) -> tuple[float, float, float]:
-        """Return the seconds since the last call: (waits for engines, waits for scoring, ScoringOverlap)."""
+        """Return seconds since the last call: (waiting for engines, waiting for scoring, overlap as in ScoringOverlap)."""
         scoring_s = min(self._waited_scoring_s, self._waited_s)
         waited_s, self._waited_s, self._waited_scoring_s = self._waited_s, 0.0, 0.0
         return waited_s - scoring_s, scoring_s, self._overlap.take_seconds()

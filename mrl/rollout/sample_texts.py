@@ -26,7 +26,7 @@ def text_samples(
         groups: the groups of a step, with B responses in all.
         chosen: indices among the B responses.
         data: decodes tokens, and has the data source and the ground truth of each row.
-        columns: name of a column -> values [R] of all sampled tokens of the step. "advantages" and "old_logprobs" are read.
+        columns: name of a column -> values [R] of all sampled tokens of the step. Only "advantages" and "old_logprobs" are used.
     """
     samples = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
     ends = np.cumsum([sample.trajectory.num_sampled for _, sample in samples])
@@ -75,7 +75,7 @@ def _ground_truth_text(value: Any) -> str | None:
 
 
 def _token_lists(trajectory: Trajectory, data: PromptDataset, columns: Mapping[str, Column]) -> dict[str, Any]:
-    """Return the lists of TextSample that have one entry for each kept token, and `omitted_tokens`."""
+    """Return the fields of TextSample that are lists with one entry for each kept token, and the field `omitted_tokens`."""
     total = len(trajectory.token_ids)
     kept = list(range(total))
     if total > MAX_TOKENS:

@@ -1,4 +1,4 @@
-"""ServedModels: the servers of all models of the key `roles` that SGLang serves: reward models, judges and teachers."""
+"""ServedModels: the servers of all served models, which are reward models, judges and teachers of the key `roles`."""
 
 import logging
 import threading
@@ -27,14 +27,14 @@ class ServedModelError(RuntimeError):
 
 
 class ServedModels:
-    """The servers of all served models of a run. A server that ends is replaced, and rewards get the new URL.
+    """Starts the servers of all served models, replaces each server that ends, and tells rewards the URLs of the servers.
 
-    The weights of these models never change. A replacement is ready when it answers; until then, rewards call the other servers
-    of the model, or fail after their own attempts.
+    The weights of these models never change, so a new server is ready as soon as it answers. Until then, rewards repeat failed
+    requests on the other servers of the model. A request fails when its own deadline passes (`deadline_s` of the reward).
     """
 
     def __init__(self, groups: Sequence[ServerGroup], max_restarts: int) -> None:
-        """Start all servers. Returns before they are ready. `max_restarts`: how often the servers of one model are replaced."""
+        """Start all servers. Returns before they are ready. At most `max_restarts` servers of one model are replaced."""
         self._servers = {group.name: EngineServers(group) for group in groups}
         self._max_restarts = max_restarts
         self._restarts = dict.fromkeys(self._servers, 0)
@@ -80,17 +80,17 @@ class ServedModels:
                 try:
                     with self._lock:
                         self._check_servers(name, servers)
-                except Exception:  # boundary of this thread; the next check repeats what failed
+                except Exception:  # an error must not end this thread; the next check tries again
                     logger.exception("the servers of roles.%s could not be checked or replaced", name)
 
     def _check_servers(self, name: str, servers: EngineServers) -> None:
-        """Replace the servers of a model that have ended. While the model is offloaded, its devices belong to trainers."""
+        """Replace the servers of a model that have ended. Does nothing while the model is offloaded: trainers use its devices."""
         ended = [server.url for server in servers.servers if not server.alive()]
         if self._ended.is_set() or name in self._released:
             return
         if ended:
             self._replace(name, servers, ended)
-        elif set(servers.urls) != self._announced[name]:  # a replacement was not ready in time
+        elif set(servers.urls) != self._announced[name]:  # an earlier replacement was not ready in time
             self._wait_and_announce(name, servers)
 
     def _announce(self, name: str, servers: EngineServers) -> None:
@@ -107,7 +107,7 @@ class ServedModels:
         self._announce(name, servers)
 
     def _replace(self, name: str, servers: EngineServers, urls: Sequence[str]) -> None:
-        """Replace servers that have ended. Rewards call the others in the meantime."""
+        """Replace servers of a model that have ended. In the meantime, rewards call the other servers of the model."""
         self._restarts[name] += len(urls)
         if self._restarts[name] > self._max_restarts:
             self._lost = (
@@ -152,7 +152,7 @@ class ServedModels:
 def _control(urls: Sequence[str], action: Callable[[EngineControl], object]) -> None:
     """Call `action` for each server. A server that cannot be reached is skipped; the watcher replaces it.
 
-    Raises EngineError if a server refuses, or if it does not answer in time.
+    Raises EngineError if a server refuses the request, or if it does not answer in time.
     """
 
     def control(url: str) -> None:

@@ -1,4 +1,4 @@
-"""The k most probable tokens, with log-probabilities, of a teacher that SGLang serves, at each sampled token."""
+"""Asks a teacher that SGLang serves for the k most probable tokens, with their log-probabilities, at each sampled token."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,16 +13,17 @@ from mrl.rollout.client import EngineClient
 from parallel.trainer_config import MIN_REST_PROB
 
 CONCURRENCY = 32  # number of concurrent requests to each server
-RETRY_PAUSE_S = 1.0  # pause before a request is repeated, because its server ended and is replaced
+RETRY_PAUSE_S = 1.0  # pause before a failed request is repeated, because a replacement of the server takes time
 
 
 def top_k_of_rows(
     urls: Callable[[], Sequence[str]], block: TokenBlock, rows: NDArray[np.int64], k: int, timeout_s: float
 ) -> TeacherOutputs:
-    """Return the k most probable tokens at each sampled token of these rows, see TeacherOutputs.
+    """Return the k most probable tokens at each sampled token of these rows of `block` (see TeacherOutputs).
 
-    `urls` returns the URLs of the teacher's servers, which may change when a server is replaced. The rows are distributed over
-    the servers. A request whose server cannot be reached is repeated on the next server until `timeout_s`.
+    `urls()` returns the URLs of the teacher's servers, which may change when a server is replaced. The rows are distributed over
+    the servers. If a server cannot be reached, its requests are repeated on the next server until `timeout_s` seconds have
+    passed.
 
     Raises:
         EngineError: a server refuses a request.
@@ -45,7 +46,7 @@ def _top_k_of_row(
 ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """Return log-probabilities [n, k] and token ids [n, k] for the n sampled tokens of a row.
 
-    Attempt i asks the server with the index `number` + i.
+    Attempt i asks the server with the index `number` + i, modulo the number of servers.
     """
     start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
     sampled = block.sampled_index[(block.sampled_index >= start) & (block.sampled_index < end)] - start

@@ -21,9 +21,9 @@ from mrl.rollout.step_metrics import RolloutFilter
 
 @dataclass(frozen=True, kw_only=True)
 class ServerGroup:
-    """SGLang servers that serve one model: all engines of a run, or a model of the key `roles` that rewards call."""
+    """The SGLang servers of one model: the engines of a run, or the servers of a model of the key `roles`."""
 
-    name: str  # server i is called <name>_<i> in the folder of logs and in hang reports
+    name: str  # log files and hang reports call server i <name>_<i>
     run_dir: str
     arguments: Mapping[str, Any]  # fields of SGLang's ServerArgs, without model_path and tp_size
     model_path: str  # Hugging Face folder
@@ -38,16 +38,16 @@ class ServerGroup:
 
 
 class PoolSettings(Protocol):
-    """The settings of an engine pool: those of a RolloutSpec, or of EngineSettings."""
+    """Interface of the settings of an engine pool. RolloutSpec and EngineSettings implement it."""
 
     @property
     def engine_group(self) -> ServerGroup:
-        """The servers of the engines."""
+        """The engines, as a group of servers."""
         ...
 
     @property
     def fault_tolerance(self) -> FaultToleranceConfig:
-        """Retries of requests, and the timeout of an engine that computes nothing."""
+        """How often a failed request is repeated, and how long an engine may compute nothing before it counts as failed."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class PoolSettings(Protocol):
 
     @property
     def has_stop_texts(self) -> bool:
-        """Whether requests have stop texts, which external servers can only find with a tokenizer."""
+        """Whether requests have stop texts. External servers must then have a tokenizer."""
         ...
 
     @property
@@ -95,16 +95,16 @@ class RolloutSpec:
 
     model_path: str  # Hugging Face folder: architecture, tokenizer, and the model weights that engines start with
     run_dir: str  # run directory; logs and recorded steps are written below it
-    train: PromptDataset  # prompts that steps train
+    train: PromptDataset  # training prompts
     test: PromptDataset | None  # held-out prompts, which are only evaluated
     reward: Reward  # scores the responses
     advantage_pipeline: AdvantagePipeline  # computes the advantages from the rewards
-    rollout_filter: RolloutFilter | None  # decides which groups are trained; None: all groups are trained
+    rollout_filter: RolloutFilter | None  # decides on which groups steps train; None: on all groups
     needs_greedy: bool  # whether the advantage needs a greedy response to each prompt, in addition to the sampled ones
     rollout_logprobs_as_old: bool  # whether the rollout log-probabilities are used as old log-probabilities
-    prompts_per_step: int  # N, the number of groups that a step trains
+    prompts_per_step: int  # N, the number of groups on which a step trains
     responses_per_prompt: int  # G, the size of a group
-    sampling: SamplingParams  # how the responses that are trained are sampled
+    sampling: SamplingParams  # how training responses are sampled
     num_engines: int
     engine_urls: tuple[str, ...]  # URLs of external servers; if there are any, mrl starts no engine
     engine_tp: int  # tensor-parallel size of an engine
@@ -117,7 +117,7 @@ class RolloutSpec:
     samples_per_step: int = 0  # number of responses of each step that run_dir/samples.jsonl keeps as text
     staleness: int = 0  # maximal number of weight versions between sampling a token and training on it
     over_sample_rate: float = 0.0  # extra groups in flight, as a fraction of `prompts_per_step`
-    in_order: bool = False  # whether steps train groups in the order in which their prompts were drawn
+    in_order: bool = False  # whether steps take groups in the order in which their prompts were drawn
     max_rounds: int = 1  # a step replaces at most (max_rounds - 1) * prompts_per_step rejected groups
     log_key: str = "samples"  # hash of the settings and data that determine the samples (see RolloutLog)
     chat: ChatTemplate = field(default_factory=ChatTemplate)  # how messages become text
@@ -126,17 +126,17 @@ class RolloutSpec:
     deterministic: bool = False  # whether each response gets its own seed
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # retries and engine timeouts
     most_responses: int | None = None  # largest size of a group; None: all groups have the size `responses_per_prompt`
-    offline: OfflineRows | None = None  # responses from a file that steps train, too; None: there are none
+    offline: OfflineRows | None = None  # responses from a file, on which steps also train; None: there are none
     logprobs: bool = True  # whether engines return log-probabilities, which training needs
     routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
     # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
-    served: tuple[ServerGroup, ...] = ()  # models of the key `roles` that SGLang serves to the reward
+    served: tuple[ServerGroup, ...] = ()  # for each served model of the key `roles`, its servers
 
     @property
     def engine_group(self) -> ServerGroup:
-        """The servers of the engines."""
+        """The engines, as a group of servers."""
         routing = {"enable_return_routed_experts": True} if self.routed_experts else {}
         return ServerGroup(
             name="engine",
@@ -154,7 +154,7 @@ class RolloutSpec:
 
     @property
     def has_stop_texts(self) -> bool:
-        """Whether texts end responses of steps or of evaluations."""
+        """Whether stop texts may end the responses of steps or of evaluations."""
         return any(each.stop for each in (self.sampling, *(evaluation.sampling for evaluation in self.evaluations)))
 
     @property

@@ -1,12 +1,12 @@
-"""Scheduling of rollouts: how many prompts are drawn, which groups a step trains, and which engine samples which group.
+"""Scheduling of rollouts: how many prompts are drawn, which groups a step gets, and which engine samples which group.
 
-A prompt request stands for one prompt and its group of G responses. A step trains N groups. K is the maximal staleness, in
-weight versions. Without over-sampling, at most (K + 1) N groups are drawn and not yet trained. Memory is therefore bounded at
-any speed of engines and trainers. Step s trains only tokens that weight version s - K or a later version sampled. With K = 0,
-training is synchronous.
+A prompt request asks for a group of G responses to one prompt. A step trains on N groups. K is the maximal staleness, in weight
+versions. Without over-sampling, at most (K + 1) N groups are drawn and not yet trained. Memory is therefore bounded, however
+fast the engines and the trainers are. Step s trains only on tokens that weight version s - K or a later version sampled.
+With K = 0, training is synchronous.
 
-This module contains no threads and no engines, and imports neither Ray nor torch, because runs and the rollout simulator
-(`mrl plan rollout`) share it.
+This module contains no threads and no engines, and imports neither Ray nor torch, because the rollout simulator
+(`mrl plan rollout`) also uses it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ from mrl.rollout.trajectory import StepGroups
 
 MAX_RESPONSES_PER_REQUEST = 64
 """Largest number of responses in one HTTP request. Requests must not be large, because a failed engine loses all responses of its
-unfinished requests. Nor must requests be small, because each takes about a millisecond of CPU in the engine's HTTP server."""
+unfinished requests. Requests must not be small either, because each request costs the engine's HTTP server about 1 ms of CPU."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class StalenessBuffer[T]:
     - `extra_groups` (over-sampling): this many more groups are in flight than the steps need. A step takes the groups that
       finish first. Other groups are dropped when they are too old for the next step. Without over-sampling no group is dropped:
       a step waits for every group that would be too old for the next step.
-    - `in_order`: steps train groups in the order in which their prompts were drawn, so short responses are not preferred.
+    - `in_order`: steps take groups in the order in which their prompts were drawn, so short responses are not preferred.
     - `max_replaced`: a step replaces at most this many groups that the rollout filter rejects. If the filter rejects more
-      groups, the step trains fewer than N groups.
+      groups, the step trains on fewer than N groups.
     """
 
     groups_per_step: int  # N
@@ -93,7 +93,7 @@ class StalenessBuffer[T]:
             self._filtered[number] = group
 
     def take_step(self, step: int) -> StepGroups[T] | None:
-        """Remove the groups that `step` trains, and return them. Returns None if the step must wait for groups in flight."""
+        """Take the groups on which `step` trains out of the buffer. Returns None if the step must wait for groups in flight."""
         numbers = self._select_in_order() if self.in_order else self._select_finished(step)
         # Fewer than N groups are enough if no more groups can follow, because `max_replaced` is reached.
         may_be_short = not self.in_flight and not self.free_capacity()
@@ -110,7 +110,7 @@ class StalenessBuffer[T]:
         )
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Remove prompt requests that no later step trains."""
+        """Remove prompt requests that no later step needs."""
         for number in numbers:
             self.in_flight.pop(number, None)
             self._finished.pop(number, None)
@@ -152,9 +152,9 @@ class StalenessBuffer[T]:
     def _select_finished(self, step: int) -> list[int] | None:
         """Return the serial numbers of up to N finished groups. Groups that finished first are preferred.
 
-        Without over-sampling, later steps must be able to train all remaining requests before these are too old. Therefore, for
-        each d from 0 to K, at most d * N of the remaining requests may be too old for the steps after `step + d`. Returns None if
-        too few groups are finished for this limit.
+        Without over-sampling, later steps must be able to take all remaining requests before these are too old. Therefore, for
+        each d from 0 to K, at most d * N of the remaining requests may be too old for the steps after `step + d`. Returns None
+        if the finished groups do not suffice for this limit.
         """
         first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra_groups and first.min_weight_version <= step - self.staleness:

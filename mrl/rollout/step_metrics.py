@@ -1,4 +1,4 @@
-"""The sampled groups of one step: which groups are trained, the metrics, and the bias towards short responses."""
+"""The sampled groups of one step: on which groups the step trains, the metrics, and the bias towards short responses."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from mrl.rewards.reward_types import Score, Scores
 from mrl.rollout.trajectory import Group, ResponseUsage, Sample, StepGroups
 
 MAX_SOURCES = 20  # largest number of data sources that have metrics of their own
-RolloutFilter = Callable[[NDArray[np.float64]], bool]  # rewards [G] of a group -> whether the group is trained
+RolloutFilter = Callable[[NDArray[np.float64]], bool]  # rewards [G] of a group -> whether steps may train on it
 
 
 def score_failures(groups: Iterable[Group]) -> list[str | None]:
@@ -24,7 +24,7 @@ def score_failures(groups: Iterable[Group]) -> list[str | None]:
 def prompt_rewards(step: StepGroups[Group]) -> list[tuple[int, float]]:
     """Return (row, mean reward of the scored responses) of each group of a step, in the order in which prompts were drawn.
 
-    The groups that the rollout filter rejected are included. A group without a scored response is left out.
+    The groups that the rollout filter rejected are included. A group without a scored response has no entry.
     """
     numbers = [*step.numbers, *step.filtered_numbers]
     groups = dict(zip(numbers, [*step.groups, *step.filtered], strict=True))
@@ -49,10 +49,10 @@ class SampledStep:
     rounds: int = 1  # how often prompts were drawn: once for the step, and again after groups were rejected
     engine_s: float = 0.0  # seconds that the step waited for engines
     reward_s: float = 0.0  # seconds that the step waited for decoding and scoring, which mostly run during sampling
-    reward_overlap_s: float = 0.0  # seconds of scoring during which the engines sampled others, or no step waited
+    reward_overlap_s: float = 0.0  # seconds of scoring while the engines sampled, or while no step waited
 
     def trained_groups(self, num_groups: int) -> list[Group]:
-        """Return the groups that the step trains: those that passed the rollout filter.
+        """Return the groups on which the step trains: those that passed the rollout filter.
 
         If the filter rejected all groups, returns `num_groups` rejected groups, so that the step has metrics. Raises
         UnscoredStepError if no response could be scored.
@@ -94,7 +94,7 @@ class SampledStep:
 def source_names(num_rows: Mapping[str, int]) -> dict[str, str]:
     """Return data source -> its name in metrics, for each data source that has metrics of its own.
 
-    These are the MAX_SOURCES data sources with the most rows. If there is only one data source, there are none, because they
+    These are the MAX_SOURCES data sources with the most rows. A single data source has no metrics of its own, because these
     would repeat the metrics of all responses. `num_rows`: data source -> number of its rows.
     """
     if len(num_rows) < 2:
@@ -125,7 +125,7 @@ def _reward_statistics(groups: list[NDArray[np.float64]]) -> dict[str, float]:
     rewards, has_equal_sizes = np.concatenate(groups), len({len(group) for group in groups}) == 1
     return {
         "reward/mean": float(rewards.mean() if has_equal_sizes else np.mean([group.mean() for group in groups])),
-        "reward/std": float(rewards.std()) if np.ptp(rewards) else 0.0,  # without rounding errors for equal rewards
+        "reward/std": float(rewards.std()) if np.ptp(rewards) else 0.0,  # exactly 0 for equal rewards
         "reward/uniform_groups_fraction": float(np.mean([np.ptp(group) == 0 for group in groups])),
     }
 
@@ -146,17 +146,17 @@ def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
 
 @dataclass
 class LengthBias:
-    """Measures how much shorter trained responses are because steps train the groups that finish first.
+    """Measures how much shorter the trained responses are because steps take the groups that finish first.
 
-    The trained groups of the last `num_steps` steps are compared with the groups of as many prompt requests that were drawn one
-    after another. The mean length of a dropped group is unknown. An underestimate is used instead: the maximum of the mean
-    lengths of the groups that the same step trained.
+    The groups on which the last `num_steps` steps trained are compared with equally many groups whose prompts were drawn one
+    after another. The mean length of a dropped group is unknown. Instead, the class uses an underestimate: the largest mean
+    length among the groups on which the same step trained.
     """
 
     num_steps: int = 4  # number of last steps that are compared
     # Serial number of a prompt request -> mean length of its group
     _lengths: dict[int, float] = field(default_factory=dict)
-    # For each of the last steps, the mean lengths of the groups that the step trained
+    # For each of the last steps, the mean lengths of the groups on which the step trained
     _trained: deque[list[float]] = field(default_factory=deque)
 
     def update(self, step: StepGroups[Group], finished: Mapping[int, Group]) -> dict[str, float]:

@@ -27,7 +27,7 @@ class ResponseUsage:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One response: all tokens after the prompt. The tools' results are between the turns that the policy sampled."""
+    """One response: all tokens after the prompt. In a multi-turn response, tool results stand between the sampled turns."""
 
     token_ids: list[int]
     logprobs: list[float]  # log-probabilities of the sampled tokens, as the engine reports them
@@ -119,7 +119,7 @@ class StepGroups[T]:
     """The groups that one step took from the staleness buffer. T is Group in runs and None in simulations."""
 
     numbers: list[int]  # serial numbers of the prompt requests of `groups`, ascending
-    groups: list[T]  # the groups that the step trains
+    groups: list[T]  # the groups on which the step trains
     filtered_numbers: list[int]  # serial numbers of the prompt requests of `filtered`
     filtered: list[T]  # the groups that the rollout filter rejected
     dropped: list[int]  # serial numbers of dropped prompt requests, which would be too old for the next step
@@ -176,12 +176,12 @@ def block_trajectories(
 
 
 def _turn_ends(trajectory: Trajectory) -> tuple[int, ...]:
-    """Return the index, among the sampled tokens, of the last token of each assistant turn."""
+    """Return, for each assistant turn, the index of its last token among all sampled tokens."""
     return tuple(end - 1 for end in accumulate(len(ids) for is_sampled, ids in trajectory.spans if is_sampled))
 
 
 def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
-    """Return the columns [B] that the driver sees. They become the fields of Rollouts that have the same names."""
+    """Return the columns [B] that the driver sees. Each column becomes the field of Rollouts with the same name."""
     samples = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
     return dict(
         rows=np.array([sample.row for _, sample in samples]),
@@ -194,8 +194,8 @@ def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
 def version_spans(groups: Sequence[Group]) -> NDArray[np.int64]:
     """Return which weight versions sampled the tokens of each response.
 
-    The result is an array with 3 columns. Each of its rows (index of the response, weight version, number of tokens) stands for
-    consecutive sampled tokens. The rows of a response are in the order of sampling.
+    The result is an array with the 3 columns (index of the response, weight version, number of tokens). Each row describes
+    consecutive tokens that one weight version sampled. The rows of a response are in the order of sampling.
     """
     trajectories = [sample.trajectory for group in groups for sample in group.samples]
     spans = [

@@ -1,4 +1,4 @@
-"""RolloutWorker: the Ray actor that samples and scores. It owns the engines, the prompts and the reward.
+"""RolloutWorker: the Ray actor that samples responses and scores them. It holds the engines, the prompts and the reward.
 
 The driver calls this actor through the rollout manager. The driver sees lengths and rewards, but no tokens.
 """
@@ -97,9 +97,9 @@ class RolloutWorker:
         buffer: StalenessBuffer[Group] = StalenessBuffer(
             groups_per_step=size,
             staleness=spec.staleness,
-            extra_groups=spec.extra_groups,  # groups that are sampled in addition (over-sampling)
+            extra_groups=spec.extra_groups,  # groups in flight beyond those that steps need (over-sampling)
             in_order=spec.in_order,
-            max_replaced=(spec.max_rounds - 1) * size,  # rejected groups of a step that are replaced
+            max_replaced=(spec.max_rounds - 1) * size,  # largest number of rejected groups that a step replaces
         )
         self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._passes_filter)
         self._length_bias = LengthBias()
@@ -111,11 +111,11 @@ class RolloutWorker:
         # The groups of `_sampled`, with the serial numbers of their prompt requests
         self._taken: StepGroups[Group] = StepGroups(numbers=[], groups=[], filtered_numbers=[], filtered=[], dropped=[])
         self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
-        # Groups of the last collected step, and the rewards and tokens of these groups and of the rows of data.offline.path
+        # The sampled groups of the last collected step, and the rewards and tokens of these groups and of the offline rows
         self._collected: tuple[list[Group], ScoredBatch, TokenBlock] | None = None
         self._columns: dict[
             str, Column
-        ] = {}  # columns [R] of the last collected step that `estimate` has got or computed
+        ] = {}  # columns [R] of the last collected step: arguments and results of `estimate`
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait until every engine and every served model takes requests; return the URLs of all engines."""
@@ -149,11 +149,11 @@ class RolloutWorker:
         self.engines.paused = paused
 
     def sample(self, first_number: int, rows: NDArray[np.int64], step: int, sizes: Sequence[int] | None = None) -> int:
-        """Add prompts to the staleness buffer, and wait for the groups that `step` trains.
+        """Add prompts to the staleness buffer, and wait for the groups on which `step` trains.
 
         `rows`: rows of the data set, one per prompt. `first_number`: serial number of the prompt request for the
         first row. `sizes`: number of responses to each row; None: rollout.responses_per_prompt. If the rollout log has the groups
-        of the step, these groups are used and nothing is sampled.
+        of the step, the step gets these groups, and nothing is sampled.
 
         Returns 0 if the groups are ready for `collect`. Otherwise returns the number of prompts that the driver must draw for
         the next call, for example in place of rejected groups. If a call fails, the driver may repeat the call with the same
@@ -174,7 +174,7 @@ class RolloutWorker:
             pipeline.send_requests(step)
             with spans.span("wait for groups"):
                 groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)
-            self._rounds += 1  # after the wait, so that a repeated call does not count twice
+            self._rounds += 1  # after the wait, because the driver repeats a call whose wait failed
             if groups_of_step is None:
                 return pipeline.free_capacity()
             taken = self._write_log(step, groups_of_step)
@@ -189,8 +189,8 @@ class RolloutWorker:
     def _read_log(self, step: int) -> StepGroups[Group] | None:
         """Return the groups of the step from the rollout log, and remove their prompt requests from the pipeline.
 
-        Returns None if the log does not have the step. If the prompts of the entry are not those that this run has
-        drawn, the entry is deleted.
+        Returns None if the log does not have the step. If the run has drawn other prompts than those in the log, deletes the
+        entry and returns None.
         """
         logged = self._logged or self._log.get(step)
         if logged is None:
@@ -220,7 +220,7 @@ class RolloutWorker:
 
         `num_drawn`: number of prompts that were drawn so far. `untrained`: the prompt requests that no step has taken, each as
         (serial number, row, min_weight_version, size). The completions that these requests have in the completion cache are used
-        again. Checkpoints of older versions of mrl have no sizes.
+        again. In checkpoints of older versions of mrl, the requests have no size.
         """
         self._pipeline.restart(num_drawn, [PromptRequest(*request) for request in untrained], step)
         self._cache.read()
@@ -303,7 +303,7 @@ class RolloutWorker:
             name: _with_rows(self._columns.get(name), values, rows, scored) for name, values in result.columns.items()
         }
         self._columns |= computed | estimated
-        # With all groups of the step rejected by the rollout filter, only the rows of a file are trained.
+        # If the rollout filter rejected all sampled groups, the step trains only on the offline rows.
         is_sampled = np.arange(len(scored.lengths)) < sum(len(group.samples) for group in self._collected[0])
         rejected = result.rejected | (self._all_filtered & is_sampled)
         handle = ray.put({**computed, **result.columns})
@@ -313,9 +313,9 @@ class RolloutWorker:
     def compute_teacher_outputs(
         self, block: TokenBlock, rows: NDArray[np.int64], teacher: str, top_k: int
     ) -> tuple[TeacherPart, float]:
-        """Let a served teacher compute its most probable tokens at the sampled tokens of these rows.
+        """Request a served teacher's most probable tokens at each sampled token of these rows of `block`.
 
-        Returns where its outputs are, and the seconds that it took. Raises the errors of `top_k_of_rows`.
+        Returns a handle of the teacher's outputs, and the seconds that the teacher took. Raises the errors of `top_k_of_rows`.
         """
         start = time.perf_counter()
         with track_activity("waiting for the teacher"), spans.span("teacher outputs"):
@@ -323,9 +323,9 @@ class RolloutWorker:
         return TeacherPart(rows, ray.put(outputs)), time.perf_counter() - start
 
     def write_samples(self, step: int) -> None:
-        """Write samples of the last collected step to samples.jsonl, with the columns of all estimates since `collect`.
+        """Write samples of the last collected step to samples.jsonl, with the columns of all calls of `estimate` for this step.
 
-        The rewards of the samples are spread evenly between the best and the worst.
+        The samples are chosen so that their rewards are spread evenly from the worst to the best.
         """
         if self._sample_file:
             assert self._collected, "collect() must be called before write_samples()"
@@ -335,7 +335,7 @@ class RolloutWorker:
             self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
 
     def _passes_filter(self, group: Group) -> bool:
-        """Return whether the rollout filter lets steps train this group."""
+        """Return whether steps may train on this group according to the rollout filter."""
         rollout_filter = self.spec.rollout_filter
         if rollout_filter is None:
             return True
@@ -395,7 +395,7 @@ class RolloutWorker:
             return self._call_scorer(_reward_inputs(data, rows, trajectories, groups))
 
     def _call_scorer(self, responses: list[Response], reward: Reward | None = None) -> list[Score]:
-        """Score responses by the reward of the run, or by `reward`, the reward of a held-out set."""
+        """Score responses with `reward`, the reward of a held-out set. None: score with the reward of the run."""
         with self._scorer_lock, spans.span("score responses", "reward", responses=len(responses)):
             return self._scorer(responses, reward)
 
@@ -439,7 +439,7 @@ class RolloutWorker:
 
 
 def _with_rows(earlier: Column | None, values: Column, rows: NDArray[np.bool_] | None, scored: ScoredBatch) -> Column:
-    """Return the column `values` [R], except for the responses outside `rows` [B], which keep their `earlier` values."""
+    """Return the column `values` [R], but with the `earlier` values for the responses outside the mask `rows` [B]."""
     if rows is None or earlier is None:
         return values
     return np.where(np.repeat(rows, scored.lengths), values, earlier)

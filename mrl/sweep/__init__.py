@@ -1,1 +1,1 @@
-"""Sweeps: several runs of one command with different values of some keys. Checks, runs and compares them."""
+"""Sweeps: several runs of one command with different values of some keys. This package checks, starts and compares the runs."""

@@ -39,7 +39,7 @@ SWEEP_FILE = "sweep.json"  # file in the sweep's folder that describes the sweep
 STATUS_FILE = "status.json"  # file in the folder of an ended point: {"status": exit status, "seconds": duration}
 METRIC_STEPS = 5  # number of last steps over which a metric is averaged
 RECENT_EVALUATIONS = 20  # number of last lines of eval.jsonl in which a metric is searched
-NOISE_WORDS = ("restart ", "HYDRA_FULL_ERROR")  # log lines with these words do not tell the cause of a failure
+NOISE_WORDS = ("restart ", "HYDRA_FULL_ERROR")  # log lines with these words do not contain the cause of a failure
 CSV_FILE = "sweep.csv"  # file in the sweep's folder with the result table
 
 
@@ -67,7 +67,7 @@ class PointResult:
     point: Point
     folder: Path
     state: PointState
-    steps: int  # number of trained steps
+    steps: int  # number of completed training steps
     value: float | None  # value of the sweep's metric
     seconds: float  # duration of the point's last process; 0 until the point has ended
     reason: str = ""  # why the point failed
@@ -94,7 +94,7 @@ class Sweep:
         return [*self.fixed, *self.points[index], run_dir, format_override("tracking.group", self.group)]
 
     def command(self, index: int) -> str:
-        """Return a shell command that trains the point again, in a new run directory."""
+        """Return a shell command that runs the point again, in a new run directory."""
         left_out = ("run.dir", "sweep", "hydra", "cluster.dry_run")
         own = [
             each
@@ -275,7 +275,7 @@ def render_table(sweep: Sweep, results: Sequence[PointResult]) -> Table:
 
 
 def summary_text(sweep: Sweep, results: Sequence[PointResult]) -> str:
-    """Return the text below the table: why points failed, which point is the best, and a command that trains it again."""
+    """Return the text below the table: why points failed, the best point, and a command that runs the best point again."""
     failed = [
         f"point {result.index} failed, {result.reason}\n  {result.folder / 'terminal.log'}"
         for result in results

@@ -1,1 +1,1 @@
-"""Writes the metrics of a run to the terminal, JSON Lines files, wandb and a picture of the learning curve."""
+"""Output of a run: metrics (terminal, JSON Lines files, wandb and other trackers), learning curve, timeline and HTML report."""

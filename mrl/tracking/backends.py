@@ -1,7 +1,7 @@
 """Trackers of tracking.backends: Weights & Biases (wandb), TensorBoard and MLflow.
 
-Each tracker has its own thread, so that it never slows or stops a run. If it fails, one warning is logged, and it gets no more
-metrics.
+Each tracker has its own thread, so that a slow or failing tracker never slows or stops a run. If a tracker fails, its thread logs
+one warning, and the tracker gets no more metrics.
 """
 
 import logging
@@ -31,7 +31,7 @@ from parallel.durable_files import write_file
 
 logger = logging.getLogger(__name__)
 
-_ID_LENGTH = 12  # characters of a wandb run id before its hash
+_ID_LENGTH = 12  # number of characters of a wandb run id before the hash at its end
 PACKAGES = {
     "wandb": ("wandb", "wandb"),
     "tensorboard": ("tensorboard", "tensorboard"),
@@ -53,13 +53,13 @@ def check_installed(backends: Iterable[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The data of a run that trackers show beside its metrics."""
+    """The data of a run that a tracker needs in addition to the metrics."""
 
     folder: Path  # the run directory
     project: str
     name: str
     group: str | None = None
-    entity: str | None = None  # user or team that owns the run; only wandb has it
+    entity: str | None = None  # user or team that owns the run; only wandb uses this field
     tags: Sequence[str] = ()
     notes: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)  # without secrets
@@ -75,7 +75,7 @@ class ThreadedSink(ABC):
 
     def __init__(self, run: TrackedRun, *, deadline_s: float = 30.0) -> None:
         self.run, self.deadline_s = run, deadline_s
-        # (step, metrics); or a step, whose later steps the tracker should discard; or None, which ends the thread
+        # An item is (step, metrics), or a step after which the tracker discards all steps, or None, which ends the thread.
         self._queue: queue.SimpleQueue[tuple[int, Metrics] | int | None] = queue.SimpleQueue()
         self._takes_samples, self._failed = True, False
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ class ThreadedSink(ABC):
         self._put(last_step)
 
     def _put(self, item: tuple[int, Metrics] | int) -> None:
-        """Pass an item to the thread. After a failure the thread has ended, and the item would stay in memory."""
+        """Pass an item to the thread. If the thread has ended after a failure, drop the item, because nothing would read it."""
         if self._thread.is_alive():
             self._queue.put(item)
 
@@ -122,15 +122,15 @@ class ThreadedSink(ABC):
             self._abandon()
 
     def _earlier_metrics(self) -> list[tuple[int, Metrics]]:
-        """Return the metrics in the run directory that the tracker may lack: an earlier process was killed before it sent them.
+        """Return metrics in the run directory that the tracker may lack, because a process was killed before it sent them.
 
-        Only the steps until the checkpoint from which the run resumes are returned, because later steps are repeated.
+        Returns only steps up to the checkpoint from which the run resumes, because the run repeats later steps.
         """
         if not (last := self.run.last_step) or (first := self._first_unsure_step()) > last:
             return []
         found: dict[int, dict[str, float]] = {}
         for name in ("metrics.jsonl", "eval.jsonl"):
-            for step, line in check_lines(self.run.folder / name).lines:  # the run appends later steps meanwhile
+            for step, line in check_lines(self.run.folder / name).lines:  # the run may be appending later steps
                 if first <= step <= last:
                     known = {key: value for key, value in orjson.loads(line).items() if value is not None}
                     found.setdefault(step, {}).update(known)
@@ -145,7 +145,7 @@ class ThreadedSink(ABC):
         try:
             if samples := read(step):
                 self._write_samples(step, samples)
-        except Exception as error:  # for example, the store of artifacts needs another package or another login
+        except Exception as error:  # for example, the tracker's artifact store needs another package or another login
             self._takes_samples = False
             logger.warning("%s gets no more samples of this run: %s: %s", self.name, type(error).__name__, error)
 
@@ -197,9 +197,9 @@ def sample_rows(step: int, samples: Sequence[TextSample]) -> list[Iterable[Any]]
 class WandbSink(ThreadedSink):
     """Logs to Weights & Biases: online if a login is configured, otherwise offline in the run directory.
 
-    It never asks for a login. The id of the wandb run is stored in the run directory, so a resumed run continues the same wandb
-    run. Steps that wandb has already are not sent again. An offline run does not know them, so two of its folders may have the
-    same step.
+    The sink never asks for a login. The id of the wandb run is stored in the run directory, so a resumed run continues the same
+    wandb run. Online, the sink does not send a step again that wandb already has. Offline, wandb writes a new folder for each
+    process and does not know the steps in earlier folders, so two folders may contain the same step.
     """
 
     name = "wandb"
@@ -233,7 +233,7 @@ class WandbSink(ThreadedSink):
         )
 
     def _first_unsure_step(self) -> int:
-        """Return the step after those that wandb has. An offline run knows no earlier steps; only the last one may be lost."""
+        """Return the step after the last one that wandb has. Offline, this is unknown, but only the last step may be missing."""
         return self._wandb_run.step if wandb_mode() == "online" else self.run.last_step
 
     def _write(self, step: int, metrics: Metrics) -> None:
@@ -267,9 +267,9 @@ class TensorBoardSink(ThreadedSink):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder = self.run.folder / "tensorboard"
-        self._has_steps = folder.exists()  # of an earlier process of the run
+        self._has_steps = folder.exists()  # whether an earlier process of the run wrote steps
         self._writer = EventFileWriter(str(folder))
-        if self._has_steps:  # the last step is written again
+        if self._has_steps:  # the last step may be missing, so discard it and write it again
             self._rewind(self.run.last_step - 1)
         lines = (f"    {key}: {value}" for key, value in flatten_config(self.run.config))
         self._write_text("config", self.run.last_step, "\n".join(lines))
@@ -291,13 +291,13 @@ class TensorBoardSink(ThreadedSink):
     def _write_text(self, tag: str, step: int, text: str) -> None:
         from tensorboard.plugins.text.summary import text_pb
 
-        indented = "\n".join(f"    {line}" for line in text.splitlines())  # TensorBoard renders Markdown
+        indented = "\n".join(f"    {line}" for line in text.splitlines())  # a code block in Markdown
         self._add(step=step, summary=text_pb(tag, indented))
 
     def _rewind(self, last_step: int) -> None:
         """Write a session start for step `last_step` + 1.
 
-        TensorBoard then discards all events of this step and of later steps that were written before.
+        TensorBoard then discards all events of this step and of later steps that are already in the files.
         """
         from tensorboard.compat.proto import event_pb2
 
@@ -316,8 +316,8 @@ class TensorBoardSink(ThreadedSink):
 class MlflowSink(ThreadedSink):
     """Logs to the MLflow server of MLFLOW_TRACKING_URI, or else to the folder `mlflow` of the run directory.
 
-    The id of the MLflow run is stored in the run directory, so a resumed run continues the same MLflow run. Steps that MLflow
-    has already are not sent again.
+    The id of the MLflow run is stored in the run directory, so a resumed run continues the same MLflow run. The sink does not
+    send a step again that MLflow already has.
     """
 
     name = "mlflow"
@@ -326,7 +326,7 @@ class MlflowSink(ThreadedSink):
     VALUE_CHARACTERS = 6000  # limit of MLflow
 
     def _start(self) -> None:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny supports no database
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -349,7 +349,7 @@ class MlflowSink(ThreadedSink):
             self._client.log_batch(self._id, params=parameters[start : start + self.PARAMETERS_PER_REQUEST])
 
     def _continue(self, run_id: str) -> bool:
-        """Continue the MLflow run `run_id`. Returns False if the server has no such run: it was deleted, or is elsewhere."""
+        """Continue the MLflow run `run_id`. Returns False if the server has no such run, for example because it was deleted."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -388,9 +388,10 @@ TRACKER_SINKS: dict[str, type[ThreadedSink]] = {sink.name: sink for sink in (Wan
 
 
 def default_run_name(name: str, folder: Path) -> str:
-    """Return a name for trackers that tells runs apart: the run's name, and the last parts of its folder's path.
+    """Return a name that distinguishes runs in a tracker: the name of the run, and the name of its folder.
 
-    The folder of a sweep's point is a number, so the name of the sweep's folder stands before it.
+    The folders of a sweep's points have only numbers as names. For a point, the result also contains the name of the sweep's
+    folder.
     """
     folder = folder.resolve()
     parts = [folder.parent.name, folder.name] if folder.name.isdigit() else [folder.name]
@@ -398,7 +399,7 @@ def default_run_name(name: str, folder: Path) -> str:
 
 
 def _stored_run_id(path: Path) -> str:
-    """Return the run id that is stored in `path`. If there is none or it is damaged, first store a new id."""
+    """Return the run id that is stored in `path`. If the file is missing or damaged, first store a new id."""
     stored = path.read_text(errors="replace") if path.exists() else None
     if stored is not None and stored == _with_check(stored[:_ID_LENGTH]):
         return stored
@@ -409,7 +410,7 @@ def _stored_run_id(path: Path) -> str:
 
 
 def _with_check(text: str) -> str:
-    """Return `text` with its hash, so that a damaged id is found."""
+    """Append its hash to `text`. The hash shows later whether a stored id is damaged."""
     return f"{text}-{xxhash.xxh32_hexdigest(text.encode())}"
 
 
@@ -428,7 +429,7 @@ def wandb_mode() -> str:
 
 
 def _kill_wandb_service() -> None:
-    """Kill wandb's helper process. Otherwise this process could not exit before the wandb server answers."""
+    """Kill wandb's helper process. Otherwise this process could not exit until the wandb server answers."""
     for child in psutil.Process().children():
         if child.name().startswith("wandb"):
             child.kill()

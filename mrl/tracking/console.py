@@ -1,4 +1,4 @@
-"""Terminal output of a run: startup messages, and progress while it trains."""
+"""Terminal output of a run: messages during the start, and progress during the training."""
 
 import logging
 import sys
@@ -24,14 +24,14 @@ HEADLINE = (
 )
 """Metrics in the progress display, in this order (see also `headline`)."""
 BETWEEN_STEPS = ("time/evaluate_s", "time/checkpoint_s")
-"""Phases that run before a step and are not part of its duration."""
+"""Times of the phases that run between two steps. The time of a step does not include them."""
 
 
 class ConsoleSink:
-    """Shows progress: a live display on a terminal, otherwise one line every `every_s` seconds.
+    """Shows the progress of a run: a live display on a terminal, otherwise one line every `every_s` seconds.
 
-    The mean rewards and accuracies of every evaluation are printed. At the end, the first and the last values are printed side by
-    side.
+    The sink prints the mean rewards and accuracies of every evaluation. At the end, it prints those of the first and of the last
+    evaluation side by side.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class ConsoleSink:
         console: Any = None,
         startup: "Startup | None" = None,
     ) -> None:
-        """Prepare the display. The live display starts with the first metrics of a step that are not eval/*.
+        """Prepare the display. The live display starts when the first metrics arrive that are not eval/*.
 
         Args:
             total: number of steps of the run.
             title: name of the run.
-            every_s: seconds between two lines without a terminal.
-            samples_every: number of steps after which sampled responses are shown; 0 shows none.
+            every_s: seconds between two progress lines if the output is not a terminal.
+            samples_every: number of steps between two outputs of sampled responses; 0: no such output.
             read_samples: returns the text of the sampled responses of a step, or "".
-            console: rich console. Default: that of `startup`, or standard output.
-            startup: display that must end when the live display starts, because both would print over each other.
+            console: rich console. Default: the console of `startup`, or a console on standard output.
+            startup: startup display. It must end when the live display starts, because the two would overwrite each other.
         """
-        from rich.console import Console  # slow, and most processes that import this module print nothing
+        from rich.console import Console  # a slow import, and most processes that import this module print nothing
 
         self.total, self.title, self.every_s = total, title, every_s
         self.console = console or (startup.console if startup else Console(file=sys.stdout))
@@ -125,7 +125,7 @@ class ConsoleSink:
 
 
 def show_warning(text: str) -> None:
-    """Log a warning. mrl.core.run_warnings shows it on the terminal, above the progress display if there is one."""
+    """Log a warning. mrl.core.run_warnings shows the warning on the terminal, above the progress display if there is one."""
     logger.warning("%s", text)
 
 
@@ -137,7 +137,7 @@ class Startup:
     """
 
     def __init__(self, console: Any = None, every_s: float = 5.0) -> None:
-        from rich.console import Console  # slow, and most processes that import this module print nothing
+        from rich.console import Console  # a slow import, and most processes that import this module print nothing
 
         self.console = console or Console(file=sys.stdout)
         self._every_s, self._start, self._waiting_for = every_s, time.monotonic(), ""
@@ -164,20 +164,20 @@ class Startup:
         self._print(text)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """End the display when the first step is finished, as a sink of metrics."""
+        """End the display after the first step. The tracker of a run calls this method, because the display is also a sink."""
         if "reward/mean" in metrics:
             self.close()
 
     def rewind(self, last_step: int, evaluated: bool) -> None:
-        """Do nothing: the first step has been shown."""
+        """Do nothing: the display ends with the first step."""
 
     def pause(self) -> None:
-        """Remove the spinner, because another display starts on the terminal. The next `wait_for` shows it again."""
+        """Remove the spinner, because another display starts on the terminal. The next `wait_for` shows the spinner again."""
         if self._status:
             self._status.stop()
 
     def close(self, failed: bool = False) -> None:
-        """Show nothing more: the first step is finished, or the run ends. May be called again."""
+        """End the display, because the first step is finished or the run ends. A second call does nothing."""
         self._closed.set()
         self._printed.set()  # wakes the thread
         if self._status:
@@ -246,9 +246,10 @@ def _format_headline(metrics: Metrics) -> str:
 
 
 def headline(names: Iterable[str]) -> list[str]:
-    """Return those of `names` that the progress display shows: HEADLINE.
+    """Return those of `names` that the progress display shows: the metrics of HEADLINE.
 
-    If a run evaluates only held-out sets with a sampling of their own, the mean rewards of the first two sets are shown.
+    If all held-out sets of a run have sampling settings of their own, the display also shows the mean rewards of the first two
+    sets.
     """
     chosen = [name for name in HEADLINE if name in names]
     if not any(name.startswith("eval/") for name in chosen):
@@ -259,7 +260,8 @@ def headline(names: Iterable[str]) -> list[str]:
 def _format_phases(metrics: Metrics) -> str:
     """Return text such as `1.02 s a step, 4,210 tokens/s (rollout 0.55, other 0.47; before the step: evaluate 2.10)`.
 
-    The phases in parentheses add up to the step. Phases that round to 0.00 s are omitted.
+    The times in parentheses, except those before the step, add up to the time of the step. Phases that round to 0.00 s are
+    omitted.
     """
     if "time/step_s" not in metrics:
         return ""
@@ -278,5 +280,5 @@ def _format_seconds(seconds: Mapping[str, float]) -> str:
 
 
 def format_legend(names: Iterable[str]) -> str:
-    """Return what the names of the progress display mean, for the metrics that the display shows."""
+    """Return the meaning of each of `names` that the progress display shows."""
     return "; ".join(f"{declared.label(name)}: {declared.find(name).meaning}" for name in headline(list(names)))

@@ -18,17 +18,17 @@ Points = dict[int, float]  # step -> value
 SMOOTHED_STEPS = 10  # number of steps in the moving average of the curve
 HELD_OUT = ("eval/reward_sampled", "eval/reward_greedy")
 STYLES = (("#E45756", "o"), ("#54A24B", "D"), ("#F58518", "s"), ("#B279A2", "^"), ("#72B7B2", "v"), ("#9D755D", "P"))
-"""(colour, marker) of the mean rewards on held-out prompts. The picture has no more curves than this."""
+"""(colour, marker) of each curve of a held-out reward. The picture has at most this number of such curves."""
 
 
 class CurveSink:
-    """Draws `metric` and held-out reward over the steps. A separate thread draws, after every `every` steps and at the end."""
+    """Draws `metric` and the held-out rewards over the steps: every `every` steps and at the end, in a separate thread."""
 
     def __init__(self, path: Path, *, metric: str = "reward/mean", title: str = "", every: int = 25) -> None:
         self.path, self.metric, self.title, self.every = path, metric, title, every
         self._values: Points = {}
         self._held_out: dict[str, Points] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="curve")  # matplotlib takes a second to import
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="curve")  # the import of matplotlib takes a second
         self._drawing: Future[None] | None = None
         self._has_warned = False
 
@@ -99,7 +99,7 @@ def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metri
 
 
 def drawn_evaluations(held_out: dict[str, Points]) -> list[str]:
-    """Return the metrics that are drawn: mean rewards of all held-out prompts, or of each held-out set if there are no others."""
+    """Return the metrics to draw: the mean rewards of all held-out prompts; if a run has none, those of each held-out set."""
     measured = [name for name, points in held_out.items() if points]
     found = [name for name in HELD_OUT if name in measured]
     return found or [name for name in measured if name.rpartition("/")[2].startswith("reward")]

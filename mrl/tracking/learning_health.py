@@ -1,8 +1,9 @@
-"""Health check of learning: reads the metrics of each step, and names what keeps a run from learning.
+"""Health check: finds problems that keep a run from learning, in the metrics of each step.
 
-`RULES` lists the problems. A rule reads the metrics of one step and of the first steps of the run. A problem is reported once,
-after it has been present for several consecutive steps, with the measured values and the config keys to change. At the end of
-the run, the number of steps with each problem is reported. docs/how_to/learning.md describes each problem.
+`RULES` lists the problems. A rule reads the metrics of one step, of the first steps and of the best earlier step. A problem is
+reported once, after it has been present for several consecutive steps. The report contains the measured values and the config
+keys to change. At the end of the run, the number of steps with each problem is reported. docs/how_to/learning.md describes each
+problem.
 """
 
 import math
@@ -18,7 +19,7 @@ from mrl.core.jsonl import check_lines
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import UnhealthyRunError
 
-BASELINE_STEPS = 3  # later steps are compared with this number of steps, which are the first that trained the actor
+BASELINE_STEPS = 3  # number of steps with which later steps are compared: the first steps that trained the actor
 TRAINED = "optim/grad_norm"  # a step has this metric if it trained the actor; steps that warm up the critic lack it
 MIN_TRUNCATED_FRACTION = 0.9  # smallest fraction of truncated responses that is a problem
 MIN_FAILED_FRACTION = 0.05  # smallest fraction of responses without a score that is a problem
@@ -29,13 +30,13 @@ MISMATCH_GROWTH = 5.0  # limit relative to the first steps
 GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times the norm of the first steps has exploded
 # The mean reward has collapsed if its fall since the best step exceeds both of these limits:
 REWARD_LOST = 0.75  # fraction of the rise from the first steps to the best step
-REWARD_ERRORS = 5.0  # number of standard errors of the best step's mean reward
-EQUAL_REWARDS_ERRORS = 2.0  # replaces both limits if all rewards of a step are equal: number of standard errors
+REWARD_ERRORS = 5.0  # number of standard errors of the mean reward in the best step
+EQUAL_REWARDS_ERRORS = 2.0  # if all rewards of a step are equal, this number of standard errors is the only limit
 
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """Values of the config that the rules read and that their texts quote."""
+    """Config values that the rules read and quote in their texts."""
 
     responses_per_prompt: int
     max_response_tokens: int
@@ -48,7 +49,7 @@ class LearningSettings:
 
 @dataclass(frozen=True)
 class StepView:
-    """What a rule sees: the metrics of one step, the metrics of the first steps that trained the actor, and the settings."""
+    """The input of a rule: the settings, and the metrics of one step, of the first trained steps and of the best earlier step."""
 
     now: Metrics
     first: Sequence[Metrics]  # at most BASELINE_STEPS steps; each trained the actor
@@ -60,7 +61,7 @@ class StepView:
         return self.now.get(name, math.nan)
 
     def baseline(self, name: str) -> float:
-        """Return the median of a metric over the first steps of the run; NaN until BASELINE_STEPS steps have it."""
+        """Return the median of a metric over the first steps of the run; NaN until BASELINE_STEPS steps have the metric."""
         values = [metrics[name] for metrics in self.first if math.isfinite(metrics.get(name, math.nan))]
         return float(np.median(values)) if len(values) == BASELINE_STEPS else math.nan
 
@@ -69,7 +70,7 @@ def _no_signal(step: StepView) -> str:
     if step.value("batch/zero_advantage_fraction") != 1 or step.value("rollout/kept_groups_fraction") == 0:
         return ""
     if _reward_collapsed(step) or not step.settings.reads_rewards:
-        return ""  # _diverged reports the cause
+        return ""  # _diverged reports a collapsed reward; if advantages do not depend on rewards, there is no problem
     settings, mean = step.settings, step.value("reward/mean")
     if settings.group_relative and settings.responses_per_prompt == 1:
         reason = one_response_text(settings.advantage)
@@ -90,7 +91,7 @@ def _no_signal(step: StepView) -> str:
 
 
 def one_response_text(advantage: str) -> str:
-    """Return why an estimator that compares the responses to one prompt cannot learn from one response."""
+    """Explain why an estimator that compares the responses to one prompt cannot learn from a single response."""
     return (
         f"rollout.responses_per_prompt=1, but {advantage} compares the responses to one prompt with each other. Set "
         "rollout.responses_per_prompt to 4 or more, or choose an algorithm that needs no groups, such as algorithm=reinforce_pp."
@@ -98,7 +99,7 @@ def one_response_text(advantage: str) -> str:
 
 
 def _is_solved(step: StepView) -> bool:
-    """Return whether every response has the best mean reward so far, and this reward is above the first steps' reward."""
+    """Return whether all rewards of the step are equal, no earlier step had a higher mean, and the first steps a lower mean."""
     mean, first = step.value("reward/mean"), step.baseline("reward/mean")
     best = step.best.get("reward/mean", -math.inf)
     is_best = mean > best or math.isclose(mean, best, abs_tol=1e-9)
@@ -188,10 +189,10 @@ def _nothing_trained(step: StepView) -> str:
 
 
 def _reward_collapsed(step: StepView) -> bool:
-    """Return whether the mean reward lost most of its rise, or fell to a value that all responses get.
+    """Return whether the mean reward lost most of its rise, or fell while all responses of the step get the same reward.
 
-    Rewards may be negative, so the mean is not compared with 0. The responses to one prompt often get the same reward. So the
-    standard error counts each prompt as one reward.
+    Rewards may be negative, so the mean is not compared with 0. The responses to one prompt often get the same reward. For the
+    standard error, each prompt therefore counts as one reward.
     """
     best = step.best.get("reward/mean", math.nan)
     fall, rise = best - step.value("reward/mean"), best - step.baseline("reward/mean")
@@ -224,7 +225,7 @@ class Rule:
     """One problem that the health check finds."""
 
     find: Callable[[StepView], str]  # returns a description of the problem, or "" if the step does not have the problem
-    patience: int = 3  # number of consecutive steps with the problem after which it is reported
+    patience: int = 3  # the problem is reported after this number of consecutive steps with the problem
 
 
 RULES = {
@@ -242,7 +243,7 @@ RULES = {
 
 @dataclass
 class LearningHealth:
-    """Applies RULES to the metrics of each step. Reports each problem once, and the totals at the end."""
+    """Applies RULES to the metrics of each step. Reports each problem once; at the end, reports how many steps had it."""
 
     settings: LearningSettings
     report: Callable[[str], None]  # shows a line to the user
@@ -288,9 +289,9 @@ class LearningHealth:
 
 
 def read_first_steps(path: Path, name: str = TRAINED) -> list[Metrics]:
-    """Return the metrics of the first steps in a metrics.jsonl that have the metric `name`. Damaged lines are left out.
+    """Return the metrics of the first BASELINE_STEPS steps in a metrics.jsonl that have the metric `name`.
 
-    Returns [] if there is no file.
+    Damaged lines are skipped. Returns [] if there is no file.
     """
     steps = (orjson.loads(line) for _, line in check_lines(path).lines)
     found = islice((step for step in steps if step.get(name) is not None), BASELINE_STEPS)
@@ -300,7 +301,7 @@ def read_first_steps(path: Path, name: str = TRAINED) -> list[Metrics]:
 def find_static_problems(
     settings: LearningSettings, *, num_rows: int, prompts_per_step: int, max_steps: int
 ) -> list[str]:
-    """Return the problems that are known before the run starts. `num_rows`: number of rows of data.train."""
+    """Return the problems that can be found before the run starts. `num_rows`: number of rows of data.train."""
     problems = []
     if settings.group_relative and settings.responses_per_prompt == 1:
         problems.append(f"the run cannot learn: {one_response_text(settings.advantage)}")

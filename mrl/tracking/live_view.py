@@ -1,6 +1,7 @@
-"""Current state of a run, read from its run directory and from this host, and one frame that shows it (`mrl top`).
+"""The current state of a run, and a frame that shows this state on the terminal (`mrl top`).
 
-Reading does not disturb the run: there is no connection to Ray or to an engine, no lock is tried, and no file is written.
+The state is read from the run directory and from this host. Reading does not disturb the run: it opens no connection to Ray or to
+an engine, tries no lock and writes no file.
 """
 
 import math
@@ -36,10 +37,10 @@ from mrl.tracking.process_use import (
 )
 from mrl.tracking.report.recorded_run import LOG_FILE
 
-TAIL_BYTES = 200_000  # part of a file, from its end, that is read
-SHOWN_STEPS = 24  # number of the last steps that are shown
-ETA_STEPS = 10  # number of the last steps whose mean time predicts the rest of the run
-SHOWN_PROBLEMS = 5  # number of the last warnings and errors of the driver, and of the other processes, that are shown
+TAIL_BYTES = 200_000  # number of bytes that are read, at the end of a file
+SHOWN_STEPS = 24  # number of last steps that are shown
+ETA_STEPS = 10  # the mean time of this number of last steps predicts the remaining time
+SHOWN_PROBLEMS = 5  # number of shown warnings and errors: this many of the driver, and this many of all other processes
 SERIES = {
     "reward/mean": "mean reward",
     "throughput/tokens_per_s": "throughput",
@@ -47,9 +48,9 @@ SERIES = {
     "rollout/age_mean_versions": "mean staleness",
 }
 """Metric -> its name in the table of the last steps."""
-CLOCK_STEP_S = 1.0  # two changes of a folder in less than this time may have the same time of change
-OTHER_LINES = 18  # lines of a frame that are not processes
-MIN_PROCESSES = 4  # rows of processes that a small terminal shows
+CLOCK_STEP_S = 1.0  # two changes of a folder within this time may get the same modification time
+OTHER_LINES = 18  # number of lines of a frame outside the table of processes
+MIN_PROCESSES = 4  # number of processes that even a small terminal shows
 BLOCKS = "▁▂▃▄▅▆▇█"
 REMOTE, RUNNING = "remote", "running"  # states of a process in addition to DEAD and STOPPED
 _PROBLEM = re.compile(r"^\[\d+-\d+-\d+ ([\d:]+),\d+\]\[[^]]*\]\[(WARNING|ERROR|CRITICAL)\] - (.*)")
@@ -61,7 +62,7 @@ class ProcessView:
 
     name: str  # such as "actor 0", "engine 1"
     role: str  # driver, rank, rollout or engine
-    rank: int  # of a trainer rank; -1 for other processes
+    rank: int  # index of a trainer rank; -1 for other processes
     host: str
     pid: int
     state: str  # RUNNING, REMOTE, DEAD or a value of STOPPED
@@ -94,18 +95,18 @@ class RunView:
 
     name: str
     folder: str
-    host: str  # this host
+    host: str  # name of this host
     state: str
     step: int  # number of finished steps
     num_steps: int | None  # None if the config cannot be read
-    sft_step: int  # number of finished steps of the warm start; 0 without one, or when the training has begun
+    sft_step: int  # number of finished steps of the warm start; 0 without a warm start, or after it
     elapsed_s: float | None
     remaining_s: float | None
     now: list[str]
     processes: list[ProcessView]
     gpus: list[GpuUse]
     metrics: dict[str, float]  # of the last step
-    series: dict[str, list[float]]  # the last SHOWN_STEPS steps
+    series: dict[str, list[float]]  # metric -> its values in the last SHOWN_STEPS steps
     problems: list[str]
 
 
@@ -116,7 +117,7 @@ class _CachedTail:
         self._known: dict[Path, tuple[tuple[int, int, int], list[bytes]]] = {}
 
     def lines(self, path: Path) -> list[bytes]:
-        """Return the complete lines in the last TAIL_BYTES of a file; [] if it cannot be read."""
+        """Return the lines in the last TAIL_BYTES of a file, the first of which may be cut; [] if the file cannot be read."""
         try:
             status = path.stat()
             stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -129,7 +130,7 @@ class _CachedTail:
             return []
 
     def records(self, path: Path) -> list[dict[str, Any]]:
-        """Return the JSON objects among the lines. Damaged lines are left out."""
+        """Return the JSON objects in the lines of `lines`. Damaged lines are skipped."""
         found = []
         for line in self.lines(path):
             with suppress(orjson.JSONDecodeError):
@@ -138,13 +139,13 @@ class _CachedTail:
 
 
 class LiveRun:
-    """Reads the state of one run again and again."""
+    """Reads the state of one run. `read` may be called again and again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.host = folder, socket.gethostname()
         self._files, self._meter, self._gpus = _CachedTail(), UseMeter(), Gpus()
         self._config: dict[str, Any] = {}
-        self._registered: tuple[float, list[ProcessRecord]] = (0.0, [])  # time of the last change of the registry
+        self._registered: tuple[float, list[ProcessRecord]] = (0.0, [])  # (last change of the registry, its records)
 
     def read(self) -> RunView:
         """Return the state of the run now."""
@@ -175,7 +176,7 @@ class LiveRun:
         )
 
     def _num_steps(self, steps: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the number of steps of the run, as far as it is known: trainer.max_steps, or fewer because of trainer.epochs."""
+        """Return the number of steps: trainer.max_steps, or an estimate for trainer.epochs if that is less; None if unknown."""
         total, epochs = self._setting("trainer", "max_steps"), self._setting("trainer", "epochs")
         if not isinstance(total, int):
             return None
@@ -200,7 +201,7 @@ class LiveRun:
         if driver is not None and (use := self._meter.measure(driver, memory, with_children=False)):
             found.append(ProcessView("driver", "driver", -1, self.host, driver, RUNNING, use=use))
         folder = registry_folder(self.folder)
-        changed = _modified(folder) or 0.0  # a process registers itself by a new file
+        changed = _modified(folder) or 0.0  # a process registers by writing a new file
         if changed != self._registered[0] or time.time() - changed < CLOCK_STEP_S:
             self._registered = changed, read_process_records(folder)
         return found + [self._process(folder, record, memory) for record in self._registered[1]]
@@ -211,7 +212,7 @@ class LiveRun:
         use, load, state = None, None, REMOTE
         if record.host == self.host:
             times = read_process(record.pid)
-            is_same = times is not None and times.started == record.started  # pids are reused
+            is_same = times is not None and times.started == record.started  # a pid may be reused
             word = STATES.get(times.letter, RUNNING) if times and is_same else DEAD
             state = word if word == DEAD or word in STOPPED else RUNNING
         if state not in (REMOTE, DEAD):
@@ -224,7 +225,7 @@ class LiveRun:
         return ProcessView(*identity, text, others, since, use, load)
 
     def _elapsed_s(self, events: Sequence[dict[str, Any]], started_at: float | None, is_live: bool) -> float | None:
-        """Return the time since the last start, or between the last start and the end or the last step."""
+        """Return the time since the last start; for an ended run, the time from the last start to the end or to the last step."""
         starts = [each["time"] for each in events if each.get("event") != "end" and _is_number(each.get("time"))]
         begin = started_at if started_at is not None else starts[-1] if starts else None
         if begin is None:
@@ -236,14 +237,14 @@ class LiveRun:
         return max(0.0, last - begin) if last else None
 
     def _problems(self) -> list[str]:
-        """Return the last warnings and errors, newest first: those in the log, then those of the other processes."""
+        """Return the last warnings and errors, newest first: those in the driver's log, then those of the other processes."""
         logged, others = [], []
         for line in self._files.lines(self.folder / LOG_FILE):
             if match := _PROBLEM.match(line.decode(errors="replace")):
                 logged.append(_printable(f"{match[1]} {match[2].lower()}: {match[3]}"))
         for record in self._files.records(self.folder / WARNINGS_FILE):
             others.append(_printable(f"{record.get('process', '')}: {record.get('text', '')}"))
-        distinct = list(dict.fromkeys(reversed(others)))  # a process writes a line for each repeat of a warning
+        distinct = list(dict.fromkeys(reversed(others)))  # the file has a line for each repeat of a warning
         return logged[: -SHOWN_PROBLEMS - 1 : -1] + distinct[:SHOWN_PROBLEMS]
 
 
@@ -279,11 +280,11 @@ def _state(
     processes: Sequence[ProcessView],
     has_steps: bool,
 ) -> str:
-    """Return the state of the run: starting, running, an outcome of starts.jsonl, or in words that no process is found."""
+    """Return the state of the run: "starting", "running", an outcome of starts.jsonl, or a note that no process runs here."""
     last = events[-1] if events else {}
     is_new = driver is not None and (started_at or 0) > (
         last.get("time") or 0
-    )  # the end was that of an earlier attempt
+    )  # the recorded end belongs to an earlier attempt
     if last.get("event") == "end" and not is_new:
         return str(last.get("outcome"))
     if any(process.runs_here for process in processes):
@@ -295,7 +296,7 @@ def _state(
 
 def _remaining_s(steps: Sequence[dict[str, Any]], num_remaining: int) -> float | None:
     """Return the predicted time of the remaining steps; None before the first step."""
-    names = ("time/step_s", "time/evaluate_s", "time/checkpoint_s")  # the last two are not part of the first
+    names = ("time/step_s", "time/evaluate_s", "time/checkpoint_s")  # time/step_s includes neither of the other two
     times = [sum(line[name] for name in names if _is_number(line.get(name))) for line in steps[-ETA_STEPS:]]
     return max(0, num_remaining) * sum(times) / len(times) if times else None
 
@@ -317,7 +318,7 @@ def _now(processes: Sequence[ProcessView]) -> list[str]:
 
 
 def frame(view: RunView, height: int | None = None) -> RenderableType:
-    """Return one frame. `height`: lines of the terminal, which limit the rows of processes; None shows everything in full."""
+    """Return one frame. `height`: number of lines of the terminal, which limits the shown processes; None: show everything."""
     max_processes = None if height is None else max(MIN_PROCESSES, height - OTHER_LINES)
     is_cut = height is not None  # whether each warning gets only one line
     parts = [
@@ -353,7 +354,7 @@ def _header(view: RunView) -> RenderableType:
 
 
 def _process_table(view: RunView, max_processes: int | None) -> RenderableType:
-    """Return the table of processes. It has a column of hosts or GPUs only if there are several hosts or any GPU."""
+    """Return the table of processes. It has a host column if there are several hosts, and GPU columns if there are GPUs."""
     if not view.processes:
         return Text("no process is registered")
     has_hosts = any(process.host != view.host for process in view.processes)
@@ -377,7 +378,7 @@ def _process_table(view: RunView, max_processes: int | None) -> RenderableType:
 
 
 def _numbers(process: ProcessView, gpus: Sequence[GpuUse]) -> list[str]:
-    """Return the last cells of a process: time, CPU, memory, GPU, GPU memory."""
+    """Return the last cells in the row of a process: time, CPU, memory, GPU, GPU memory."""
     duration = _duration(process.activity_s) if process.activity_s is not None else ""
     if process.use is None:
         return [duration, "", "", "", ""]
@@ -413,7 +414,7 @@ def _staleness(view: RunView) -> RenderableType:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one block character per value, from the lowest to the highest value."""
+    """Return one block character per value. Its height shows where the value is between the lowest and the highest value."""
     low, width = min(values), max(values) - min(values)
     top = len(BLOCKS) - 1
     return "".join(BLOCKS[round((value - low) / width * top) if width else top // 2] for value in values)

@@ -1,7 +1,7 @@
-"""What the processes of this host use: CPU, memory, GPUs, and the load that SGLang engines publish in shared memory.
+"""Use of CPU, memory and GPUs by the processes of this host, and the load that SGLang engines publish in shared memory.
 
-All values are read from /proc, from NVIDIA's management library and from files that the processes write anyway. No process is
-asked for anything.
+All values are read from /proc, from NVIDIA's management library and from files that the processes write anyway. No request is
+sent to a process.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ PROC = Path("/proc")
 LOAD_HEADER = struct.Struct("<4sHHI")  # magic, version, number of schedulers, bytes of a slot
 LOAD_LENGTH = struct.Struct("<I")  # bytes of the content of a slot
 LOAD_MAGIC, LOAD_VERSION = b"SLNS", 2
-MAX_NVML_PROCESSES = 256  # largest number of processes of a GPU that are read
+MAX_NVML_PROCESSES = 256  # at most this number of processes is read for a GPU
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def read_process(pid: int) -> ProcessTimes | None:
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the process of this host that holds the lock of a file; None if there is none. The lock itself is not tried."""
+    """Return the pid of the process on this host that locks a file; None if there is none. The function does not try the lock."""
     with suppress(OSError, IndexError):
         status = path.stat()
         for line in (PROC / "locks").read_text().splitlines():
@@ -56,7 +56,7 @@ def lock_holder(path: Path) -> int | None:
 
 
 def _has_open(pid: str, status: os.stat_result) -> bool:
-    """Return whether a process has this file open. True if this user may not read the open files of the process."""
+    """Return whether a process has this file open. If this user may not read the open files of the process, return True."""
     try:
         for name in os.listdir(PROC / pid / "fd"):
             with suppress(FileNotFoundError):
@@ -81,7 +81,7 @@ def _children(pid: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Use:
-    """What one registered process and its child processes use."""
+    """What one registered process uses. The use of an engine includes that of its child processes."""
 
     cpu_percent: float | None  # 100 is one core; None before the second measurement
     rss_bytes: int
@@ -90,7 +90,7 @@ class Use:
 
 
 class UseMeter:
-    """Measures the use of processes. The CPU percentage is that since the last measurement of the process."""
+    """Measures the use of processes. A CPU percentage covers the time since the last measurement of the process."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[float, float]] = {}  # pid -> (time.monotonic(), CPU seconds)
@@ -131,7 +131,7 @@ class EngineLoad:
 
 
 def read_engine_load(pid: int) -> EngineLoad | None:
-    """Return the load that the engine with this server process publishes; None if it publishes none."""
+    """Return the load that an engine publishes; None if it publishes none. `pid`: server process of the engine."""
     loads = []
     with suppress(OSError, ValueError):
         variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
@@ -148,7 +148,7 @@ def read_engine_load(pid: int) -> EngineLoad | None:
 
 
 def _read_loads(path: Path) -> list[dict]:
-    """Return the load of each scheduler in one file. A slot that is being written right now is left out."""
+    """Return the load of each scheduler in one file. A slot that SGLang is writing at this moment is skipped."""
     content, loads = path.read_bytes(), []
     magic, version, count, slot_bytes = (
         LOAD_HEADER.unpack_from(content) if len(content) > LOAD_HEADER.size else (b"", 0, 0, 0)
@@ -169,7 +169,7 @@ class GpuUse:
     """Use of one GPU of this host."""
 
     index: int
-    busy_percent: int  # part of the last sample period in which a kernel ran
+    busy_percent: int  # percentage of the last sample period in which a kernel ran
     used_bytes: int
     total_bytes: int
 
@@ -192,7 +192,7 @@ class _Process(ctypes.Structure):
 
 
 class Gpus:
-    """The GPUs of this host, read with NVIDIA's management library. Without the library there are none."""
+    """The GPUs of this host, read with NVIDIA's management library. Without the library, there are no GPUs."""
 
     def __init__(self, library: str = "libnvidia-ml.so.1") -> None:
         self._handles: list[ctypes.c_void_p] = []
@@ -208,12 +208,12 @@ class Gpus:
                     self._handles.append(handle)
 
     def _call(self, function: str, *arguments: object) -> bool:
-        """Call a function of the library. Returns whether it succeeded; False for a function that this driver lacks."""
+        """Call a function of the library. Returns whether the call succeeded; False if this driver lacks the function."""
         called = getattr(self._nvml, function, None)
         return called is not None and called(*arguments) == 0
 
     def read(self) -> list[GpuUse]:
-        """Return the use of each GPU. GPUs that do not report it are left out, such as those that are split by MIG."""
+        """Return the use of each GPU. GPUs that do not report their use are left out, such as GPUs that MIG splits."""
         found = []
         for index, handle in enumerate(self._handles):
             busy, memory = _Utilization(), _Memory()
@@ -223,7 +223,7 @@ class Gpus:
         return found
 
     def memory_by_process(self) -> dict[int, dict[int, int]]:
-        """Return pid -> GPU -> bytes of GPU memory. It is empty in containers with process ids of their own."""
+        """Return pid -> GPU -> bytes of GPU memory. In a container with its own process ids, the result is empty."""
         found: dict[int, dict[int, int]] = {}
         for index, handle in enumerate(self._handles):
             count, processes = ctypes.c_uint(MAX_NVML_PROCESSES), (_Process * MAX_NVML_PROCESSES)()

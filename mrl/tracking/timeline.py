@@ -1,7 +1,8 @@
-"""Reads the timeline of a run, which is the spans of all its processes, and merges it into one file.
+"""Reads the timeline of a run (the spans of all its processes) and merges it into one file.
 
-The file has Chrome's trace event format, which "Trace Event Format" by the Chromium authors describes. Perfetto (ui.perfetto.dev)
-and chrome://tracing open it. All times come from the clocks of the machines, which are assumed to be synchronised.
+The file has Chrome's trace event format, which the document "Trace Event Format" by the Chromium authors describes. Perfetto
+(ui.perfetto.dev) and chrome://tracing show such files. All times come from the clocks of the machines. The module assumes that
+these clocks are synchronised.
 """
 
 import logging
@@ -61,8 +62,8 @@ class ProcessTimeline:
 def read_timeline(run_dir: Path, steps: range | None = None) -> list[ProcessTimeline]:
     """Return the timelines of all processes, in the order of ROLES. `steps`: steps to return; None: everything.
 
-    If a run repeated steps, because it was resumed or lost processes, the spans of the first attempt are left out. Raises
-    ValueError if the run has no timeline, or no span of `steps`.
+    If a run repeated steps, because it was resumed or lost processes, only the spans of the last attempt are returned. Raises
+    ValueError if the run has no timeline, or if the timeline has no span of `steps`.
     """
     folder = run_dir / FOLDER
     files = sorted(folder.glob("*.jsonl"))
@@ -164,13 +165,13 @@ def _rows_of(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
 
 @dataclass
 class _Row:
-    """A row of the trace, which is filled in the order of the starts of its spans."""
+    """A row of the trace. Spans are added in the order of their start times."""
 
     spans: list[Span]
     open_ends: list[float]  # ends of the spans that may contain the next span, innermost last
 
     def add(self, span: Span) -> bool:
-        """Add a span if it nests in the row. Returns whether it does."""
+        """Add a span if each span of the row that overlaps it also contains it. Returns whether the span was added."""
         while self.open_ends and self.open_ends[-1] <= span.start:
             self.open_ends.pop()
         if self.open_ends and span.end > self.open_ends[-1]:

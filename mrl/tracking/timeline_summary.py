@@ -1,4 +1,4 @@
-"""The summary of a timeline: sentences that say what steps spend their time on, and which rank is slowest."""
+"""The summary of a timeline: sentences that say which phases take the time of a step, and which rank is slowest."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ def _only_steps(timeline: ProcessTimeline, steps: Iterable[int]) -> ProcessTimel
 
 
 def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Span]) -> list[str]:
-    """Say how long the engines compute in the rollout phases, how many tokens they sample, and how long tail and rewards take."""
+    """Say how long engines compute in the rollout, how many tokens they sample, and how long last requests and rewards take."""
     intervals, found = [(span.start, span.end) for span in phases], []
     total = sum(span.seconds for span in phases)
     engines = [timeline for timeline in timelines if timeline.role == "engine" and timeline.of_kind("engine_batch")]
@@ -90,7 +90,7 @@ def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Sp
 
 
 def _tail_seconds(requests: Sequence[Span], interval: tuple[float, float]) -> float:
-    """Return the seconds from the moment when half of the interval's requests have ended until the last one ends."""
+    """Return for how long at most half of the interval's requests still run: from the median end to the last end of a request."""
     start, end = interval
     ends = sorted(span.end for span in requests if start < span.end <= end)
     return ends[-1] - ends[(len(ends) - 1) // 2] if ends else 0.0
@@ -101,25 +101,25 @@ def _tail_seconds(requests: Sequence[Span], interval: tuple[float, float]) -> fl
 
 @dataclass(frozen=True)
 class RankWork:
-    """How one trainer rank spends its forward and backward passes, in seconds."""
+    """Times of one trainer rank in its forward and backward passes."""
 
     timeline: ProcessTimeline
     passes_s: float  # forward and backward passes, with all waits
     computing_s: float  # micro-batches; with tp or cp, this includes waits for ranks that compute the same micro-batch
     reducing_s: float  # gradient reduction, with the wait for the slowest rank
-    tokens: int  # in forward passes
+    tokens: int  # tokens of all forward passes
 
     @property
     def bubble_s(self) -> float:
-        """Seconds of the passes without a micro-batch or a gradient reduction.
+        """Seconds of the passes in which the rank neither computes a micro-batch nor reduces gradients.
 
-        With several pipeline stages, the rank mostly waits for other stages in this time.
+        With several pipeline stages, the rank mostly waits for other stages during this time.
         """
         return max(0.0, self.passes_s - self.computing_s - self.reducing_s)
 
 
 def rank_work(timeline: ProcessTimeline) -> RankWork:
-    """Return how a trainer rank spends its forward and backward passes."""
+    """Return the times of a trainer rank in its forward and backward passes."""
     passes = [span for span in timeline.spans if span.name == PASSES]
     inside = _contained(timeline.of_kind("micro_batch", "collective"), passes)
     computing = [span for span in inside if span.kind == "micro_batch"]
@@ -133,7 +133,7 @@ def rank_work(timeline: ProcessTimeline) -> RankWork:
 
 
 def trainer_ranks(timelines: Sequence[ProcessTimeline]) -> list[RankWork]:
-    """Return how each rank of the actor and of the critic spends its passes."""
+    """Return the times of each rank of the actor and of the critic. Ranks without passes are left out."""
     work = [rank_work(timeline) for role in ("actor", "critic") for timeline in timelines if timeline.role == role]
     return [rank for rank in work if rank.passes_s]
 
@@ -171,7 +171,7 @@ def _trainer_sentences(timelines: Sequence[ProcessTimeline], role: str) -> list[
 
 
 def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
-    """Say which rank of a pipeline stage computes longest, and why. Returns "" if no rank exceeds the others by the noise."""
+    """Say which rank of a pipeline stage computes longest, and why. Returns "" if no rank is slower by more than NOISE."""
     if len(ranks) < 2:
         return ""
     slowest = max(ranks, key=lambda rank: rank.computing_s)
@@ -194,7 +194,7 @@ def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
 
 
 def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> list[str]:
-    """Say how long trainer ranks send buckets and wait for engines in the weight sync: the largest times over all ranks."""
+    """Say how long trainer ranks send buckets and wait for engines in the weight sync: the longest time of any rank."""
     senders = [
         [span for span in timeline.of_kind("weight_sync") if span.name in ("send bucket", "wait for engines")]
         for timeline in timelines
@@ -249,7 +249,7 @@ def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction for a sentence, such as 42%. A small positive fraction is <1%."""
+    """Return a fraction as text for a sentence, such as 42%. A positive fraction below 1 % becomes <1%."""
     return "<1%" if 0 < fraction < 0.01 else f"{fraction:.0%}"
 
 

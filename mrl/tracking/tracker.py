@@ -1,8 +1,8 @@
-"""Tracker: passes the metrics of each step to sinks. JsonlSink, the sink that writes JSON Lines, is in this module too.
+"""Tracker: passes the metrics of each step to sinks. This module also has JsonlSink, the sink that writes JSON Lines files.
 
-The sink of the terminal is in mrl.tracking.console, those of trackers such as wandb are in mrl.tracking.backends, and that of the
-learning curve is in mrl.tracking.curve. A sink must not slow or stop a run, so the packages of trackers and matplotlib are
-imported in separate threads after the run has started.
+Other modules contain the other sinks: mrl.tracking.console for the terminal, mrl.tracking.backends for trackers such as wandb,
+and mrl.tracking.curve for the learning curve. A sink must not slow or stop a run. For this reason, separate threads import
+matplotlib and the packages of trackers after the run has started.
 """
 
 import logging
@@ -32,12 +32,12 @@ class Sink(Protocol):
         ...
 
     def close(self, failed: bool = False) -> None:
-        """End the output. `failed`: whether an error ends the run. Preemption is no error."""
+        """End the output. `failed`: whether the run ends with an error. Preemption is not an error."""
         ...
 
 
 class Tracker:
-    """Passes metrics to all sinks. Used as a context manager, it closes the sinks at the end, also after an error.
+    """Passes metrics to all sinks. At the end of a `with` block, the tracker closes the sinks, also after an error.
 
     with Tracker([JsonlSink(folder / "metrics.jsonl"), ConsoleSink(total=200)]) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
@@ -75,7 +75,7 @@ class Tracker:
 
 
 class JsonlSink:
-    """Writes one JSON object per step to a file. If the file exists, lines of steps after `last_step` are removed first.
+    """Writes one JSON object per step to a file. If the file exists, the sink first removes lines of steps after `last_step`.
 
     If `evaluations` is True, the sink writes only the metrics eval/*. Otherwise it writes only the other metrics. A step with
     no metrics to write gets no line.

@@ -25,9 +25,9 @@ SIGNATURE_BYTES = 32  # length of an HMAC-SHA-256
 RECEIVER_TIMEOUT_FACTOR = 3
 """An engine rank waits this many times longer for a bucket than a sender waits for an acknowledgement.
 
-Before the sender sends the bucket, it may have to wait for another engine."""
+The reason is that the sender may have to wait for another engine before it sends the bucket."""
 
-NO_PUSH = "open"  # in a failure_key, stands for the name of a push if the failure belongs to no push
+NO_PUSH = "open"  # replaces the name of the push in a failure_key if the failure belongs to no push
 TRANSPORT_KEY = "transport"  # key of the SharedSlotsSetup or ProcessGroupSetup with which receivers connect to senders
 
 

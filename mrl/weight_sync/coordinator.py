@@ -49,7 +49,7 @@ ENGINE_FAILURES = (EngineError, PeerError, httpx.HTTPError, TimeoutError)
 
 
 class Coordinator:
-    """Sends requests to all engines in parallel. After a failed request, its engine is excluded from all further requests.
+    """Sends requests to all engines in parallel. If a request fails, its engine is excluded from all further requests.
 
     `failed` maps the index of each excluded engine to the reason.
     """
@@ -126,7 +126,7 @@ class Coordinator:
         self._raise_failures("connect to the senders")
 
     def begin_push(self, push: str, version: int, base: str | None) -> None:
-        """Pause the engines and tell them to receive the buckets of `push`. Does not wait for their arrival.
+        """Pause the engines and tell them to receive the buckets of `push`. Does not wait until the buckets arrive.
 
         `base` is the earlier push to which the sent differences refer. It is None if the weights are sent in full.
         """

@@ -152,7 +152,7 @@ class ExpectedChecksums:
                 by_name.setdefault(shard.name, []).append(shard)
         # By rank: parameter -> number of its shards that have not been observed yet.
         self._missing = [Counter(s.param for shards in by_name.values() for s in shards) for by_name in self._shards]
-        # By rank: parameter -> values of the parameter, which still lacks some shards.
+        # By rank: parameter that still lacks some shards -> its values.
         self._incomplete: list[dict[str, Tensor]] = [{} for _ in ranks]
         self._checksums: list[dict[str, str]] = [{} for _ in ranks]  # by rank, by parameter
 

@@ -20,7 +20,7 @@ from mrl.config.secrets import ENGINE_KEY, authorization
 
 RETRY_S = 0.02  # seconds between two attempts of a request that a busy engine refuses
 CONNECT_RETRIES = (
-    3  # further attempts to open a connection; they repeat only the connecting, so no request is sent twice
+    3  # further attempts to open a connection; a request is sent only over an open connection, so never twice
 )
 
 WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
@@ -29,7 +29,7 @@ WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 """Parts of an engine's GPU memory that can be released and allocated again.
 
-Releasing the KV cache or the weights loses their contents. SGLang keeps the contents of the memory of CUDA graphs on the host.
+The contents of the KV cache and of the weights are lost when they are released. SGLang keeps a copy of CUDA graphs on the host.
 """
 
 

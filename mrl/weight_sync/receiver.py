@@ -71,7 +71,7 @@ class ReceiverSession:
     # The buckets in order of arrival, each with the destinations of its chunks
     buckets: Sequence[tuple[Bucket, list[Destination]]] = ()
     recv_endpoint: RecvEndpoint | None = None
-    # Name of the push whose weights the model holds, as checksums have verified. None: the weights are not verified
+    # Name of the push whose weights the model holds, verified by checksums. None: the weights are not verified
     verified_push: str | None = None
     headers: dict[str, BucketHeader] = field(default_factory=dict)  # headers of the current push, by Bucket.key
 
@@ -135,7 +135,7 @@ def misplaced_chunks(
     """Return the chunks whose destination holds other values than the Hugging Face folder `folder`.
 
     The engine was started with this folder. A difference therefore shows that the engine stores a weight elsewhere than the
-    family's table says. Names and shapes alone would not show it: a gate projection and an up projection have the same shape.
+    family's table says. Names and shapes alone would not show this: a gate projection and an up projection have the same shape.
 
     Only the first and the last chunk of each kind of tensor are compared. Tensors are of one kind if their names differ only
     in the indices of layer and expert.

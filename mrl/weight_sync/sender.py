@@ -53,14 +53,14 @@ class SendStats:
 
 @dataclass
 class BucketSender:
-    """Sends the buckets of one trainer rank. An engine rank that fails or acknowledges too late is left out of the push."""
+    """Sends the buckets of one trainer rank. An engine rank that fails or acknowledges too late is excluded from the push."""
 
     channel: ControlChannel
     send_endpoint: SendEndpoint
     buckets: Sequence[Bucket]
     delta: bool = False  # send differences from the last push
     _last_sent: dict[int, Tensor] = field(default_factory=dict)  # Bucket.index -> bytes of the bucket in the last push
-    _failed: set[int] = field(default_factory=set)  # engine ranks left out of the current push
+    _failed: set[int] = field(default_factory=set)  # engine ranks that are excluded from the push
 
     def send_all(self, push: str, read: ReadTensor, full: bool) -> SendStats:
         """Send every bucket. If `full` is true, send the weights themselves, not their difference from the last push."""
@@ -112,9 +112,9 @@ class BucketSender:
 class RelaySender(BucketSender):
     """Sends over relays: trainer ranks pass each bucket on to each other, and each rank serves the engine rank on its own GPU.
 
-    Trainer ranks exchange bytes in the trainer's default process group. Call `send_all` on all ranks, while the communicators
-    of the trainer are not suspended (parallel.groups.suspend_communicators). A rank whose engine has failed still passes the
-    buckets on, so an engine that fails costs the push this engine only.
+    Trainer ranks send bytes to each other in the trainer's default process group. Call `send_all` on all ranks, while the
+    communicators of the trainer are not suspended (parallel.groups.suspend_communicators). A rank whose engine has failed still
+    passes the buckets on, so all other engines still get them.
     """
 
     steps: Sequence[RelayStep] = ()  # one for each of `buckets`
@@ -145,7 +145,7 @@ class RelaySender(BucketSender):
                 self._chain_headers.append(chain_header_key(push, step.chain))
                 self.channel.put(
                     self._chain_headers[-1], header
-                )  # before the bytes, so that it is set when they arrive
+                )  # before the bytes are sent, so that the header is set when the bytes arrive
         else:
             for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, data, step.previous)]):
                 work.wait()
@@ -186,7 +186,7 @@ def fill_buffer(buffer: Tensor, bucket: Bucket, read: ReadTensor) -> tuple[int, 
 def checksum(tensor: Tensor) -> int:
     """Return a 64-bit hash of a tensor's bytes: XXH3 on a CPU, a weighted sum on a GPU.
 
-    Sender and receiver have the same kind of device. So both compute the same kind of hash.
+    Sender and receiver have the same kind of device, so they compute the same kind of hash.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return _weighted_sum(data) if data.is_cuda else xxhash.xxh3_64_intdigest(memoryview(data.numpy()))

@@ -1,8 +1,8 @@
 """Live weight sync: trainer ranks send the weights directly to the engine ranks, following the transfer plan.
 
 A session is opened once for a set of engines. Trainer rank 0 begins the session with each engine, compiles the transfer plan and
-tells the engines to check it. Then every rank opens its end of the transport. After that, each push sends one version of the
-weights.
+tells the engines to check the plan. Then every rank opens its endpoint of the transport. After that, each push sends one version
+of the weights.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TrainerWeights(Protocol):
 
 
 class LiveSync:
-    """One trainer rank's part in a live weight sync. Every rank creates one. Rank 0 also controls the engines."""
+    """One trainer rank's part in a live weight sync. Every trainer rank creates a LiveSync. Rank 0 also controls the engines."""
 
     def __init__(
         self, urls: Sequence[str], weights: TrainerWeights, layout_of: LayoutOf, settings: WeightSyncConfig
@@ -119,12 +119,12 @@ class LiveSync:
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Send the current weights to every engine. The engines then serve them as `version`. All ranks call this.
 
-        `engines_offloaded`: the engines had released their weights. The push then sends all weights, not a difference. The
-        engines stay paused, because they have no KV cache yet.
+        `engines_offloaded`: whether the engines had released their weights. If so, the push sends all weights, not a difference,
+        and the engines stay paused, because they have no KV cache yet.
 
-        The report says what this rank sent and which engines failed. Failed engines are out of service. The caller then opens a
-        new session with the remaining engines and the replacements of the failed ones. Raises WeightMismatchError on all
-        ranks if an engine holds wrong weights after a push of all weights.
+        The report says what this rank sent and which engines failed. Failed engines are out of service. If there are any, the
+        caller must open a new session with the other engines and with replacements of the failed engines. Raises
+        WeightMismatchError on all ranks if an engine holds wrong weights after a push of all weights.
         """
         assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         start = time.perf_counter()
@@ -241,7 +241,7 @@ class _SenderPart:
     """One trainer rank's part of the plan."""
 
     buckets: list[Bucket]  # buckets that this rank puts into its slots, in order
-    # One for each bucket. None: this rank sends its buckets to the receivers itself, and there are no relays
+    # One relay step for each bucket. None: there are no relays, and this rank sends its buckets directly to the receivers
     steps: list[RelayStep] | None = None
 
     def sender(self, channel: ControlChannel, send_endpoint: SendEndpoint, delta: bool) -> BucketSender:
@@ -258,7 +258,7 @@ type _ReceiverPart = list[tuple[Bucket, list[Destination]]]
 def _divide_plan(
     plan: TransferPlan, senders: Sequence[ProcessLocation], receivers: Sequence[ProcessLocation], relayed: bool
 ) -> tuple[list[_SenderPart], Iterator[_ReceiverPart]]:
-    """Return the part of every trainer rank and of every engine rank. If `relayed`, engine ranks read their own GPU only."""
+    """Return the parts of all trainer ranks and of all engine ranks. If `relayed`, engine ranks read slots on their own GPU."""
     parts = [plan.buckets_of_receiver(tp_rank) for tp_rank in range(plan.engine_tp)]  # the same in every engine
     if not relayed:
         by_sender = [_SenderPart(plan.buckets_of_sender(rank)) for rank in range(len(senders))]
@@ -377,7 +377,7 @@ class _SessionOpener:
     def open_transport(
         self, choice: _TransportChoice, channel: ControlChannel, buckets: Sequence[Bucket]
     ) -> SendEndpoint:
-        """Open this rank's end of the transport, while the engines open their ends."""
+        """Open this rank's endpoint of the transport, while the engines open their endpoints."""
         slot_bytes = max((bucket.nbytes for bucket in buckets), default=0)
         if choice.transport is Transport.process_group:
             send_endpoint = self._open_process_group(choice, channel, slot_bytes)

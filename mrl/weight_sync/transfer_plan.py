@@ -4,8 +4,7 @@ The plan is computed once per session. It depends only on the layouts of trainer
 
 A box is a rectangular part of a tensor: one range of indices along each dimension. The trainer layout gives the boxes of each
 Hugging Face tensor that a trainer rank has. The engine layout gives the boxes that an engine rank needs. A chunk is the
-intersection of two such boxes, or a part of the intersection if it is large. A bucket is a set of chunks that one message
-carries.
+intersection of two such boxes, or a part of a large intersection. A bucket is a set of chunks that one message carries.
 
 Each engine rank receives each of its weights exactly once. No rank has to gather the whole model.
 """
@@ -25,7 +24,7 @@ from parallel.dims import ParallelDims
 
 ALIGNMENT = 16  # bytes; every chunk starts at a multiple of this, so that it can be viewed as any dtype
 MIN_CHUNK_BYTES = 1 << 20  # tensors are cut to balance the senders, but not into smaller chunks than this
-CHUNKS_PER_SENDER = 16  # a chunk has at most 1/16 of the average number of bytes per sender
+CHUNKS_PER_SENDER = 16  # a chunk has at most 1/16 of the average bytes per sender, but may always have MIN_CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,7 @@ def compile_transfer_plan(
     by_sender: dict[int, list[tuple[int, TensorChunk, tuple[int, ...]]]] = defaultdict(list)
     for order in sorted(
         range(len(routes)), key=lambda i: -routes[i][0].nbytes
-    ):  # the largest chunks first balance best
+    ):  # assigning the largest chunks first balances the senders best
         chunk, tp_ranks, candidates = routes[order]
         sender = min(candidates, key=lambda rank: (load[rank], rank))
         load[sender] += align(chunk.nbytes)
@@ -244,8 +243,8 @@ def _buckets(
 ) -> Iterator[Bucket]:
     """Group a sender's chunks into buckets. All chunks of a bucket have the same receivers.
 
-    The index of a bucket is its position in the order in which the buckets are closed. A bucket is closed if the next chunk does
-    not fit. The other buckets are closed at the end.
+    The index of a bucket is its position in the order in which the buckets are closed. A bucket is closed if the next chunk for
+    its receivers does not fit. The buckets that are still open at the end are closed then.
     """
     open_chunks: dict[tuple[int, ...], list[TensorChunk]] = {}
     open_bytes: dict[tuple[int, ...], int] = defaultdict(int)
@@ -317,10 +316,10 @@ def relay_ranks(senders: Sequence[ProcessLocation], receivers: Sequence[ProcessL
 
 @dataclass(frozen=True)
 class RelayStep:
-    """One trainer rank's part in passing a bucket on to the trainer ranks that share their GPUs with the bucket's receivers.
+    """What one trainer rank does so that a bucket reaches all trainer ranks that share their GPUs with the bucket's receivers.
 
-    These trainer ranks form a chain that begins with the sender of the bucket. Each rank receives the bytes from the rank before
-    it, sends them to the rank after it, and keeps them in a slot for the engine rank on its own GPU.
+    These trainer ranks form a chain that begins with the sender of the bucket. Each rank receives the bytes from the previous
+    rank, sends them to the next rank, and keeps them in a slot for the engine rank on its own GPU.
     """
 
     # The bucket as the engine rank on this GPU sees it: this trainer rank is the sender, `index` counts the steps of this rank,
@@ -335,8 +334,8 @@ def relay_steps(plan: TransferPlan, relays: Mapping[int, int], hosts: Sequence[s
     """Return the steps of every trainer rank, in order.
 
     `relays`: engine rank -> trainer rank on the same GPU. `hosts`: host of each trainer rank. Every rank processes the buckets
-    in the order of (index, sender). So a rank only ever waits for ranks at an earlier bucket, or for earlier ranks of the same
-    chain, and the ranks cannot wait for each other in a circle.
+    in the order of (index, sender). So a rank waits only for ranks that are at an earlier bucket or earlier in the same chain.
+    Therefore the ranks cannot deadlock.
     """
     steps: list[list[RelayStep]] = [[] for _ in hosts]
     for bucket in sorted(plan.buckets, key=lambda b: (b.index, b.sender)):
@@ -364,8 +363,8 @@ def forwarded_bytes(steps: Sequence[Sequence[RelayStep]], hosts: Sequence[str]) 
 def _relay_chain(sender: int, relays: Iterable[int], hosts: Sequence[str]) -> list[int]:
     """Return the sender, and then every other rank of `relays`.
 
-    The ranks of a host are consecutive, so the bytes enter each host only once. Different senders enter a host at different
-    ranks, so that the network cards of all ranks are used.
+    The ranks of a host are consecutive, so the bytes enter each host only once. The chains of different senders enter a host at
+    different ranks, so that a push uses the network cards of all ranks.
     """
     ranks_on: dict[str, list[int]] = {host: [] for host in hosts}  # in the order of the ranks
     for rank in sorted(set(relays) - {sender}):
@@ -434,7 +433,7 @@ def estimate_transfer_cost(
     """Estimate bytes, messages and seconds of a plan, without running it.
 
     `shared` is true for shared memory: the sender writes one copy, which all receivers read. Otherwise the sender sends one copy
-    to each receiver. With `steps` (see relay_steps), a sender sends what it passes on to the next trainer rank.
+    to each receiver. With `steps` (see relay_steps), each trainer rank sends one copy to the next trainer rank in the chain.
     """
 
     def traffic(rank: str, sizes: list[int], gb_per_s: float) -> RankTraffic:

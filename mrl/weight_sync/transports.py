@@ -1,10 +1,14 @@
 """Transports: how a bucket gets from its sender (a trainer rank) to its receivers (engine ranks).
 
 A transfer slot, here called slot, is a memory area of a sender that holds one bucket. A sender writes its buckets alternately
-into two slots. It reuses a slot after all receivers have acknowledged the bucket in this slot. On the CPUs of one machine, the
-receivers map the slots into their own processes (shared memory). If every engine rank shares its GPU with a trainer rank, the
-bytes travel in two hops: the trainer ranks pass a bucket on to each other, and each engine rank reads it from a slot of the
-trainer rank on its own GPU (CUDA IPC), because an engine sees no other GPUs. Otherwise, process groups send the bytes.
+into two slots. It reuses a slot after all receivers have acknowledged the bucket in this slot. The location of the weights
+decides how the bytes reach the receivers:
+
+- On the CPUs of one machine, the receivers map the slots into their own processes (shared memory).
+- If every engine rank shares its GPU with a trainer rank, the bytes travel in two hops. First, the trainer ranks pass the bucket
+  on to each other. Then each engine rank reads the bucket from a slot of the trainer rank on its own GPU (CUDA IPC), because an
+  engine sees only its own GPUs.
+- Otherwise, process groups send the bytes.
 
 To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport in
 mrl/weight_sync/transfer_plan.py; a class for each endpoint in this file; `open_transport` in session.py; `_connect` in
@@ -74,7 +78,7 @@ class SendEndpoint(Protocol):
     def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
         """Start to send bucket `index`, the first `nbytes` bytes of its slot, to the engine ranks `receivers`.
 
-        Does not wait for arrival.
+        Does not wait until the bytes arrive.
         """
 
     def exclude(self, receiver: int) -> None:
@@ -104,7 +108,7 @@ class SharedMemorySendEndpoint:
         self.path = SHARED_MEMORY / f"mrl-weights-{os.getpid()}-{uuid.uuid4().hex}"
         self.slot_bytes = slot_bytes
         try:
-            with self.path.open("xb") as file:  # allocated now, because a write to a sparse file may end in SIGBUS
+            with self.path.open("xb") as file:  # not sparse: a later write could fail with SIGBUS
                 os.posix_fallocate(file.fileno(), 0, max(1, NUM_SLOTS * slot_bytes))
             self.slots = _map_slots(self.path, slot_bytes)
         except OSError as error:
@@ -213,7 +217,7 @@ class ProcessGroupSetup:
     """The process groups that senders and receivers join, one for each engine.
 
     The ranks of a group are all trainer ranks, then the ranks of the engine. Engines have separate groups, so that the group of
-    an engine that fails can be aborted while buckets go on to the other engines.
+    an engine that fails can be aborted while the other engines still receive buckets.
     """
 
     name: str  # prefix of the names of the groups
@@ -295,7 +299,7 @@ class ProcessGroupEndpoint:
         return data
 
     def close(self) -> None:
-        """Abort all groups. All sends have been acknowledged, and the end of an NCCL group would wait for dead engines."""
+        """Abort all groups. All sends are acknowledged, and the regular end of an NCCL group would wait for dead engines."""
         self.slots = ()
         while self.groups:
             _abort_group(self.groups.popitem()[1])

@@ -1,6 +1,6 @@
 """The actor, the critic and the reward model on one trainer rank.
 
-The actor is a language model. The critic is trained to predict returns, and the reward model to score whole sequences.
+The actor is a language model. The critic learns to predict returns. The reward model learns to score whole sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,16 +34,16 @@ from parallel.schedule import LossFunction, OutputHead
 
 
 class MegatronActor(MegatronModel):
-    """One rank's part of the policy, or of the teacher, which is not trained."""
+    """One rank's part of the policy, or of a teacher, which is not trained."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
-        self._teacher_weights: dict[str, Tensor] = {}  # teacher -> [V/tp, H_t] its output layer on the host
+        self._teacher_weights: dict[str, Tensor] = {}  # teacher -> this rank's rows of its output layer, on the host
 
     def load_teacher_weights(self, folders: Mapping[str, str]) -> None:
-        """Load the output layers of teachers for distillation over the whole vocabulary: this rank's rows, to the host.
+        """Load this rank's rows of the teachers' output layers to the host, for distillation over the whole vocabulary.
 
-        `folders`: teacher -> Hugging Face folder. Only the last pipeline stage has an output layer.
+        `folders`: teacher -> Hugging Face folder. Only ranks of the last pipeline stage load rows.
         """
         dtype = getattr(torch, self.spec.dtype)
         self._teacher_weights = {
@@ -57,8 +57,8 @@ class MegatronActor(MegatronModel):
     ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
         """Return the head, which computes log-probabilities from logits / temperature, and the policy loss.
 
-        If the block has no column old_logprobs, the current log-probabilities replace this column. This is correct if a rollout
-        has only one optimizer step.
+        If the block has no column old_logprobs, the policy loss uses the current log-probabilities instead. This is correct if
+        the actor takes only one optimizer step on each rollout.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         if distillation := getattr(loss, "distillation", None):
@@ -78,10 +78,10 @@ class MegatronActor(MegatronModel):
     def compute_teacher_outputs(
         self, block: TokenBlock, batch: RankBatch, temperature: float, top_k: int | None
     ) -> list[dict[str, NDArray]]:
-        """Return for each micro-batch what distillation reads of this model, which is a teacher, for its sampled tokens.
+        """Compute as a teacher, for the sampled tokens of each micro-batch, the outputs that distillation needs.
 
-        With `top_k`, these are the most probable tokens under softmax(logits / temperature); without it, hidden states. Only the
-        last pipeline stage returns them.
+        With `top_k`, these outputs are the most probable tokens under softmax(logits / temperature) and their log-probabilities.
+        Without `top_k`, they are hidden states. Only the last pipeline stage returns them.
         """
 
         def head(
@@ -95,7 +95,7 @@ class MegatronActor(MegatronModel):
     def compute_columns(
         self, block: TokenBlock, batch: RankBatch, temperature: float, names: Sequence[str]
     ) -> dict[str, list[Tensor]]:
-        """Compute several columns in one forward pass. `names`: names of outputs of `head`.
+        """Compute several columns in one forward pass. `names`: which outputs of `head` are computed.
 
         Returns name -> values [R] of the sampled tokens of each micro-batch. Only the last pipeline stage has them.
         """
@@ -107,7 +107,7 @@ class MegatronActor(MegatronModel):
         return self.compute_columns(block, batch, temperature, ["logprobs"])["logprobs"]
 
     def compute_reference_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
-        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
+        """Return the result of `compute_logprobs` with the weights of the reference."""
         with self.reference_weights():
             return self.compute_logprobs(block, batch, temperature)
 
@@ -145,7 +145,7 @@ class MegatronActor(MegatronModel):
         divergence: DivergenceHead,
         differentiable: bool,
     ) -> Tensor:
-        """Return log-probabilities and entropies as `head`, and then the outputs of `divergence`: [3 or 5, local R].
+        """Return the log-probabilities and entropies of `head`, and then the outputs of `divergence`: [3 or 5, local R].
 
         Without `differentiable`, only the outputs of `divergence` have a gradient.
         """
@@ -182,16 +182,16 @@ class MegatronActor(MegatronModel):
 
 
 def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, MicroBatchStatistics]:
-    """Return the micro-batch's part of the loss, and its statistics.
+    """Return the micro-batch's part of the loss, and the statistics of the micro-batch.
 
-    `output` comes from MegatronActor.head, or from MegatronActor.distillation_head with further rows.
+    `output` is the result of MegatronActor.head, or the result of MegatronActor.distillation_head, which has more rows.
     """
     logprobs, entropy, *divergences = output
     old_logprobs = micro.columns.get("old_logprobs", logprobs.detach())
     rollout_logprobs, is_offline = micro.rollout_logprobs, None
     if OFFLINE in micro.columns:
         is_offline = micro.columns[OFFLINE] > 0
-        # Without log-probabilities in the file, the actor before the step counts as the policy that sampled the row.
+        # An offline row without log-probabilities counts as sampled by the actor before the step.
         rollout_logprobs = old_logprobs.where(is_offline & rollout_logprobs.isnan(), rollout_logprobs)
     inputs = LossInputs(
         logprobs=logprobs,
@@ -231,8 +231,9 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
 def _loss_weights(per_token: Tensor, outputs: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the loss weight of each token [local R], and the number of tokens whose loss is not finite, as a scalar.
 
-    A token whose loss is not finite, although the model's output for it is, gets the weight NaN. Then the gradient is NaN too, so
-    that the optimizer step is refused. Raises ValueError if the loss does not depend on the outputs.
+    If the loss of a token is not finite although the model's output for this token is finite, the token gets the weight NaN. This
+    makes the gradient NaN, and the optimizer step raises NonFiniteGradientError. Raises ValueError if the loss does not depend on
+    the outputs.
     """
     if outputs.requires_grad and not per_token.requires_grad:
         raise ValueError(
@@ -265,19 +266,22 @@ class MegatronCritic(MegatronModel):
         return self.head, partial(value_loss, loss=loss)
 
     def compute_values(self, block: TokenBlock, batch: RankBatch) -> list[Tensor]:
-        """Return for each micro-batch the value before each sampled token: [R]. Only the last pipeline stage returns them."""
+        """Return for each micro-batch the value before each sampled token: [R]. Only the last pipeline stage returns values."""
         return [output[0] for output in self.compute_outputs(block, batch, self.head)]
 
     def head(
         self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
     ) -> Tensor:
-        """Return the values [1, local R] that follow from hidden states [L, H]."""
+        """Compute the values [1, local R] from the hidden states [L, H]."""
         gathered = gather_sequence(hidden, self.spec.dims.sequence_parallel, replicated=True)
         return output_layer(gathered.index_select(0, micro.predictor_index))[None]
 
 
 def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLossFunction) -> tuple[Tensor, MicroBatchStatistics]:
-    """Return the micro-batch's part of the loss, and its statistics. `output` [1, local R] comes from MegatronCritic.head."""
+    """Return the micro-batch's part of the loss, and the statistics of the micro-batch.
+
+    `output` [1, local R] is the result of MegatronCritic.head.
+    """
     values, returns = output[0], micro.columns["returns"]
     result = loss(values, returns, micro.columns.get("values", values.detach()))
     per_token, _ = check_token_values((result, {}), values, "critic.loss", loss)
@@ -293,8 +297,8 @@ def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLossFunction) -> tu
 class MegatronRewardModel(MegatronCritic):
     """One rank's part of a reward model: a critic whose value at the last token of a sequence is the sequence's score.
 
-    A block for a reward model has one sampled token per row, the end mark (see mrl.data.preference_dataset). Its value is the
-    score. An exported folder is a sequence classifier of transformers.
+    A block for a reward model has one sampled token per row, the end mark (see mrl.data.preference_dataset). The value of the end
+    mark is the score. An exported folder is a sequence classifier of transformers.
     """
 
     head_kind: ClassVar[HeadKind] = "score"
@@ -304,7 +308,7 @@ class MegatronRewardModel(MegatronCritic):
     def head_and_loss(  # type: ignore[bad-override]  # it has another loss than a critic
         self, loss: ScoreLoss, temperature: float = 1.0
     ) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
-        """Return the head and the loss of the scores, which have no temperature."""
+        """Return the head and the loss of the scores. Scores have no temperature."""
         return self.head, partial(score_loss, loss=loss)
 
     @property
@@ -313,7 +317,10 @@ class MegatronRewardModel(MegatronCritic):
 
 
 def score_loss(output: Tensor, micro: MicroBatch, loss: ScoreLoss) -> tuple[Tensor, MicroBatchStatistics]:
-    """Return the micro-batch's part of the loss, and its statistics. `output` [1, local R] comes from MegatronCritic.head."""
+    """Return the micro-batch's part of the loss, and the statistics of the micro-batch.
+
+    `output` [1, local R] is the result of MegatronCritic.head.
+    """
     scores = output[0]
     result = loss(scores, micro.responses, micro.columns)
     per_token, loss_statistics = check_token_values(result, scores, "sft.objective", loss)

@@ -1,4 +1,4 @@
-"""Computations of a trainer rank for distillation: outputs of a teacher, and the divergence of the policy from its teachers."""
+"""Computations for distillation on a trainer rank: outputs of a teacher, and the divergence of the policy from its teachers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ class DivergenceHead:
     """Computes the divergence of the policy from its teachers at the sampled tokens of a micro-batch."""
 
     distillation: Distillation
-    temperature: float  # of both distributions
-    teacher_weights: Mapping[str, Tensor]  # teacher -> [V/tp, H_t] its output layer on this rank; empty with top_k
+    temperature: float  # temperature of the policy's and of the teachers' distributions
+    # teacher -> this rank's rows [V/tp, H_t] of the teacher's output layer; empty with top_k
+    teacher_weights: Mapping[str, Tensor]
     vocab_size: int
     chunk_size: int  # largest number of rows of logits that exist at the same time
 
@@ -37,7 +38,7 @@ class DivergenceHead:
             if teacher in micro.teachers:
                 index, outputs = micro.teachers[teacher].index, micro.teachers[teacher].outputs
                 teacher_hidden = _as_bfloat16(outputs["hidden"])
-            else:  # a rank without tokens of the teacher still takes part in the reductions of gradients
+            else:  # without tokens of this teacher, the rank must still take part in the reductions of gradients
                 index, teacher_hidden = micro.predictor_index[:0], teacher_weight[:0]
             values = linear_divergence(
                 _rows(hidden, index),
@@ -71,12 +72,12 @@ class DivergenceHead:
 
 
 def _rows(hidden: Tensor, index: Tensor) -> Tensor:
-    """Return the rows `index` of hidden states. `index` is ascending, so if it names all rows, they need no copy."""
+    """Return the rows `index` of hidden states. `index` is ascending, so no copy is needed if it contains all rows."""
     return hidden if len(index) == len(hidden) else hidden.index_select(0, index)
 
 
 def _as_bfloat16(values: Tensor) -> Tensor:
-    """Return hidden states as floats: int16 stands for the bits of bfloat16 (see mrl.core.types.TeacherOutputs)."""
+    """Return hidden states as floats. int16 hidden states are the bits of bfloat16 (see mrl.core.types.TeacherOutputs)."""
     return values.view(torch.bfloat16) if values.dtype == torch.int16 else values
 
 
@@ -90,7 +91,7 @@ def teacher_head(
 ) -> Tensor:
     """Return what a teacher computes for each sampled token: [H, local R] hidden states, or [2k + 1, local R] with top_k.
 
-    The rows of the latter are k + 1 log-probabilities (see parallel.distillation.linear_top_k) and k token ids.
+    With top_k, the rows are k + 1 log-probabilities (see parallel.distillation.linear_top_k) and k token ids.
     """
     if top_k is None:
         return hidden.T

@@ -1,6 +1,6 @@
 """Partitions a batch into mini-batches, and each mini-batch over replicas and micro-batches.
 
-Only the lengths of the sequences are needed. So the driver, which has no tokens, can do this.
+The partition needs only the lengths of the sequences, so the driver, which has no tokens, can compute it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ class Packing:
 
     max_tokens: int  # token budget of one micro-batch
     share_prompts: bool = True  # whether a pack computes a prompt only once for all its responses
-    cost: CostModel = field(default_factory=CostModel)  # compute cost of a sequence by its length
+    cost: CostModel = field(default_factory=CostModel)  # estimates the compute cost of a sequence from its length
     forward_max_tokens: int | None = None  # token budget of a pass without gradients; None: max_tokens
 
     @property
@@ -33,7 +33,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class StepPartition:
-    """The rows of one optimizer step, partitioned over replicas."""
+    """The rows of one optimizer step, divided among the replicas."""
 
     rank_batches: list[RankBatch]  # by data-parallel rank
     metrics: dict[str, float]  # metrics batch/... of this optimizer step
@@ -93,8 +93,8 @@ def step_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.flo
 def _loss_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
     """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalised over `denominator_rows`.
 
-    A row that is n times in `denominator_rows` has the sum of the weights of n rows. If it is trained several times, each time
-    gets an equal part of the sum.
+    A row that is n times in `denominator_rows` gets the total weight of n rows. If the row is several times in `rows`, each
+    occurrence gets an equal part of this weight.
     """
     weights, rows = np.zeros(len(batch.prompt_lengths)), batch.denominator_rows
     np.add.at(weights, rows, weighting(batch.sampled_lengths[rows], _groups(batch)[rows]))
@@ -102,7 +102,7 @@ def _loss_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.fl
 
 
 def _groups(batch: TrainBatch) -> NDArray[np.int64]:
-    """Return [B]: for each row, the index of its prompt. If the prompts are unknown, each row has its own."""
+    """Return [B]: for each row, the index of its prompt. If the prompts are unknown, each row gets an index of its own."""
     return np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
 
 

@@ -1,7 +1,8 @@
-"""Records the tensors of one forward pass on a trainer rank: inputs and outputs of the parts of each layer.
+"""Records tensors of one forward pass on a trainer rank: inputs and outputs of the parts of each layer.
 
-`mrl certify engine` compares them with the same tensors of an SGLang engine. The names of the places are those of
-mrl.rollout.engines.forward_recorder, such as `layers.3.rotated_query`. The layout is one process, which has whole tensors.
+`mrl certify engine` compares these tensors with the same tensors of an SGLang engine. A place is a point in the model at which a
+tensor is recorded. Trainer and engine (mrl.rollout.engines.forward_recorder) use the same names of places, such as
+`layers.3.rotated_query`. The trainer must run in the layout of a single process, so that no tensor is split.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +46,7 @@ def trace_forward(
 def trainer_weights(model: MegatronActor, prefixes: Sequence[str], suffix: str) -> Arrays:
     """Return the weights whose Hugging Face names begin with one of the prefixes or end with the suffix, in float32.
 
-    A model with tied embeddings has its output layer, too.
+    If the embeddings are tied, the result also contains the output layer, provided that a prefix matches its name.
     """
     weights = {}
     for name, tensor in model.export():
@@ -57,7 +58,7 @@ def trainer_weights(model: MegatronActor, prefixes: Sequence[str], suffix: str) 
 
 
 def store_arrays(arrays: Arrays, path: str | Path) -> TensorFile:
-    """Write the arrays to a safetensors file. The result reads them one by one, and can be sent to another process."""
+    """Write the arrays to a safetensors file. The returned object reads them one by one, and can be sent to another process."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
     return TensorFile(path)
@@ -70,9 +71,8 @@ class ForwardTrace:
         (self._chunk,) = model.chunks
         self._gpt: Any = self._chunk.module
         self._vocab_size = model.vocab_size
-        self._tokens: list[
-            NDArray[np.int64]
-        ] = []  # for each micro-batch: index in the block of each token; -1: padding
+        # for each micro-batch, the index of each of its tokens in the block; -1: padding
+        self._tokens: list[NDArray[np.int64]] = []
         self._parts: dict[str, list[NDArray]] = {}  # place -> tensors of all micro-batches
 
     @contextmanager
@@ -180,7 +180,7 @@ class ForwardTrace:
         return record
 
     def _qkv(self, prefix: str, attention: Any) -> Callable[[Any, tuple, Any], None]:
-        """Record the fused norm and projection. Megatron orders the rows by key/value groups."""
+        """Return a hook for the module with the norm and the QKV projection, whose outputs are ordered by key/value groups."""
         groups, d = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
 
         def record(module: Any, args: tuple, output: Any) -> None:
@@ -194,7 +194,10 @@ class ForwardTrace:
         return record
 
     def _rotated(self, prefix: str, first: int) -> Callable[[Any, tuple, Any], None]:
-        """Record the components from `first` of queries and keys. For latent attention, all heads share these of the key."""
+        """Return a hook that records the rotated components of queries and keys, which begin at index `first` of a head.
+
+        In latent attention, all heads share the rotated components of the key.
+        """
 
         def record(module: Any, args: tuple, output: Any) -> None:
             tokens = len(self._tokens[-1])
@@ -242,7 +245,7 @@ def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
 
 
 def _halves(heads: Tensor, width: int) -> Tensor:
-    """Return the last `width` components, with the first of all pairs before the second of all pairs (as Megatron does)."""
+    """Return the last `width` components. As in Megatron, the first components of all pairs precede the second components."""
     pairs = heads[..., -width:]
     return torch.cat([pairs[..., 0::2], pairs[..., 1::2]], dim=-1)
 

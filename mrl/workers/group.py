@@ -20,9 +20,9 @@ from mrl.workers.worker import TrainWorker, must_be_loaded_first
 from parallel.dims import ParallelDims
 
 RANK_TIMEOUT_MARGIN_S = 60.0
-"""Seconds by which ranks wait longer for each other than the driver waits for a call.
+"""Ranks wait this number of seconds longer for each other than the driver waits for a call.
 
-When the driver makes its hang report, the ranks are therefore still waiting."""
+Therefore the ranks are still waiting when the driver writes its hang report."""
 
 
 def _do_nothing(role: str) -> None:
@@ -39,13 +39,13 @@ class StepRecording:
     profile_memory: bool = False
 
     def of_rank(self, rank: int, step: int) -> tuple[bool, bool, bool]:
-        """Return the arguments of TrainWorker.begin_step after the step."""
+        """Return the arguments of TrainWorker.begin_step that follow `step`."""
         return self.timeline, step in self.profile_steps and rank in self.profile_ranks, self.profile_memory
 
 
 @dataclass(frozen=True)
 class PendingCall[T]:
-    """A call that the ranks of a model run while the driver goes on. Calls to different models can run at the same time."""
+    """A call that the ranks of a model run while the driver continues. Calls to different models can run at the same time."""
 
     result: Callable[[], T]  # waits for the call and returns its result; raises the errors of WorkerGroup
 
@@ -58,9 +58,9 @@ class PendingCall[T]:
 class ComputedColumns:
     """Columns [R] of a forward pass over the responses of a step."""
 
-    columns: Mapping[str, list[Handle]]  # name of a column -> a handle for each replica, with the values of its rows
+    columns: Mapping[str, list[Handle]]  # name -> for each replica, a handle to the values of the replica's rows
     seconds: float  # duration of the pass on the slowest rank
-    # teacher -> where the outputs are that distillation reads; in the result of `of`, the name of the teacher is ""
+    # teacher -> locations of the outputs that distillation reads; in the result of `of`, the name of the teacher is ""
     teachers: Mapping[str, Sequence[TeacherPart]] = field(default_factory=dict)
 
     @classmethod
@@ -128,7 +128,7 @@ class WorkerGroup:
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every rank has built its part of the model.
 
-        Raises StartError if Megatron refuses the model or the layout.
+        Raises StartError if Megatron cannot build this model in this layout.
         """
         try:
             self._waiter.get(self._ready, timeout_s, f"the start of {self._description}", starting=True)
@@ -203,8 +203,8 @@ class WorkerGroup:
         """Call a method on `workers` (default: all ranks). The results are in the order of the ranks.
 
         Every rank receives the batches of all replicas, as one list behind a handle. The batches share their arrays [B], so
-        the list is little larger than one batch. If models that share the devices have calls that still run, this method first
-        waits for these calls, because it offloads those models.
+        the list is little larger than one batch. If the method needs the model on its devices, `before_device_use` first waits
+        for running calls of other models on these devices, and offloads these models.
         """
         name = method.__name__
         if must_be_loaded_first(method):
@@ -223,9 +223,9 @@ class WorkerGroup:
     def begin_columns(
         self, method: Callable, batch: TrainBatch, packing: Packing, **options: Any
     ) -> PendingCall[ComputedColumns]:
-        """Run a forward pass over all rows that computes columns [R].
+        """Begin a forward pass over all rows. The pass computes columns [R].
 
-        `method`: a method of TrainWorker that returns RankColumns. `options`: its arguments after the rows.
+        `method`: a method of TrainWorker that returns RankColumns. `options`: the arguments of `method` after the rows.
         """
         partition = partition_step(batch, self.dims, packing.without_gradients)
         return self._send(method, (batch.block, ray.put(partition.rank_batches)), options).then(ComputedColumns.of)
@@ -233,13 +233,13 @@ class WorkerGroup:
     def evaluate(
         self, batch: TrainBatch, packing: Packing, *, weighting: TokenWeighting = MEAN_OVER_TOKENS, **options: Any
     ) -> UpdateReport:
-        """Compute the loss of a batch without gradients. `options` are further arguments of the model's `evaluate`: loss."""
+        """Compute the loss of a batch without gradients. `options`: further arguments of the model's `evaluate`, such as loss."""
         partition = partition_step(batch, self.dims, packing.without_gradients, weighting)
         reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.rank_batches)), options)
         return self._combine(reports, partition)
 
     def update(self, steps: list[TrainBatch], packing: Packing, **options: Any) -> list[UpdateReport]:
-        """Do the same as `begin_update`, and wait for the reports."""
+        """Call `begin_update`, and wait for the reports."""
         return self.begin_update(steps, packing, **options).result()
 
     def begin_update(
@@ -251,7 +251,7 @@ class WorkerGroup:
         weighting: TokenWeighting = MEAN_OVER_TOKENS,
         **options: Any,
     ) -> PendingCall[list[UpdateReport]]:
-        """Run one optimizer step for each mini-batch in `steps`, partitioned over replicas and micro-batches.
+        """Begin one optimizer step for each mini-batch in `steps`, partitioned over replicas and micro-batches.
 
         All mini-batches have rows of the same block, and the same columns. `weighting` computes the token weights in the loss.
         `options` are further arguments of the model's own `update`: loss and temperature.
@@ -310,7 +310,7 @@ class WorkerGroup:
     # What the ranks record.
 
     def begin_step(self, step: int, recording: StepRecording) -> None:
-        """Tell every rank which step begins, and what it records of the step. Does not wait for the ranks."""
+        """Tell every rank which step begins, and what the rank records of this step. Does not wait for the ranks."""
         for rank, worker in enumerate(self.workers):
             worker.begin_step.remote(step, *recording.of_rank(rank, step))
 

@@ -56,11 +56,11 @@ class MicroBatchStatistics:
 
 
 NONFINITE = "nonfinite"
-"""Name of the sum that counts the tokens whose loss is not finite, although the model's output is."""
+"""Name of the sum that counts the tokens whose loss is not finite although the model's output is finite."""
 
 
 def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss: str) -> str:
-    """Return a sentence if a gradient is not finite because of the loss, otherwise "". All ranks call this."""
+    """Return a sentence for the error if a gradient is not finite because of the loss, otherwise "". All ranks call this."""
     own = sum(micro.sums[NONFINITE].item() for micro in statistics)
     counts: list[float] = [0.0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(counts, own, group=object_group())
@@ -85,7 +85,7 @@ class MegatronModel:
     """Base class of actor, critic and reward model. Initialise torch.distributed and parallel.groups before creating one."""
 
     grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
-    loss_key: ClassVar[str] = "sft.objective"  # config key of a loss that is no Objective, for errors
+    loss_key: ClassVar[str] = "sft.objective"  # errors name this config key for a loss that is not an Objective
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -104,7 +104,7 @@ class MegatronModel:
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(self.chunks, spec.optimizer)
         self._reference: WeightsOnHost | None = None  # the reference policy's weights
-        self._own_weights = WeightsOnHost(self.chunks)  # the model's weights while it has those of the reference policy
+        self._own_weights = WeightsOnHost(self.chunks)  # the model's own weights, while the reference policy is loaded
         self._save: CheckpointSave | None = None  # the checkpoint that is being written
         self.offloader = ModelOffloader(self.chunks, lambda: self.optimizer if spec.optimizer is not None else None)
         self._pack = partial(
@@ -155,13 +155,13 @@ class MegatronModel:
 
     @property
     def returns_columns(self) -> bool:
-        """Whether this rank returns what its replica computes: the other ranks return nothing."""
+        """Whether this rank returns the results of its replica. The other ranks of the replica return nothing."""
         return groups.is_last_stage() and groups.tp_group().rank() == 0 and groups.cp_group().rank() == 0
 
     def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
-        """Join the columns [R] of all micro-batches. Only one rank of the replica returns the result, the other ranks None.
+        """Join the columns [R] of all micro-batches. Only one rank of a replica returns the result; the other ranks return None.
 
-        The rank that returns it is on the last pipeline stage, and has tensor-parallel rank 0 and context-parallel rank 0.
+        That rank is on the last pipeline stage, and has tensor-parallel rank 0 and context-parallel rank 0.
         """
         if not self.returns_columns:
             return None
@@ -239,8 +239,8 @@ class MegatronModel:
     ) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 
-        If the norm is not finite, all ranks raise NonFiniteGradientError, which contains the index `mini_batch`. If `statistics`
-        show that the loss is the reason, the error also contains `loss`, which names the loss. The weights are then unchanged.
+        If the norm is not finite, the weights stay unchanged, and all ranks raise NonFiniteGradientError with the index
+        `mini_batch`. If `statistics` show that the loss is the cause, the error also contains `loss`, the name of the loss.
         """
         with span("optimizer step"):
             set_learning_rate(self.optimizer, lr)
@@ -254,7 +254,7 @@ class MegatronModel:
         return float(norm)
 
     def reset_optimizer(self, settings: OptimConfig) -> None:
-        """Replace the optimizer by a new one for the current weights. Used before and after the warm start."""
+        """Replace the optimizer with a new optimizer for the current weights. Used before and after the warm start."""
         self.optimizer = build_optimizer(self.chunks, settings)
 
     # Memory.
@@ -280,7 +280,7 @@ class MegatronModel:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Context in which the model has the weights of the reference policy. Afterwards it has its own weights again."""
+        """Context in which the model has the weights of the reference policy. After it, the model has its own weights again."""
         assert self._reference is not None, "copy_weights_to_reference() comes first"
         self._own_weights.save()
         try:
@@ -310,7 +310,7 @@ class MegatronModel:
     def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients as pairs (name of the Hugging Face tensor, whole gradient).
 
-        Call `accumulate_gradients(all_reduce=True)` before. All ranks with `participates_in_export` must iterate to the end.
+        Call `accumulate_gradients(all_reduce=True)` first. All ranks with `participates_in_export` must iterate to the end.
         """
         return self.bridge.export(_gradient, torch.float32)
 
@@ -360,8 +360,8 @@ class MegatronModel:
     def load(self, folder: str | Path) -> bool:
         """Load a checkpoint that was written under any layout. Returns whether it restored the random number generators, too.
 
-        The generators are restored only if this layout wrote the checkpoint. Raises ValueError if `folder` is not a complete
-        checkpoint of this model. No weight has changed then.
+        The generators are restored only if a model with this layout wrote the checkpoint. Raises ValueError, before any weight is
+        changed, if `folder` is not a complete checkpoint of this model.
         """
         return checkpoint.load(folder, self.chunks, self.optimizer, self.spec.dims)
 
@@ -393,7 +393,7 @@ class MegatronModel:
         self._save = None
 
     def save_reference(self, folder: str | Path) -> None:
-        """Write the reference policy's weights to `folder`. It has another name until it is complete. All ranks call this."""
+        """Write the reference policy's weights to `folder`, which appears when it is complete. All ranks call this."""
         with self.reference_weights():
             checkpoint.save_weights(folder, self.chunks)
 

@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 class TeacherTensors:
     """The outputs of one teacher for n of the sampled tokens that a rank predicts."""
 
-    index: Tensor  # [n] which of the local R sampled tokens
+    index: Tensor  # [n] index of each of the n tokens among the `local R` sampled tokens of the rank
     outputs: Mapping[str, Tensor]  # name -> [n, width], see mrl.core.types.TeacherOutputs
 
 
@@ -56,9 +56,9 @@ class MicroBatch:
     ) -> "MicroBatch":
         """Pack the rows `rows` of `block`, in this order. If `rows` is empty, pack one token that has no weight in the loss.
 
-        `batch` is this rank's part of the mini-batch: token weights and columns of the rows. `pack` takes the segments of a
-        pack and returns this rank's part of the pack (see parallel.packing). `sum_over_ranks` sums a tensor over the
-        context-parallel ranks, see `Responses`.
+        `batch` is the replica's part of the mini-batch: it has the token weights and the groups of the rows. `pack` takes the
+        segments of a pack and returns this rank's part of the pack (see parallel.packing). `sum_over_ranks` sums a tensor over
+        the context-parallel ranks, see `Responses`.
         """
         part = block.select(rows) if len(rows) else _one_token(block)
         groups = batch.groups[rows] if batch.groups is not None and len(rows) else None

@@ -1,4 +1,4 @@
-"""The driver's part in training: selects rows and learning rates of optimizer steps, and turns reports into metrics."""
+"""The driver's part in training: selects the rows and learning rates of optimizer steps, and computes metrics from reports."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -21,7 +21,7 @@ from mrl.workers.worker import TrainWorker
 from parallel.trainer_config import OptimConfig
 
 type ColumnPass = Callable[[Rollouts], PendingCall[ComputedColumns]]
-"""Function that begins a forward pass over the responses of a step, which computes one or several columns."""
+"""Function that begins a forward pass over the responses of a step. The pass computes one or several columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ class UpdateRequest:
 
 
 class UpdateObserver(Protocol):
-    """Interface of an object that is told of every UpdateRequest. The object may write a step dump."""
+    """Interface of an object that observes every UpdateRequest, for example to write step dumps."""
 
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> AbstractContextManager[list[UpdateReport]]:
-        """Return a context in which `update` runs. Its reports are appended to the list that the context yields.
+        """Return a context that is open while `update` runs. The caller appends the reports to the list that the context yields.
 
-        `step` is the training step.
+        `step` is the number of earlier training steps that trained the actor.
         """
         ...
 
@@ -62,7 +62,7 @@ class UpdateRunner:
     def begin(
         self, group: WorkerGroup, batch: TrainBatch, step: int, **options: object
     ) -> PendingCall[tuple[list[UpdateReport], float]]:
-        """Begin to train on the batch of training step `step`.
+        """Begin to train on the batch of a training step. `step`: number of earlier steps that trained this model.
 
         The result is the report of each optimizer step, and the last learning rate.
         """
@@ -85,16 +85,16 @@ class UpdateRunner:
 
 @dataclass(frozen=True)
 class ActorUpdate:
-    """What the driver knows about the optimizer steps of one update of the actor."""
+    """Result of one update of the actor, as the driver gets it."""
 
     reports: Sequence[UpdateReport]  # one for each optimizer step
     lr: float  # learning rate of the last optimizer step
-    token_weights: Sequence[NDArray[np.float64]]  # [B] for each optimizer step: loss weight of every token of each row
+    token_weights: Sequence[NDArray[np.float64]]  # for each optimizer step: [B] loss weight of every token of the row
     zero_advantage: NDArray[np.bool_]  # [selected rows] whether the advantage of every token of the row is 0
 
 
 class CriticUpdate(NamedTuple):
-    """What the driver knows about the optimizer steps of one update of the critic."""
+    """Result of one update of the critic, as the driver gets it."""
 
     reports: Sequence[UpdateReport]  # one for each optimizer step
     lr: float  # learning rate of the last optimizer step
@@ -108,7 +108,7 @@ class ActorTrainer:
     objective: Objective
     updates: UpdateRunner
     temperature: float  # sampling temperature
-    skip_zero_advantage: bool  # whether to leave out rows that cannot change the gradient
+    skip_zero_advantage: bool  # whether an update skips rows that cannot change the gradient
 
     def begin_columns(self, rollouts: Rollouts, names: Sequence[str]) -> PendingCall[ComputedColumns]:
         """Begin to compute columns [R] under the current weights, in one forward pass. `names`: keys of POLICY_COLUMNS."""
@@ -132,15 +132,15 @@ class ActorTrainer:
         rows: NDArray[np.bool_] | None = None,
         loss: Loss | None = None,
     ) -> PendingCall[ActorUpdate]:
-        """Begin the optimizer steps on all rows that are not left out.
+        """Begin the optimizer steps on all rows that are neither rejected nor skipped.
 
         Args:
             rollouts: responses of the step.
             advantages: None for a loss that reads no advantages.
             step: number of earlier steps of the run that trained the actor.
             coefs: name of a term of the loss (kl_loss, entropy) -> its coefficient.
-            rows: [B] the rows that count in the loss. Default: all rows.
-            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces its policy loss.
+            rows: [B] whether each row counts in the loss. Default: all rows count.
+            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces only its policy loss.
 
         Raises ValueError if `advantages` is None and the loss reads advantages.
         """
@@ -169,7 +169,7 @@ class ActorTrainer:
         }
 
     def _trained_rows(self, advantages: AdvantageResult, objective: Objective) -> NDArray[np.bool_]:
-        """Return for each row whether it is trained: [B]."""
+        """Return [B]: whether the update trains on each row."""
         trained = ~advantages.rejected
         if self.skip_zero_advantage and objective.zero_without_advantage:
             trained &= ~advantages.zero_advantage
@@ -181,7 +181,7 @@ class ActorTrainer:
 def _selected(
     advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, rollouts: Rollouts
 ) -> AdvantageResult:
-    """Return the advantages of the B responses, of which the responses outside `rows` [B] are rejected too."""
+    """Return the advantages of the B responses. In the result, responses outside `rows` [B] are rejected, too."""
     if advantages is None:
         size = len(rollouts.groups)
         rejected = (np.arange(size) < rollouts.num_sampled) & rollouts.all_filtered
@@ -223,14 +223,14 @@ def _every_row(rollouts: Rollouts) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class RoleScorer:
-    """Computes log-probabilities, or what distillation reads, under a model that is not trained, such as a teacher."""
+    """Computes log-probabilities, or the outputs that distillation reads, with a frozen model such as a teacher."""
 
     group: WorkerGroup
     packing: Packing
     temperature: float
 
     column: str  # name of the column that it computes
-    rows: Callable[[Rollouts], NDArray[np.bool_]] = _every_row  # returns [B]: the responses that it computes
+    rows: Callable[[Rollouts], NDArray[np.bool_]] = _every_row  # returns [B]: for which responses the model computes
 
     def begin_logprobs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
         """Begin to compute the log-probabilities of the sampled tokens under this model."""
@@ -240,9 +240,10 @@ class RoleScorer:
     def begin_teacher_outputs(
         self, rollouts: Rollouts, teacher: str, temperature: float | None, top_k: int | None
     ) -> PendingCall[ComputedColumns]:
-        """Begin to compute what distillation reads of this model, whose role is `teacher`.
+        """Begin to compute the outputs of this model that distillation reads.
 
-        `temperature` replaces the sampling temperature. `top_k`: number of most probable tokens; None: hidden states.
+        `teacher`: role of this model. `temperature` replaces the sampling temperature. `top_k`: number of most probable tokens;
+        None: hidden states.
         """
         options = dict(temperature=temperature or self.temperature, top_k=top_k)
         call = self._begin(rollouts, TrainWorker.compute_teacher_outputs, **options)
@@ -287,9 +288,9 @@ ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")
 
 
 def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
-    """Return the metrics of all optimizer steps on a rollout. Counts and seconds are sums over the steps.
+    """Return the metrics of all optimizer steps on a rollout. Counts and seconds are sums over the optimizer steps.
 
-    A mini-batch whose rows are all left out reports no tokens.
+    The report of a mini-batch without trained rows contains no tokens.
     """
     tokens, mismatch_abs, entropy = (_total(reports, name) for name in ("tokens", "mismatch_abs", "entropy"))
     sums = {name: _total(reports, name) for name in corrections.MISMATCH_SUMS}

@@ -41,8 +41,8 @@ def trace_step(
 ) -> StepTrace:
     """Run one optimizer step, and trace the step and the outputs before and after the step. All ranks call this.
 
-    The outputs are log-probabilities or values. A critic has a value loss. The block should have a column old_logprobs.
-    Without this column, the probability ratio is always 1, and the loss would be the same for all outputs.
+    The outputs are log-probabilities or values. The loss of a critic is a value loss. The block should have a column
+    old_logprobs. Without this column, the probability ratio is always 1, so the loss would not depend on the log-probabilities.
     """
     outputs = forward_outputs(model, block, batch, temperature)
     total = _accumulate(model, block, batch, loss, temperature)

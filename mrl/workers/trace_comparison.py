@@ -3,7 +3,8 @@
 `mrl certify`, `mrl replay` and the parity tests use this module. A trace contains activation sketches. A sketch represents the
 hidden state of one token by K + 1 numbers instead of H: the norm of the state, and its products with K random vectors. The
 vectors are the same for all tokens, ranks and layouts. For the difference d of two hidden states, the mean square of the K
-products is about |d|^2 (Johnson and Lindenstrauss 1984). So the sketches of two hidden states give their distance.
+products is about |d|^2 (Johnson and Lindenstrauss 1984). So the distance of two hidden states can be estimated from their
+sketches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -83,7 +84,7 @@ class StepTrace:
     gradients: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)  # weights after the step
     updates: Tensors = field(default_factory=dict)  # weights after the step minus weights before it
-    outputs_after_step: dict[int, NDArray] = field(default_factory=dict)  # as `outputs`, under the new weights
+    outputs_after_step: dict[int, NDArray] = field(default_factory=dict)  # like `outputs`, but with the new weights
     sketches: tuple[ActivationSketch, ...] = ()  # sketches of the hidden states on this rank
 
     @classmethod
@@ -119,7 +120,9 @@ class Tolerances:
     scalars: float  # relative difference of the loss, and of the gradient norm
     gradients: float  # difference of two elements, relative to the largest element of the tensor
     weights: float  # difference of two elements, relative to the largest element of the tensor
-    updates: float  # as `weights`, but larger: Adam normalises gradients and thereby amplifies their round-off
+    # Difference of two elements, relative to the largest element of the tensor. This tolerance is larger than `weights`, because
+    # Adam normalises gradients and thereby amplifies their round-off.
+    updates: float
     layers: float  # distance of two hidden states of a token, relative to the norm of the reference's state
 
 

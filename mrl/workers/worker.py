@@ -143,7 +143,7 @@ class TrainWorker:
     def load_supervised_dataset(
         self, form: RowForm, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate
     ) -> SupervisedRows:
-        """Tokenise a supervised data set, whose rows have this form, into Ray's object store."""
+        """Tokenise a supervised data set with rows of this form, and put it into Ray's object store."""
         data = form.load(path, tokenizer, max_tokens, chat)
         block = data.block()
         lengths = (block.lengths, block.response_lengths, block.sampled_lengths)
@@ -154,7 +154,10 @@ class TrainWorker:
         return ray.put(block.with_columns(**{name: assemble_column(parts, block.sampled_lengths, fill=float("nan"))}))
 
     def mean_log_ratio(self, block: TokenBlock, *parts: ColumnPart) -> float:
-        """Return the mean over the rows in `parts` of the summed log-probabilities minus the reference's, in nats."""
+        """Return the mean log ratio of the rows in `parts`, in nats.
+
+        The log ratio of a row is the sum of its log-probabilities minus the sum of its log-probabilities under the reference.
+        """
         cu_sampled = np.concatenate([[0], np.cumsum(block.sampled_lengths)])
         reference = block.columns["ref_logprobs"].astype(np.float64)
         rows = {row: values for part in parts for row, values in part.by_row(block.sampled_lengths).items()}
@@ -169,7 +172,8 @@ class TrainWorker:
     def begin_step(self, step: int, timeline: bool, profile: bool, profile_memory: bool) -> None:
         """Begin to record training step `step`: its spans, and a profile of the whole step. The first step is 1.
 
-        `profile_memory`: whether the profile also records the allocation of memory. A failure is only logged.
+        `profile_memory`: whether the profile also records the allocation of memory. If the profiler fails, the error is only
+        logged.
         """
         if timeline:
             coords = asdict(self.dims.coords(self.rank))
@@ -201,7 +205,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def reset_optimizer(self, **settings: Any) -> None:
-        """Replace the optimizer by a new one for the current weights. `settings` are fields of OptimConfig."""
+        """Replace the optimizer with a new optimizer for the current weights. `settings` are fields of OptimConfig."""
         self.model.reset_optimizer(OptimConfig(**settings))
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
@@ -232,7 +236,7 @@ class TrainWorker:
     def compute_teacher_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, top_k: int | None
     ) -> RankColumns:
-        """Compute what distillation reads of this model, which is a teacher, for this replica's rows."""
+        """Compute as a teacher, for this replica's rows, the outputs that distillation reads."""
         with track_activity("computing teacher outputs"), span("teacher outputs"):
             batch, start = self._own_batch(rank_batches), time.perf_counter()
             outputs = self.model.compute_teacher_outputs(block, batch, temperature, top_k)
@@ -243,7 +247,7 @@ class TrainWorker:
             return RankColumns({}, time.perf_counter() - start, parts)
 
     def load_teacher_weights(self, folders: Mapping[str, str]) -> None:
-        """Load the output layers of teachers, by name of the teacher, to the host. `folders`: their Hugging Face folders."""
+        """Load this rank's rows of the teachers' output layers to the host. `folders`: teacher -> Hugging Face folder."""
         with track_activity("loading the output layers of teachers"):
             self.model.load_teacher_weights(folders)
 
@@ -265,8 +269,8 @@ class TrainWorker:
     ) -> list[UpdateReport]:
         """Run one optimizer step for each mini-batch, on this replica's rows.
 
-        `rank_batches` has one list of batches for each replica, with one batch for each mini-batch. `teachers`: teacher -> where
-        its outputs are. `options` are further arguments of the model's own `update`.
+        `rank_batches` has one list of batches for each replica, with one batch for each mini-batch. `teachers`: teacher ->
+        locations of its outputs. `options` are further arguments of the model's own `update`.
         """
         batches = self._own_batch(rank_batches)
         block = block.with_columns(**columns or {})
@@ -279,7 +283,10 @@ class TrainWorker:
     def _with_teachers(
         self, block: TokenBlock, teachers: Mapping[str, Sequence[TeacherPart]], batches: Sequence[RankBatch]
     ) -> TokenBlock:
-        """Return the block with the outputs of the teachers for the rows of the batches, on a rank that has the output layer."""
+        """Return the block with the teachers' outputs for the rows of `batches`.
+
+        A rank without the output layer does not need these outputs, and returns the block unchanged.
+        """
         if not self.model.has_output_layer:
             return block
         rows = np.concatenate([micro for batch in batches for micro in batch.micro_batches] or [np.empty(0, np.int64)])
@@ -310,7 +317,7 @@ class TrainWorker:
         temperature: float,
         folder: str,
     ) -> Any:
-        """Trace one optimizer step for a parity check, and store its tensors in `folder`. A critic has a value loss."""
+        """Trace one optimizer step for a parity check, and store its tensors in `folder`. `loss` of a critic is a value loss."""
         from mrl.workers.parity_trace import trace_step
 
         return trace_step(self.model, block, self._own_batch(rank_batches), loss, lr, temperature).store(folder)
@@ -402,9 +409,8 @@ class TrainWorker:
             self._sync.close()
         self._sync = None
         try:
-            self._sync = (
-                self.model.connect_engines(urls, settings, folder) if urls else None
-            )  # `mrl replay` has no engines
+            # `mrl replay` has no engines.
+            self._sync = self.model.connect_engines(urls, settings, folder) if urls else None
         except WeightSyncError as error:
             if not error.failed:
                 raise
@@ -416,14 +422,15 @@ class TrainWorker:
     def push_weights(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Push the current weights to the engines as weight version `version`, and report what this rank sent.
 
-        `engines_offloaded`: whether the engines had released their weights. Such engines stay paused: they have no KV cache yet.
+        `engines_offloaded`: whether the engines had released their weights. Such engines stay paused after the push, because they
+        have no KV cache yet.
         """
         with track_activity(f"pushing version {version} of the weights"), span("weight push", "weight_sync"):
             return self._sync.push(version, engines_offloaded) if self._sync is not None else SyncReport()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
-        """Write the current weights as a Hugging Face folder. Each entry of `notes` becomes a text file of this name."""
+        """Write the current weights as a Hugging Face folder. `notes`: name of a further file -> text."""
         self.model.export_hf(folder, notes or {})
 
     # Checkpoints.
@@ -435,7 +442,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def load(self, folder: str) -> bool:
-        """Load a distributed checkpoint. Returns whether this layout wrote it: only then are RNG states restored."""
+        """Load a distributed checkpoint. Returns whether RNG states were restored, too (only if this layout wrote them)."""
         return self.model.load(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
@@ -473,7 +480,7 @@ class TrainWorker:
         return times.user + times.system
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Close the weight sync session, abandon an unfinished save, and leave the process groups."""
         import torch.distributed as dist
 
         if self._sync is not None:
@@ -490,7 +497,7 @@ class TrainWorker:
         return rank_batches[self.dims.coords(self.rank).dp]
 
     def _put_columns(self, columns: Mapping[str, list[Any]], batch: RankBatch, start: float) -> RankColumns:
-        """Put columns into Ray's object store. `columns`: name -> values of each micro-batch. `start`: begin of the pass."""
+        """Put columns into Ray's object store. `columns`: name -> values of each micro-batch. `start`: when the pass began."""
         parts = {name: self.model.column_part(values, batch) for name, values in columns.items()}
         handles = {name: ray.put(part) for name, part in parts.items() if part}
         return RankColumns(handles, time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""Python imports this file when it starts, if the folder is on PYTHONPATH. It gives processes simulated GPUs."""
+"""Gives simulated GPUs to this process. Python imports this file when it starts, if PYTHONPATH contains this folder."""
 
 import os
 

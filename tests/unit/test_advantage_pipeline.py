@@ -1,4 +1,4 @@
-"""The advantage pipeline against plain loops: KL in the reward, whitening, rejected responses, extra columns."""
+"""The advantage pipeline equals plain loops: KL in the reward, whitening, rejected responses, extra columns."""
 
 from dataclasses import dataclass, replace
 
@@ -88,7 +88,7 @@ def test_responses_without_tokens_are_left_out():
 
 
 def test_a_batch_with_one_token_per_response_is_not_ambiguous():
-    """3 responses have 3 tokens together, and one has none: values per response must not be taken for values per token."""
+    """Three responses, one of them empty, have three tokens: values per response must not be taken for values per token."""
     scored = ScoredBatch(np.array([1.0, 7.0, 0.0]), np.zeros(3, int), np.array([1, 0, 2]), np.zeros(3, bool))
     assert AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip())(scored, {}, 0.0, [0]).columns[
         "advantages"
@@ -171,14 +171,14 @@ def test_losses_select_among_the_tokens_of_the_loss(loss):
     column = next(c for name, c in found.columns.items() if name.endswith("cov"))
     np.testing.assert_array_equal(column, next(c for name, c in again.columns.items() if name.endswith("cov")))
     kept = np.array([t for row, span in enumerate(spans(LENGTHS)) for t in span if not truncated[row]])
-    assert column.sum() == 2 and set(np.flatnonzero(column)) <= set(kept)  # 0.3 of 8, rounded down
+    assert column.sum() == 2 and set(np.flatnonzero(column)) <= set(kept)  # 0.3 of the 8 trained tokens, rounded down
     if isinstance(loss, KLCov):
         cov = covariances(found.columns["advantages"][kept], columns["old_logprobs"][kept])
         assert set(np.flatnonzero(column)) == set(kept[np.argsort(-cov)[:2]])
 
 
 def test_the_pipeline_computes_the_extra_columns_of_the_correction():
-    """Rejected responses are left out, as for the columns of a loss."""
+    """The columns are computed without the rejected responses, as the extra columns of a loss are."""
 
     class AboveMeanEntropy:
         needs = frozenset({"entropies"})
@@ -236,10 +236,10 @@ def test_a_batch_without_tokens_has_metrics_of_zero():
 
 
 def test_whitening_leaves_rounding_differences_small():
-    """1e-8 is added to the variance, as in verl and trl: a standard deviation of 1e-7 becomes 0.001 and not 0.9."""
+    """Whitening adds 1e-8 to the variance, as verl and trl do. So advantages of ±1e-7 become ±0.001 instead of ±0.7."""
     scored = ScoredBatch(np.array([0.5, 0.5 + 2e-7]), np.arange(2), np.ones(2, np.int64), np.zeros(2, bool))
     found = AdvantagePipeline(ReinforcePlusPlus(), PPOClip(), whiten=True)(scored, {}, 0.0, [0]).columns["advantages"]
-    variance = 2 * 1e-7**2  # unbiased
+    variance = 2 * 1e-7**2  # the unbiased estimate
     np.testing.assert_allclose(found, np.array([-1e-7, 1e-7]) / np.sqrt(variance + 1e-8), rtol=1e-4)
     assert np.abs(found).max() < 2e-3
 
@@ -327,7 +327,7 @@ def test_given_advantages_replace_those_of_the_estimator_after_whitening():
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 99))
 def test_grpo_compares_each_response_with_the_responses_of_its_own_group_whatever_the_sizes(sizes, seed):
-    """DeepSeekMath 2024, 4.1.2, in plain loops over groups of different sizes."""
+    """The reference is section 4.1.2 of DeepSeekMath (2024) in plain loops, over groups of different sizes."""
     rewards = np.random.default_rng(seed).integers(0, 3, sum(sizes)).astype(float)
     groups = np.repeat(np.arange(len(sizes)), sizes)
     lengths = np.ones(len(rewards), np.int64)

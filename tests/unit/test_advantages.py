@@ -1,4 +1,4 @@
-"""Advantage estimators against their papers, written as plain loops, for groups of any size and rows in any order."""
+"""Advantage estimators equal the formulas of their papers in plain loops, for groups of any size and rows in any order."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def make_batch(seed: int, sizes: list[int], shuffled: bool = True) -> AdvantageI
 
 
 def policy_columns(seed, total, vocabulary=7):
-    """Columns of a random distribution for each token: of the sampled token, and of the whole vocabulary."""
+    """Draw a distribution for each token, and return its columns: of the sampled token, and of the whole vocabulary."""
     rng = np.random.default_rng([seed, 1])
     logits = rng.normal(size=(total, vocabulary))
     probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
@@ -68,7 +68,7 @@ def loop_rewards(batch):
 
 
 def by_group(batch, values, formula):
-    """Return `formula(values of the group, index in the group, lengths of the group)` for each row."""
+    """Return for each row `formula(values of its group, index of the row in the group, lengths of its group)`."""
     found = []
     for row, group in enumerate(batch.groups):
         members = [r for r in range(len(batch.groups)) if batch.groups[r] == group]
@@ -247,7 +247,7 @@ def test_a_response_alone_in_its_group_has_advantage_zero(name):
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7])
 @pytest.mark.parametrize("size", [3, 7, 10])
 def test_equal_rewards_give_exactly_zero(name, reward, size):
-    """Exactly, because training skips responses of advantage 0."""
+    """The advantage must be exactly 0, because training skips only these responses."""
     batch = AdvantageInputs(np.full(size, reward), np.zeros(size, int), np.ones(size, int), policy_columns(0, size))
     assert (estimate(name, batch) == 0).all()
 
@@ -259,7 +259,7 @@ def test_grpo_of_right_and_wrong_answers():
 
 
 def test_the_std_of_the_batch_keeps_the_order_of_groups_with_different_spread():
-    """Groups with rewards (0, 1) and (0, 4): divided by their own standard deviation, both look the same."""
+    """The groups have the rewards (0, 1) and (0, 4). With its own standard deviation, each group gets the same advantages."""
     batch = AdvantageInputs(np.array([0.0, 1.0, 0.0, 4.0]), np.array([0, 0, 1, 1]), np.ones(4, int))
     np.testing.assert_allclose(GRPO(eps=0.0)(batch)[[1, 3]], [math.sqrt(0.5)] * 2)
     scaled = GRPO(eps=0.0, scale_rewards="batch")(batch)
@@ -280,7 +280,7 @@ def test_gae_returns_are_advantages_and_values():
 
 
 def test_the_optimal_token_baseline_has_less_variance_than_the_mean_of_the_group():
-    """Two kinds of responses of one token: likely ones with reward 1 and small gradients, and unlikely ones with reward 0."""
+    """Responses have one token: likely responses have reward 1 and small gradients, unlikely responses have reward 0."""
     rng = np.random.default_rng(0)
     probabilities = np.array([0.9, 0.1])
     chosen = (rng.random(4000) > 0.9).astype(int)
@@ -291,7 +291,7 @@ def test_the_optimal_token_baseline_has_less_variance_than_the_mean_of_the_group
         np.ones(4000, int),
         {"old_logprobs": old, "sum_pi_squared": squares},
     )
-    gradient = (np.eye(2) - probabilities)[chosen]  # of log pi, with respect to the logits
+    gradient = (np.eye(2) - probabilities)[chosen]  # gradient of log pi with respect to the logits
     np.testing.assert_allclose((gradient**2).sum(1), 1 - 2 * np.exp(old) + squares)
     spread = lambda advantages: (gradient * advantages[:, None]).var(0).sum()  # noqa: E731
     otb, mean_of_group = OptimalTokenBaseline()(batch), GRPO(scale_rewards="none")(batch)
@@ -317,17 +317,17 @@ def test_a_token_whose_log_probability_is_unknown_adds_nothing_to_the_weights_of
     unknown = {name: values.copy() for name, values in batch.columns.items()}
     unknown["old_logprobs"][first[0]] = np.nan
     certain = unknown | {name: values.copy() for name, values in unknown.items()}
-    certain["old_logprobs"][first[0]], certain["sum_pi_squared"][first[0]] = 0.0, 1.0  # 1 - 2 + 1 = 0
+    certain["old_logprobs"][first[0]], certain["sum_pi_squared"][first[0]] = 0.0, 1.0  # the weight is 1 - 2 + 1 = 0
     found, expected = (OptimalTokenBaseline()(replace(batch, columns=columns)) for columns in (unknown, certain))
     np.testing.assert_array_equal(found, expected)
     assert np.isfinite(found).all()
 
 
 def test_opo_has_less_variance_than_the_mean_as_baseline():
-    """The gradient of a response is a sum of independent unit steps, one for each token: the case of the paper's derivation."""
+    """As in the derivation of the paper, the gradient of a response is a sum of independent unit steps, one for each token."""
     rng = np.random.default_rng(0)
     lengths, chosen = np.array([2, 30]), rng.integers(0, 2, 4000)
-    steps = np.sqrt(lengths[chosen]) * rng.normal(size=4000)  # norm grows as the root of the length
+    steps = np.sqrt(lengths[chosen]) * rng.normal(size=4000)  # the norm grows with the square root of the length
     rewards = chosen.astype(float)
     batch = AdvantageInputs(rewards, np.zeros(4000, int), np.ones(4000, int))
     weighted = rewards - (lengths[chosen] * rewards).sum() / lengths[chosen].sum()
@@ -340,7 +340,7 @@ def test_opo_has_less_variance_than_the_mean_as_baseline():
 def test_gpg_keeps_the_gradient_scale_when_groups_have_equal_rewards():
     rewards, groups = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1, 2, 2])
     found = GPG()(AdvantageInputs(rewards, groups, np.ones(6, int)))
-    np.testing.assert_allclose(found, [1.5, -1.5, 0, 0, 0, 0])  # 6 / (6 - 4) times 0.5
+    np.testing.assert_allclose(found, [1.5, -1.5, 0, 0, 0, 0])  # 6 responses / (6 - 4 without a difference) * 0.5
     scaled = GPG(normalize_std=True, eps=1e-12)(AdvantageInputs(rewards, groups, np.ones(6, int)))
     np.testing.assert_allclose(scaled[:2], 3 * np.array([0.5, -0.5]) / math.sqrt(0.5))
 

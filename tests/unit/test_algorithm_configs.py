@@ -1,4 +1,4 @@
-"""Each file in conf/algorithm: its keys are known, and its parts build and make an update."""
+"""Every file in conf/algorithm has only known keys, and parts that build and compute an update."""
 
 import importlib
 import re
@@ -30,7 +30,7 @@ CORRECTIONS = sorted(path.stem for path in Path("conf/correction").glob("*.yaml"
 
 
 def load(name):
-    """The sections of a file, whichever package it is in."""
+    """Return the sections of a file in conf/algorithm, for each of the two packages that such a file may declare."""
     text = FILES[name].read_text()
     found = OmegaConf.to_container(OmegaConf.create(text))
     package = text.splitlines()[0]
@@ -76,7 +76,7 @@ def test_keys_are_known_and_the_file_starts_with_a_description(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_parts_make_an_update(name):
-    """Scored responses -> columns -> the loss of each token, its gradient and its metrics."""
+    """From scored responses, the parts compute columns; from the columns, the loss of each token, its gradient and metrics."""
     objective = Objective(
         build(name, "algorithm.loss"), build(name, "algorithm.correction"), build(name, "algorithm.kl_in_loss")
     )
@@ -96,7 +96,7 @@ def test_the_parts_make_an_update(name):
     given = {n: rng.normal(size=11).astype(np.float32) for n in ("values", "teacher_logprobs", "ref_logprobs")}
     given["old_logprobs"] = case.old.astype(np.float32)
     given |= {"entropies": rng.random(11).astype(np.float32), "sum_pi_squared": rng.random(11).astype(np.float32)}
-    columns = {n: given[n] for n in advantage_pipeline.needs - {"greedy_rewards"} - TEACHER_OUTPUTS}  # enough
+    columns = {n: given[n] for n in advantage_pipeline.needs - {"greedy_rewards"} - TEACHER_OUTPUTS}
     found = advantage_pipeline(scored, columns, kl.coef if kl else 0.0, [0])
     assert found.rejected.any() == (masked or drawn is not None)
     assert drawn is None or found.counts.sum() == 4
@@ -104,7 +104,7 @@ def test_the_parts_make_an_update(name):
     case.columns.clear()
     case.columns.update(found.columns, **{n: given[n] for n in objective.needs - TEACHER_OUTPUTS})
     inputs = loss_inputs(case, logprobs)
-    if objective.distillation:  # the output head computes the divergence from the logits, here from log-probabilities
+    if objective.distillation:  # stands in for the divergence that the output head computes
         inputs = replace(inputs, columns={**inputs.columns, **dict.fromkeys(DIVERGENCE_OUTPUTS, logprobs.square())})
     loss, numbers = objective(inputs)
     loss.sum().backward()
@@ -157,7 +157,7 @@ def test_nested_plug_ins_are_built():
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("algorithm", ["grpo", "policy_gradient"])
 def test_every_correction_is_a_part_of_an_algorithm(name, algorithm):
-    """The parts build. A correction for the engine's log-probabilities as old log-probabilities compares the current policy."""
+    """The parts build. A correction compares the engine with the current policy in a `bypass` preset, else with the old one."""
     words = ["experiment=quickstart", f"algorithm={algorithm}", f"correction={name}", "run.dir=unused"]
     parts = build_algorithm(compose_config(check_overrides(words)))
     bypass, plain = name.startswith("bypass"), name.startswith("bypass_pg") or algorithm == "policy_gradient"
@@ -187,18 +187,18 @@ SOURCE = re.compile(r"arXiv \d{4}\.\d{5}\b|\]\(https?://[^\s)]+\)|^no paper: \w+
 
 @dataclass(frozen=True)
 class PartRow:
-    """A row of the page that describes parts of algorithms."""
+    """A row of a table on the page about the parts of algorithms."""
 
     line: str
-    names: frozenset[str]  # classes and values of config keys
+    names: frozenset[str]  # names of classes, and values of config keys
     formula: str
     paper: str
 
 
 def part_rows() -> list[PartRow]:
-    """Return the rows of the tables that have a column `paper`. The first column has the names, and the second the formula.
+    """Return the rows of the tables that have a column `paper`. Names are in the first column, formulas in the second column.
 
-    A row of corrections has the name of the class in another column, with arguments.
+    In a row about a correction, another column contains the name of the class with its arguments.
     """
     rows, header = [], []
     for line in DOCS.splitlines():
@@ -241,7 +241,7 @@ def test_the_page_lists_every_config():
 
 
 def test_the_classes_of_the_documentation_run():
-    """tests/unit/test_own_parts.py runs the functions."""
+    """The functions on the same page are run by tests/unit/test_own_parts.py."""
     _, example = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     names = {}
     exec(example, names)
@@ -250,6 +250,6 @@ def test_the_classes_of_the_documentation_run():
     advantage_pipeline = AdvantagePipeline(names["Sign"](), loss)
     found = advantage_pipeline(scored, {"old_logprobs": case.old.astype(np.float32)}, 0.0, [0])
     assert found.columns["advantages"][[0, 3, 4]].tolist() == [-1, 1, -1]
-    assert found.columns["least_likely"].sum() == 3  # a fifth of 15
+    assert found.columns["least_likely"].sum() == 3  # a fifth of the 15 tokens
     case.columns.update(found.columns)
     assert advantage_pipeline.needs == {"old_logprobs"} and (loss(loss_inputs(case))[0] != 0).sum() <= 3

@@ -30,9 +30,9 @@ DEFAULTS = {
     advantages.GRPO: {"eps": 1e-4, "scale_rewards": "group", "ddof": 1},
     advantages.RLOO: {},
     advantages.ReinforcePlusPlusBaseline: {},
-    advantages.ReMax: {"to_go": False},  # algorithm 1: one advantage per response
+    advantages.ReMax: {"to_go": False},  # algorithm 1 of the paper has one advantage per response
     advantages.OPO: {},
-    advantages.GPG: {"normalize_std": False, "eps": 1e-4},  # F_norm = 1
+    advantages.GPG: {"normalize_std": False, "eps": 1e-4},  # F_norm = 1 in the paper
     advantages.PassAtK: {"normalize_std": False, "eps": 1e-4},
     advantages.LogMeanExp: {"tau": 1.0},
     advantages.GDPO: {"weights": {}, "eps": 1e-4, "normalize_batch": True},
@@ -42,7 +42,7 @@ DEFAULTS = {
     advantages.OnPolicyDistillation: {"coef": 1.0, "gamma": 0.0, "reward": None, "reward_coef": 1.0},  # discount 0
     advantages.NoAdvantage: {},
     # losses
-    distillation.Distillation: {  # reverse KL, as in OnPolicyDistillation; beta 0.5 is the JS divergence
+    distillation.Distillation: {  # reverse KL, as in OnPolicyDistillation; `beta` is for the JS divergence
         "divergence": "reverse_kl",
         "beta": 0.5,
         "top_k": None,
@@ -55,14 +55,14 @@ DEFAULTS = {
     losses.CISPO: {"clip_low": 1.0, "clip_high": 4.0},  # no lower bound; upper bound 5 of ScaleRL
     losses.SAPO: {"tau_positive": 1.0, "tau_negative": 1.05},
     losses.DPPO: {"delta_low": 0.2, "delta_high": 0.2, "max_ratio": 20.0, "divergence": "tv"},
-    losses.DRO: {"beta": 0.05},  # Tinker
+    losses.DRO: {"beta": 0.05},  # as in Tinker
     losses.CrossEntropy: {},
     losses.ClipCov: {"fraction": 2e-4, "low": 1.0, "high": 5.0, "clip_low": INF, "clip_high": INF},  # r of the paper
     losses.KLCov: {"fraction": 2e-4, "coef": 1.0, "kl": "k3"},
     losses.ValueLoss: {"clip": 0.2},  # cliprange of openai/baselines
     sequence_losses.GSPO: {"clip_low": 3e-4, "clip_high": 4e-4},  # published clip bounds
     sequence_losses.GSPOToken: {"clip_low": 3e-4, "clip_high": 4e-4},
-    sequence_losses.GMPO: {"clip_low": 0.4, "clip_high": 0.4},  # (e^-0.4, e^0.4)
+    sequence_losses.GMPO: {"clip_low": 0.4, "clip_high": 0.4},  # the ratio stays in (e^-0.4, e^0.4)
     sequence_losses.OPMD: {"tau": 0.1},
     sequence_losses.TOPR: {},
     sequence_losses.VESPO: {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
@@ -84,7 +84,7 @@ DEFAULTS = {
         "veto": None,
         "numerator": "old",
         "batch_normalize": False,
-    },  # TIS, C = 2
+    },  # TIS with C = 2
     corrections.IcePop: {
         "level": "token",
         "mode": "mask",
@@ -93,14 +93,14 @@ DEFAULTS = {
         "veto": None,
         "numerator": "old",
         "batch_normalize": False,
-    },  # alpha, beta of Ring-1T
+    },  # `low` and `high` are alpha and beta of Ring-1T
     corrections.OffPolicyMask: {"delta": 0.05},
     # KL penalty and filters
-    objective.EntropyBonus: {"coef": 0.0, "target": None, "step": 0.005, "max_coef": 1.0},  # Skywork-OR1, bound of trl
+    objective.EntropyBonus: {"coef": 0.0, "target": None, "step": 0.005, "max_coef": 1.0},  # Skywork-OR1; trl's bound
     kl.KLPenalty: {"coef": 0.001, "kind": "k1", "target": None, "horizon": 10_000},  # horizon of Ziegler et al.
-    filters.NonzeroVariance: {"tolerance": 0.0, "metric": None},  # equation 11 of DAPO: not all equal
+    filters.NonzeroVariance: {"tolerance": 0.0, "metric": None},  # equation 11 of DAPO: not all rewards are equal
     filters.PolicyFiltration: {"method": "pow", "power": 2.0, "per_group": True},
-    filters.RewardRange: {"low": 0.2, "high": 0.8, "metric": None},  # PRIME
+    filters.RewardRange: {"low": 0.2, "high": 0.8, "metric": None},  # as in PRIME
 }
 
 WITHOUT_DEFAULTS = {
@@ -123,7 +123,7 @@ INTERFACES = {
 
 
 def defaults_of(kind):
-    """The default of each field; a default factory is called."""
+    """Return the default of each field. A default factory is called to get the default."""
     return {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in fields(kind)
@@ -207,12 +207,12 @@ def test_the_declarations_of_an_advantage_are_pinned(kind, needs):
 
 
 def part(path, **values):
-    """A config node: `_target_` in mrl.algorithms, and arguments."""
+    """Return a config node with a `_target_` in mrl.algorithms and arguments."""
     return {"_target_": f"mrl.algorithms.{path}", **values}
 
 
 def distilled(**values):
-    """The config of an algorithm whose loss is Distillation with these arguments."""
+    """Return the config of an algorithm whose loss is Distillation with these arguments."""
     parts = {"advantage": part("advantages.NoAdvantage"), "loss": part("distillation.Distillation", **values)}
     return {"algorithm": {**parts, "aggregation": "token_mean"}, "roles": {"teacher": {"path": "???"}}}
 
@@ -292,7 +292,7 @@ CONFIGS = {
         "skip_zero_advantage": False,
         "mini_batches": 4,
     },
-    "opo": {  # exact on-policy training
+    "opo": {  # the paper trains exactly on-policy
         "advantage": part("advantages.OPO"),
         "loss": part("losses.PolicyGradient"),
         "aggregation": "token_mean",

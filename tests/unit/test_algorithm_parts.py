@@ -106,7 +106,7 @@ def test_contradictory_settings_are_refused(overrides, message):
 
 
 def first_tokens(inputs, tokens):
-    """An aggregation: the weight of a response depends on its first tokens only."""
+    """An aggregation: the token weights of a response sum to min(its length, tokens) / max_response_tokens."""
     return tokens / np.maximum(inputs.lengths, tokens) / inputs.max_response_tokens
 
 
@@ -127,5 +127,5 @@ def test_the_entropy_bonus_is_constant_or_adapts():
     assert adaptive.terms == {"entropy": bonus} and adaptive.objective.coefs == {"entropy": 0.02}
     first = algorithm(
         "algorithm.adaptive_entropy.target=0.3"
-    ).objective  # coefficient 0: all rows are trained nevertheless
+    ).objective  # the coefficient is 0 now but may grow, so no row is skipped
     assert first.entropy == EntropyBonus(target=0.3) and not first.uses_entropy and not first.zero_without_advantage

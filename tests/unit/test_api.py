@@ -66,7 +66,7 @@ def test_a_slurm_job_is_refused():
 
 
 def test_a_command_gets_the_whole_config(monkeypatch, tmp_path):
-    """The child composes the same config from the file as the parent had, also for values that no override set."""
+    """From a file, the child composes the same config as the parent, including values that no override has set."""
     config = mrl.load_config([*OVERRIDES, f"run.dir={tmp_path / 'run'}", "algorithm=ppo"])
     config = replace(config, trainer=replace(config.trainer, max_steps=7))
     printed = []
@@ -108,7 +108,7 @@ def test_a_program_with_a_hydra_of_its_own_keeps_it(tmp_path):
 
 
 def test_a_closed_stderr_does_not_block_a_command(monkeypatch):
-    """The child writes more than a pipe holds, while nothing can be written to stderr."""
+    """The child writes more than fits into a pipe, although the parent has no stderr for this output."""
     monkeypatch.setattr(sys, "stderr", None)
     code = "import sys; sys.stderr.write('x' * 300_000 + '\\n'); sys.exit(3)"
     monkeypatch.setattr(api, "_line", lambda command, arguments: [sys.executable, "-c", code])

@@ -19,8 +19,8 @@ from mrl.data.sources import PromptSource
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.data.tokenizer import ChatTemplate
 
-LIMIT = 12  # tokens of a prompt, one per character
-VOCABULARY = 30  # the tokenizer has 32: <r28> and <r29> are ids that the model does not know
+LIMIT = 12  # longest prompt, in tokens; each character is a token
+VOCABULARY = 30  # of the model; the tokenizer has 32 tokens, so <r28> and <r29> have ids that the model lacks
 GOOD = "good"
 
 TEMPLATE = (
@@ -58,7 +58,7 @@ def line(value: Any) -> bytes:
 
 ANY = (None, 3, 2.5, True, {"a": 1})
 
-# kind -> (a line of it from a random source, its column, a part of its reason)
+# kind of row -> (function that makes a line with a random source, reported column, part of the reported reason)
 KINDS = {
     "no prompt": (lambda r: line(without("prompt")), "prompt", "is missing; found data_source, ability"),
     "misnamed prompt": (lambda r: line(without("prompt") | {"promt": "1"}), "prompt", "did you name it 'promt'?"),
@@ -164,7 +164,7 @@ def files(tmp_path_factory):
     tokenizer = orjson.loads((model / "tokenizer.json").read_bytes())
     words = tokenizer["model"]["vocab"]
     last = max(words, key=words.get)
-    words[chr(0x2460)] = words.pop(last)  # a character of which the model knows nothing
+    words[chr(0x2460)] = words.pop(last)  # a character whose id the model lacks
     assert words[chr(0x2460)] == 31
     (model / "tokenizer.json").write_bytes(orjson.dumps(tokenizer))
     (folder / "template.jinja").write_text(TEMPLATE)
@@ -180,7 +180,7 @@ def made(kind: str, source: random.Random) -> bytes:
 
 
 def test_ten_thousand_malformed_rows_are_each_reported_with_place_and_reason(files):
-    pushed: Counter[str] = Counter()  # rows of each kind
+    pushed: Counter[str] = Counter()  # number of rows of each kind
 
     @settings(max_examples=80, suppress_health_check=list(HealthCheck))
     @given(
@@ -200,7 +200,7 @@ def test_ten_thousand_malformed_rows_are_each_reported_with_place_and_reason(fil
 
 
 def check_file(files, kinds, blanks, source):
-    """Write rows of all kinds with blank lines in between, and compare the report with what was written."""
+    """Write rows of these kinds with blank lines in between, and compare the report with the rows."""
     lines = [made(kind, source) for kind in kinds]
     where = list(range(len(kinds)))  # line number of each row
     for blank in sorted(blanks, reverse=True):

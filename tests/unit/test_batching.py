@@ -1,4 +1,4 @@
-"""Balancing a batch: every row appears once, token budgets hold, and loads are even."""
+"""A balanced batch contains every row once, stays within its token budgets, and has even loads."""
 
 from dataclasses import dataclass
 from time import process_time
@@ -17,7 +17,7 @@ SEEDS = range(60)
 
 @dataclass(frozen=True)
 class Ragged:
-    """A random batch and random settings of the planner; SEEDS cover all kinds of both."""
+    """A random batch with random settings of the planner. SEEDS cover all kinds of batches and of settings."""
 
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
@@ -49,7 +49,7 @@ class Ragged:
         return make_units(**vars(self))
 
     def computed(self, rows: tuple[int, ...]) -> list[int]:
-        """Position (from 1) of every token that is computed for rows packed together, the shared prompt once."""
+        """Return the position (from 1) of each token that is computed for rows in one pack. The prompt is computed once."""
         prompt = int(self.prompt_lengths[rows[0]])
         responses = [range(prompt + 1, prompt + int(self.response_lengths[row]) + 1) for row in rows]
         return list(range(1, prompt + 1)) + [position for response in responses for position in response]
@@ -82,7 +82,7 @@ def test_tokens_and_cost_of_a_unit_are_those_of_the_tokens_it_computes(seed):
     for unit in batch.units():
         positions = np.array(batch.computed(unit.rows))
         assert unit.tokens == len(positions)
-        each = batch.cost.linear + batch.cost.quadratic * (2 * positions - 1)  # 1 + 3 + ... + (2L - 1) = L^2
+        each = batch.cost.linear + batch.cost.quadratic * (2 * positions - 1)  # 1 + 3 + ... + (2L - 1) is L^2
         assert unit.cost == pytest.approx(each.sum())
 
 
@@ -103,7 +103,7 @@ def test_a_plan_holds_every_row_once_within_the_budget(seed):
     home = {row: rows for rows in tokens_of for row in rows}
     for pack in packs:
         units = {home[row] for row in pack.tolist()}
-        assert sum(len(unit) for unit in units) == len(pack)  # units are whole
+        assert sum(len(unit) for unit in units) == len(pack)  # no unit is divided
         assert sum(tokens_of[unit] for unit in units) <= batch.max_tokens or len(units) == 1
     assert all(len(rows) == 1 for rows, tokens in tokens_of.items() if tokens > batch.max_tokens)
 
@@ -288,7 +288,7 @@ def test_a_block_keeps_every_token_and_selects_rows():
 
 
 def test_the_constants_of_the_search_are_pinned():
-    """Another value changes which rows share a micro-batch, and so the rounding of every run."""
+    """With another value, other rows share a micro-batch, which changes the rounding in every run."""
     assert (batching.EVEN_ENOUGH, batching.CANDIDATES) == (1.0005, (256, 4096))
     assert batching.GROUP_LIMITS == (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
     assert vars(CostModel()) == {"linear": 1.0, "quadratic": 0.0}
@@ -296,14 +296,14 @@ def test_the_constants_of_the_search_are_pinned():
 
 
 @pytest.mark.parametrize(
-    ("units", "loads"),  # (tokens, cost) of each unit; cost of each of three packs of 10 tokens
+    ("units", "loads"),  # (tokens, cost) of each unit; expected costs of three packs of at most 10 tokens
     [
         ([(1, 6), (9, 8), (1, 5), (8, 9), (4, 3)], [9, 9, 13]),
         ([(5, 1), (1, 1), (5, 2), (5, 6), (5, 9), (9, 1)], [2, 8, 10]),
     ],
 )
 def test_a_swap_may_fill_a_pack_exactly(units, loads):
-    """The best packs need a pack of exactly `max_tokens`: as the heaviest one, or as the one that takes a unit from it."""
+    """The best division has a pack of exactly `max_tokens`: the heaviest pack, or the pack that takes a unit from this pack."""
     packs = pack_units([PackingUnit((row,), tokens, cost) for row, (tokens, cost) in enumerate(units)], 10, 3)
     assert sorted(sum(unit.cost for unit in pack) for pack in packs) == loads
 

@@ -52,7 +52,7 @@ def hang(job):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """`run(name, ...)` -> (results of sections with these functions, shown lines). A section has ended if it hangs."""
+    """`run(name, ...)` runs sections with these functions, and returns (results, shown lines, the Bench)."""
     (tmp_path / "bench_cases.py").write_text(CASES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     late, shown = [0.0], []
@@ -62,7 +62,7 @@ def run(tmp_path, monkeypatch):
     def show(line: str) -> None:
         shown.append(line)
         if "hanging" in line:
-            late[0] = 301.0  # its deadline of 300 s passes now, and not while a slow machine starts the process
+            late[0] = 301.0  # only now its 300 s are over, so a slow start of the process does no harm
 
     def run_named(*names: str, **rates: float):
         chosen = [Section(name, f"title of {name}", f"bench_cases:{name}", 1.0) for name in names]
@@ -124,7 +124,7 @@ def test_the_report_has_numbers_with_units_and_what_was_left_out(run, tmp_path, 
 
 @pytest.mark.parametrize("deadline_s", [60.0, 0.0])
 def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
-    """In place of pytest, a program prints its lines. With no time, it is ended and the rest is left out."""
+    """A program prints the lines of pytest. At a deadline of 0 s, it is ended, and the report says what was left out."""
     lines = [
         "tests/gpu/test_kernels.py::test_attention[cuda] PASSED                                   [ 25%]",
         "tests/gpu/test_actor.py::test_update[tp-cuda] SKIPPED (2 ranks need 2 GPUs (of 1))      [ 50%]",

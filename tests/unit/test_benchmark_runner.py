@@ -14,7 +14,7 @@ from benchmarks import balance, run
 from benchmarks.measurements import FLOORS, Measurement, of_repeats, paired_ratio, read, worse, write
 
 ROOT = Path(__file__).resolve().parents[2]
-# It reports simulated seconds with noise of 5 percent, so the test does not depend on the speed of the machine.
+# This program reports simulated seconds with 5 percent noise, so the test does not depend on the speed of the machine.
 SLOW_PROGRAM = """
 import argparse, os, random, sys
 sys.path.insert(0, {root!r})
@@ -73,7 +73,7 @@ def test_a_slowdown_of_30_percent_is_called_and_noise_of_5_percent_is_not():
     draw = random.Random(0)
 
     def repeats(factor: float) -> Measurement:
-        base = [draw.gauss(1, 0.05) * draw.uniform(1, 2) for _ in range(5)]  # neighbouring runs are slowed alike
+        base = [draw.gauss(1, 0.05) * draw.uniform(1, 2) for _ in range(5)]  # noise that is common to a pair
         return paired_ratio("x", [factor * value * draw.gauss(1, 0.05) for value in base], base)
 
     results = [repeats(1.0) for _ in range(200)]
@@ -105,7 +105,7 @@ def fake_root(monkeypatch, folder: Path, rounds: int) -> None:
 
 
 def as_last(outcomes: dict[str, run.Outcome]) -> dict:
-    """The results of a run, as a later run reads them."""
+    """Return the results of a run in the form in which a later run reads them."""
     programs = orjson.loads(orjson.dumps(outcomes))
     return {"programs": {name: outcome | {"machine": run.machine()} for name, outcome in programs.items()}}
 
@@ -143,7 +143,7 @@ def test_results_of_another_machine_or_command_are_not_compared_in_seconds():
 
 
 def test_each_program_is_compared_with_its_own_last_result(tmp_path, monkeypatch):
-    """A run of one program, and a run in which a program failed, have no results of the others."""
+    """The newest result of a program may be in an older file, because a run may measure only some programs."""
     monkeypatch.setattr(run, "REFERENCES", tmp_path / "references")
     for folder, date, values in (
         ("references", "bench_1", {"a": 1.0, "b": 1.0, "c": 1.0}),

@@ -1,4 +1,4 @@
-"""Token budgets of passes with and without gradients: which model has which, and what the planner makes of them."""
+"""Token budgets of passes with and without gradients: the budgets of each model, and their effect on plans."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
 
 ROLES = ("actor", "critic", "reference", "teacher")
-GIVEN = ["roles.reference.parallel.tp=1", "roles.teacher.path=t"]  # both with the budgets of the actor
+GIVEN = ["roles.reference.parallel.tp=1", "roles.teacher.path=t"]  # both models have the budgets of the actor
 
 
 def config(*overrides: str):
@@ -176,7 +176,7 @@ def test_advice_halves_every_budget_that_is_set(tmp_path):
 
 
 def test_the_search_knows_the_budgets(tmp_path):
-    """A larger budget of a pass that has a cost per micro-batch, the pipeline bubble, changes only the seconds of that pass."""
+    """The budget of a pass sets its number of packs and its memory. The packs of all other passes do not change."""
     given = config_of("Qwen3-8B", tmp_path, *PLANNED, "cluster.nodes=2")
     larger = replace(given.trainer, max_tokens_per_forward_micro_batch=16384)
     work = step_workload(replace(given, trainer=larger))

@@ -23,7 +23,7 @@ from mrl.rewards.scorer import Scorer, check_reward
 
 @dataclass(frozen=True)
 class Constant:
-    """The same score for every response."""
+    """Gives every response the same score."""
 
     in_process: ClassVar[bool] = True
     value: float = 1.0
@@ -89,7 +89,7 @@ def test_a_response_that_no_pattern_matches_fails_and_names_the_patterns():
 
 @dataclass(frozen=True)
 class Fragile:
-    """Runs in a worker process, which dies for the text `die`."""
+    """A reward in a worker process. The text `die` ends this process."""
 
     per_sample: ClassVar[bool] = True
 
@@ -102,7 +102,7 @@ class Fragile:
 
 @dataclass(frozen=True)
 class BestOfGroup:
-    """1 for the longest response to each prompt. Raises if it gets a part of a group: each group has three responses."""
+    """Scores the longest response of each group with 1. Groups have three responses; raises if it gets only a part of one."""
 
     whole_groups: ClassVar[bool] = True
 
@@ -135,10 +135,10 @@ ROWS = {
 
 
 def test_the_scores_are_those_of_each_reward_on_its_own_rows():
-    """In one batch: rewards of this process, of worker processes and of the sandbox, whole groups, a sum, and a crash."""
+    """One batch has rewards in this process, in worker processes and in the sandbox, whole groups, a sum, and a crash."""
     responses = [
         Response(source, *ROWS[source][member], group=group, num_tokens=4 + 3 * member)
-        for member in range(3)  # the responses of a group are not adjacent, and those of a source are not either
+        for member in range(3)  # neither the responses of a group nor those of a source are adjacent
         for group, source in enumerate(ROWS)
     ]
     with Scorer(BySource(INNER), workers=2, sample_timeout_s=20) as scorer:
@@ -257,7 +257,7 @@ def test_a_default_that_is_no_reward_is_refused():
 
 
 def test_the_rehearsal_calls_each_reward_with_rows_of_its_source():
-    """MultipleChoice raises for test cases of code. A reward whose source has no row is not called."""
+    """MultipleChoice raises if the ground truth is test cases of code. No row has the source `absent`, so it is not called."""
     rewards = {"letters": MultipleChoice(), "code": CodeExecution(), "absent": Fragile()}
     responses = [Response("letters", "B", "B"), Response("code", "no program", DOUBLE, group=1)]
     rehearse_reward(BySource(rewards), responses, ScoringConfig())

@@ -35,7 +35,7 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path):
 
 
 def flip_bit(path, after: bytes = b"") -> None:
-    """Change one bit of a file: of the third byte after the bytes `after`."""
+    """Flip one bit of a file, in the third byte after the bytes `after`."""
     content = bytearray(path.read_bytes())
     content[content.index(after) + len(after) + 2] ^= 1
     path.write_bytes(content)
@@ -82,7 +82,7 @@ def test_a_checkpoint_with_a_changed_bit_is_passed_over_and_refused_by_name(tmp_
     with pytest.raises(ValueError, match=r"step_000020: actor/__0_0\.distcp is damaged.*; use another checkpoint"):
         find_checkpoint(str(tmp_path / "step_000020"))
     assert find_checkpoint(str(tmp_path)).step == 10
-    written(again, 15)  # the run continues from step 10, and the damaged checkpoint is not its newest
+    written(again, 15)  # after a restart from step 10, this is the newest checkpoint, not the damaged one
     latest = again.latest()
     assert latest and latest.step == 15 and steps(again) == [10, 15, 20]
     written(again, 20)
@@ -255,7 +255,7 @@ def written_parts(store: CheckpointStore, step: int, score: float | None = None,
 
 
 def parts_by_step(store: CheckpointStore) -> dict[int, set[str]]:
-    """Return step -> parts, from the folders; the state files must say the same."""
+    """Return step -> parts as found in the folders, and check that the state files name the same parts."""
     found = {}
     for step in steps(store):
         read = Checkpoint.read(store.folder / f"step_{step:06d}")
@@ -294,7 +294,7 @@ PARTS_OF_ACTOR = {"actor", "reference"}
 
 
 def test_a_run_never_continues_from_a_checkpoint_without_all_parts(tmp_path):
-    """If the newest checkpoint is damaged, an older one that has lost its critic is no substitute."""
+    """If the newest checkpoint is damaged, the run does not continue from an older one whose critic was removed."""
     store = CheckpointStore(tmp_path, 3, {"critic": 2})
     for step in (1, 2, 3):
         written_parts(store, step)
@@ -310,14 +310,14 @@ def test_a_run_never_continues_from_a_checkpoint_without_all_parts(tmp_path):
 
 
 class Killed(BaseException):
-    """In place of a signal that kills the process."""
+    """Stands in for a signal that kills the process."""
 
 
 @pytest.mark.parametrize("kill_at", range(6))
 def test_a_kill_during_the_removal_of_parts_leaves_checkpoints_that_the_next_commit_tidies(
     tmp_path, monkeypatch, kill_at
 ):
-    """The process is killed before the n-th change of the disk after the new checkpoint has its name."""
+    """After the new checkpoint has its name, `kill_at` changes of the disk happen; then the process is killed."""
     store, calls = CheckpointStore(tmp_path, 3, {"critic": 1}), []
     for step in (1, 2):
         written_parts(store, step)

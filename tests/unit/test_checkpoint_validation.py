@@ -49,7 +49,7 @@ def harm_metadata(folder, harm):
 
 
 def harm_object(folder, harm):
-    """Replace an object that is stored next to the tensors."""
+    """Replace an object that is stored next to the tensors by `harm`."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     index = next(index for index in metadata.storage_data if index.fqn.startswith("common"))
     text = io.BytesIO()

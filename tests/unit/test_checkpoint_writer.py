@@ -1,4 +1,4 @@
-"""ForkedWriter of parallel.checkpoint_writer: the memory it sees, the files it keeps open, and how it ends."""
+"""ForkedWriter of parallel.checkpoint_writer: which memory it writes, which files it keeps open, and how it ends."""
 
 import os
 import signal
@@ -82,7 +82,7 @@ def test_a_writer_dies_with_its_parent():
 
 
 class _GpuTensor:
-    """Replaces a tensor on a GPU. torch puts a non-blocking copy into pinned memory, which it never returns to the system."""
+    """Stands in for a GPU tensor. torch makes a non-blocking copy in pinned memory, and never returns it to the system."""
 
     def to(self, device: str, non_blocking: bool = False) -> str:
         return f"{'pinned' if non_blocking else 'pageable'} copy on the {device}"

@@ -56,7 +56,7 @@ def test_subcommands_are_those_of_the_commands():
 
 
 def completions(line: str) -> list[str]:
-    """What bash offers for a line whose end is the cursor. Bash splits words at spaces and at =."""
+    """Return what bash offers if the cursor is at the end of the line. Bash splits words at spaces and at =."""
     words = [word for word in re.split(r"(=)|\s+", line) if word]
     words += [""] if line.endswith((" ", "=")) else []
     program = f"""

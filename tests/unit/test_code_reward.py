@@ -33,7 +33,7 @@ def score(program: str, tests: dict, **arguments) -> Score:
 
 
 def scored(value: float, reason: str | None = None) -> Score:
-    """Return the score of a program whose first reason is this one."""
+    """Return the score of a program that did not pass for this reason."""
     reasons = {part_name(each): float(each == reason) for each in REASONS}
     return Score(value, parts={"ended": float(reason is None), **reasons})
 

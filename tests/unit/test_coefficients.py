@@ -1,4 +1,4 @@
-"""Coefficients of KL penalties (Ziegler et al. 2019, 2.2) and of the entropy bonus (He et al. 2025) over a run."""
+"""How coefficients of KL penalties (Ziegler et al. 2019, 2.2) and entropy bonuses (He et al. 2025) adapt during a run."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_a_constant_coefficient_does_not_change():
 
 @pytest.mark.parametrize("measured, factor", [(0.1, 1.0), (0.11, 1.01), (9.0, 1.02), (0.0, 0.98), (0.095, 0.995)])
 def test_an_adaptive_penalty_follows_the_clipped_error(measured, factor):
-    """coef * (1 + clip(measured / target - 1, -0.2, 0.2) * samples / horizon)."""
+    """The next coefficient is coef * (1 + clip(measured / target - 1, -0.2, 0.2) * samples / horizon)."""
     coefs = coefficients(kl_loss=KLPenalty(0.5, target=0.1, horizon=1000))
     coefs.adapt({"policy/kl_ref": measured}, samples=100)
     assert coefs.current() == {"kl_loss": pytest.approx(0.5 * factor)}
@@ -47,7 +47,7 @@ ENTROPIES = [0.5, 0.3, 0.2, 0.1, 0.05, 0.1, 0.4, 0.15, 0.3, 0.3, 0.3, 0.3, 0.1, 
 
 
 def reference(target: float, step: float, highest: float, first: float) -> list[float]:
-    """The coefficient that each step uses, from the recursion of the paper with the entropy of the step before."""
+    """Return the coefficient of each step, by the recursion of the paper from the entropy of the previous step."""
     c, used, last = first, [], None
     for entropy in ENTROPIES:
         used.append(c if last is not None and last <= target else 0.0)
@@ -69,7 +69,7 @@ def test_the_entropy_bonus_grows_while_the_entropy_is_low_and_is_used_only_then(
 
 @pytest.mark.parametrize("stop", range(len(ENTROPIES)))
 def test_a_resumed_run_uses_the_same_coefficients(stop):
-    """The state passes through JSON, as in a checkpoint."""
+    """The state is written as JSON and read again, as in a checkpoint."""
     terms = dict(entropy=EntropyBonus(0.0, target=0.2, step=0.01), kl_loss=KLPenalty(1.0, target=0.2, horizon=10))
     whole, first = Coefficients(terms), Coefficients(terms)
     used = []

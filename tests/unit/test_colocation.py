@@ -9,7 +9,7 @@ from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemorySta
 
 
 class FakeRole:
-    """A role that records its calls, and raises once for the call named in `refuses`."""
+    """A role that records its calls. It raises once, at the call that `refuses` names."""
 
     def __init__(self, name: str, calls: list[str], residual: int = 0) -> None:
         self.name, self.calls, self.residual = name, calls, residual
@@ -37,7 +37,7 @@ class FakeRole:
 
 
 class Run:
-    """A MemoryScheduler with fake roles, wired as in a run."""
+    """A MemoryScheduler with fake roles, connected as in a run."""
 
     def __init__(self, *colocated: str, roles: str = "actor critic teacher") -> None:
         self.calls: list[str] = []
@@ -93,7 +93,7 @@ def test_roles_that_share_no_devices_are_never_offloaded():
 
 
 def test_a_role_whose_peers_are_not_in_the_run_stays_on_its_devices():
-    run = Run("actor reward", "critic teacher")  # a role that the run does not have
+    run = Run("actor reward", "critic teacher")  # the run has no role `reward`
     assert run.loads(ACTOR) == [] == run.loads(ENGINES)
     assert run.loads("critic") == ["teacher offloads"]
     assert run.loads("critic") == []
@@ -102,10 +102,10 @@ def test_a_role_whose_peers_are_not_in_the_run_stays_on_its_devices():
 
 def test_a_step_of_colocated_roles_pushes_once():
     run = Run("actor critic engines", roles="actor critic")
-    assert run.pushes() == ["engines offloads", "critic offloads", *AROUND_A_PUSH]  # all roles were just started
-    assert run.loads(ENGINES) == []  # rollout
-    assert run.loads("critic") == ["engines offloads", "critic loads"]  # values
-    assert run.loads(ACTOR) == ["critic offloads", "actor loads"]  # update
+    assert run.pushes() == ["engines offloads", "critic offloads", *AROUND_A_PUSH]  # all roles are loaded at the start
+    assert run.loads(ENGINES) == []  # for the rollout
+    assert run.loads("critic") == ["engines offloads", "critic loads"]  # for the values
+    assert run.loads(ACTOR) == ["critic offloads", "actor loads"]  # for the update
     assert run.loads(ACTOR) == []
     assert run.pushes() == AROUND_A_PUSH
     assert run.states() == {
@@ -118,7 +118,7 @@ def test_a_step_of_colocated_roles_pushes_once():
 def test_offloaded_engines_are_loaded_by_a_push_of_the_weights_that_they_had():
     run = Run("actor engines", roles="actor")
     run.pushes()
-    assert run.loads(ACTOR) == ["engines offloads", "actor loads"]  # a checkpoint between steps
+    assert run.loads(ACTOR) == ["engines offloads", "actor loads"]  # to save a checkpoint between steps
     assert run.loads(ENGINES) == AROUND_A_PUSH
 
 
@@ -205,7 +205,7 @@ def test_restarted_processes_are_on_their_devices():
     run = Run("actor critic engines", roles="actor critic")
     run.pushes()
     run.scheduler.mark_ended("actor", "critic")
-    assert run.loads(ACTOR) == ["engines offloads"]  # makes room for it
+    assert run.loads(ACTOR) == ["engines offloads"]  # makes room for the actor that will start
     run.scheduler.mark_started("actor")
     assert run.loads(ACTOR) == []
     assert run.loads("critic") == ["actor offloads"]
@@ -230,7 +230,7 @@ def test_metrics_count_from_the_last_call(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("mrl.controller.colocation.time.perf_counter", lambda: float(next(clock)))
     run = Run("actor critic engines", roles="actor critic")
-    run.pushes()  # the actor keeps 10 bytes, the critic 11
+    run.pushes()  # when offloaded, the actor keeps 10 bytes and the critic 11
     found = run.scheduler.metrics()
     assert found == {"placement/switch_s": 2.0, "placement/switches": 1.0, "placement/residual_bytes": 11.0}
     run.loads(ACTOR)
@@ -257,7 +257,7 @@ def test_engines_that_fail_in_a_push_are_replaced_and_all_engines_get_another_pu
     together = frozenset([frozenset([ACTOR, ENGINES])])
     engines = scripted_lifecycle(
         push, models={ACTOR: actor}, colocated=together
-    )  # without URLs: no requests to engines
+    )  # the engines have no URLs, so nothing is sent to them
     push_calls = ["actor keeps weights", "push to empty engines", "actor offloads"]
     engines.push(0)
     assert calls == 2 * push_calls
@@ -275,7 +275,7 @@ def test_a_worker_group_loads_its_model_before_calls_that_need_device_memory():
     assert {name for name, method in methods.items() if not must_be_loaded_first(method)} == {
         *("rendezvous_address", "setup", "connect_engines", "offload", "load_to_device"),
         *("load_supervised_dataset", "add_column", "mean_log_ratio"),
-        "load_teacher_weights",  # to the host
+        "load_teacher_weights",  # loads into host memory
         *("save_finished", "finish_save", "abandon_save", "cpu_seconds", "close"),
         "begin_step",  # starts the step's profile, without the model
         "push_weights",  # the scheduler loads the weights around a push

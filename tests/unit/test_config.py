@@ -1,4 +1,4 @@
-"""Config: types, bounds and unknown keys of the schema, conf/, plug-ins, and the description of keys."""
+"""The config: types, bounds, unknown keys, the files of conf/, plug-ins, and the descriptions of keys."""
 
 import re
 import subprocess
@@ -230,12 +230,12 @@ def test_quickstart_is_the_default_experiment_only_where_nothing_is_named():
 
 
 def compose(*overrides):
-    """The config as Hydra composes it from conf/."""
+    """Return the config that Hydra composes from conf/."""
     return hydra_entry.compose_config(["run.dir=out", *overrides])
 
 
 def test_the_quickstart_can_have_experts():
-    """The model group comes after the experiment, changes nothing by default, and keeps the two kinds of files apart."""
+    """The group `model` applies after the experiment, and by default changes nothing. The two models have separate files."""
     dense, none, moe = (
         compose("experiment=quickstart", *more) for more in ([], ["model=none"], ["model=quickstart_moe"])
     )

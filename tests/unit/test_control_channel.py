@@ -1,4 +1,4 @@
-"""Control channel: the store listens on one address, and only values that this run signed are unpickled."""
+"""The control channel: its store listens on one address, and only values with the signature of the run are unpickled."""
 
 import os
 import pickle

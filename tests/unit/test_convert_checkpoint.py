@@ -233,7 +233,7 @@ def test_memory_is_independent_of_the_model_size(tmp_path):
             peak_allocation(lambda m=model, o=megatron: to_megatron(m, o)),
             peak_allocation(lambda c=megatron, m=model, o=back: to_hf(c, m, o)),
         ]
-    largest = 2 * 256 * 64 * 4  # bytes of the largest tensor: gate and up projection
+    largest = 2 * 256 * 64 * 4  # bytes of the largest tensor, which has the gate and up projections
     for few, many in zip(peaks[2], peaks[12], strict=True):
         assert largest <= many <= 2.5 * largest and many < few + largest / 10
 
@@ -283,7 +283,7 @@ def test_an_export_accepts_tensors_in_any_order_and_holds_one_at_a_time(tmp_path
             alive.append(weakref.ref(tensor))
             assert (
                 sum(ref() is not None for ref in alive) <= 3
-            )  # the first tensor, which `write_export` keeps, the previous and the current one
+            )  # the first tensor (`write_export` keeps it), the previous one and the current one
             yield name, tensor
 
     write_export(tensors(), HFConfig.load(model), tmp_path / "export", {"note.txt": "hello"})

@@ -1,4 +1,4 @@
-"""Corrections against plain loops, without gradient through their weights; mismatch metrics; group filters."""
+"""Corrections equal plain loops, and pass no gradient through their weights. Mismatch metrics and group filters."""
 
 import math
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from mrl.rollout.worker import RolloutWorker
 
 
 def reference(case, level, mode, low, high, veto=None, numerator="old"):
-    """Return weight, truncated flag and rejected flag of every token."""
+    """Return for each token its weight, whether this weight is truncated, and whether the token is rejected."""
     found, policy = [], case.old if numerator == "old" else case.logprobs
     for span in case.spans():
         ratios = [math.exp(policy[t]) / math.exp(case.rollout[t]) for t in range(span.start, span.stop)]
@@ -110,7 +110,7 @@ def batch_of(case):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_batch_normalized_weights_have_the_mean_one_over_the_step(level, mode):
-    """The mean is over tokens or over responses, and does not depend on the micro-batches of the step."""
+    """The mean over all tokens (or all responses) of the step is 1, however the step is divided into micro-batches."""
     case, correction = make_case(3), ImportanceSampling(level, mode, 0.7, 1.3, batch_normalize=True)
     plain = reference(case, level, mode, 0.7, 1.3)[0]
     np.testing.assert_allclose(correction.step_weights(batch_of(case)), plain, rtol=1e-6)
@@ -187,7 +187,7 @@ def test_icepop_masks_tokens_on_both_sides():
 
 
 def test_without_bounds_the_weight_is_that_of_decoupled_ppo():
-    """Weighted by pi_prox / pi_behave, samples of the behaviour policy have the proximal policy's mean."""
+    """The mean over samples of the behaviour policy, weighted by pi_prox / pi_behave, is the mean of the proximal policy."""
     rng = np.random.default_rng(0)
     old, rollout = (torch.tensor(rng.normal(size=7)).log_softmax(0).numpy() for _ in range(2))
     case = replace(make_case(0, lengths=(7,)), old=old, rollout=rollout)
@@ -209,7 +209,8 @@ def test_without_bounds_the_weight_is_that_of_decoupled_ppo():
 def test_no_gradient_flows_through_weights(correction):
     case = make_case(0)
     logprobs = torch.tensor(case.logprobs, requires_grad=True)
-    inputs = replace(loss_inputs(case, logprobs), old_logprobs=logprobs)  # the worst case: both are the same tensor
+    # The worst case: the old log-probabilities require a gradient.
+    inputs = replace(loss_inputs(case, logprobs), old_logprobs=logprobs)
     weights, _ = correction(inputs)
     assert not weights.requires_grad
 
@@ -320,7 +321,7 @@ def test_mismatch_metrics_follow_their_definitions():
 
 
 def test_mismatch_divergences_are_right_on_average():
-    """Weighted by the engine's probabilities, the sums are the divergences themselves."""
+    """Averaged with the probabilities of the engine, the sums equal the divergences."""
     rng = np.random.default_rng(1)
     q, p = (torch.tensor(rng.normal(size=6)).softmax(0).numpy() for _ in range(2))  # engine, trainer
     parts = [mismatch_sums(torch.tensor(np.log(p[k : k + 1])), torch.tensor(np.log(q[k : k + 1]))) for k in range(6)]
@@ -375,7 +376,7 @@ def test_filters_keep_what_can_teach():
     ],
 )
 def test_a_token_without_a_log_probability_of_the_engine_has_no_loss(objective):
-    """All other tokens keep the loss that they have if the unknown ratio is 1."""
+    """Every other token has the same loss as if the unknown ratio were 1."""
     case = make_case(3)
     ratio_one = loss_inputs(case)
     same = ratio_one.logprobs if objective.rollout_logprobs_as_old else ratio_one.old_logprobs
@@ -413,7 +414,7 @@ def test_a_correction_without_bounds_stays_finite_in_float32():
 
 
 def test_a_filter_decides_from_the_part_that_it_names():
-    """DAPO counts correct responses: all wrong is dropped although the punishment of a long response differs."""
+    """DAPO drops a group of only wrong responses, even if a penalty for length makes their rewards differ."""
     rewards = np.array([0.0, 0.0, 0.0, -0.4])
     parts = [{"correct": 0.0, "overlong": x} for x in (0.0, 0.0, 0.0, -0.4)]
     keep = lambda filter, parts: filter(filter_values(filter.metric, rewards, parts))  # noqa: E731
@@ -421,7 +422,7 @@ def test_a_filter_decides_from_the_part_that_it_names():
     assert not keep(NonzeroVariance(metric="correctness"), parts) and not keep(NonzeroVariance(metric="correct"), parts)
     assert keep(NonzeroVariance(metric="overlong"), parts)
     assert keep(RewardRange(-0.2, 0.0, metric="overlong"), parts)
-    assert keep(NonzeroVariance(metric="correctness"), [{}] * 4)  # no such part: the total reward
+    assert keep(NonzeroVariance(metric="correctness"), [{}] * 4)  # without the part, rewards decide
     one_failed = [{"acc": 1.0}, {}, {"acc": 1.0}, {"acc": 1.0}]
     assert keep(NonzeroVariance(metric="correctness"), one_failed)
 
@@ -432,7 +433,7 @@ def test_an_unknown_part_is_refused_with_the_names_of_the_parts():
         filter_values("length", np.array([-0.4]), parts)
     with pytest.raises(ValueError, match=r"it has no parts\. Remove rollout.filter.metric"):
         filter_values("length", np.array([1.0]), [{}])
-    assert filter_values("length", np.zeros(2), [{}, {}]).tolist() == [0.0, 0.0]  # every response failed
+    assert filter_values("length", np.zeros(2), [{}, {}]).tolist() == [0.0, 0.0]  # all failed
 
 
 def test_an_unknown_part_of_a_weighted_reward_is_refused_before_the_run():
@@ -447,7 +448,7 @@ def test_an_unknown_part_of_a_weighted_reward_is_refused_before_the_run():
 
 @pytest.mark.parametrize(("metric", "kept"), [(None, True), ("correctness", False)])
 def test_the_rollout_worker_filters_by_the_part_of_the_reward(metric, kept):
-    """A group of wrong responses, of which one is too long."""
+    """The group has two wrong responses, and one of them is too long."""
     scores = [Score(-0.4 * n, parts={"correct": 0.0, "overlong": -0.4 * n}) for n in range(2)]
     worker = SimpleNamespace(spec=SimpleNamespace(rollout_filter=NonzeroVariance(metric=metric)))
     assert RolloutWorker._passes_filter(worker, group(0, *scores)) is kept
@@ -492,7 +493,7 @@ def test_policy_filtration_draws_within_groups_or_from_the_whole_step():
 
 @dataclass(frozen=True)
 class Likely:
-    """Keeps the tokens whose engine's log-probability is above a quantile of all tokens of the step."""
+    """Keeps the tokens whose rollout log-probability is above a quantile of all tokens of the step."""
 
     quantile: float = 0.5
     column: str = "likely"

@@ -30,7 +30,7 @@ from mrl.tracking.backends import _stored_run_id
 from parallel import file_hashes
 
 STEPS, LAST = 6, 4  # the run has six steps; its newest checkpoint is of step 4
-CORE = 60  # number of damages in the core tests
+CORE = 60  # number of seeds in the core tests
 NOT_DATA = ("lock",)
 
 
@@ -135,11 +135,11 @@ OPERATIONS = (flip_bit, flip_bit, zero_range, zero_range, cut, empty)
 
 
 def damage(folder: Path, seed: int) -> list[Path]:
-    """Damage one file, or exchange two. Returns the damaged files."""
+    """Damage one file, or exchange two files. Returns these files."""
     draw = random.Random(seed)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in NOT_DATA)
     kinds = sorted({path.relative_to(folder).parts[0] for path in files})
-    kind = draw.choice(kinds)  # so that the few files of small kinds are damaged too
+    kind = draw.choice(kinds)  # first the kind, so that kinds with few files are damaged too
     path = draw.choice([file for file in files if file.relative_to(folder).parts[0] == kind])
     content = path.read_bytes()
     if draw.random() < 0.15:
@@ -154,7 +154,7 @@ def damage(folder: Path, seed: int) -> list[Path]:
 
 
 def is_allowed(name: str, found: Any, intact: Any) -> bool:
-    """Return whether a value that was read is the one that was written, or a part of it that leaves out damaged entries."""
+    """Return whether the value that was read equals the written value, possibly without its damaged entries."""
     if name == "resumed":
         return found in (intact[name], (2, intact["step 2"], ()))
     if name == "wandb":
@@ -165,14 +165,14 @@ def is_allowed(name: str, found: Any, intact: Any) -> bool:
 
 
 def is_named(path: Path, folder: Path, text: str) -> bool:
-    """Return whether a message names the damaged file or, for a file of a folder, the folder and the file."""
+    """Return whether the messages name the damaged file and the run directory."""
     name = path.name.removeprefix(".").removesuffix(".hashes") if path.suffix == ".hashes" else path.name
     return name in text and str(folder) in text
 
 
 @pytest.fixture(scope="module")
 def intact_run(tmp_path_factory):
-    """Return (run directory, everything that is read from it, the folder in which the same run is damaged)."""
+    """Return (folder of the intact run, everything that is read from it, run directory in which files are damaged)."""
     root = tmp_path_factory.mktemp("damage")
     torch.manual_seed(0), random.seed(0)
     make_family("qwen3", root / "model")
@@ -185,7 +185,7 @@ def intact_run(tmp_path_factory):
     return root / "intact", found, damaged
 
 
-EXCHANGED_JSON = 543  # exchanges run.json with another file that has a hash of its own
+EXCHANGED_JSON = 543  # this seed exchanges run.json with another file that contains its own hash
 CORE_SEEDS = [*range(CORE), EXCHANGED_JSON]
 SEEDS = [*CORE_SEEDS, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(CORE, 200))]
 

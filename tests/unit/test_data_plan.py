@@ -29,7 +29,7 @@ def inputs(tmp_path_factory):
 
 
 def config_of(inputs, tmp_path, *overrides):
-    """Return the quickstart's config with these command-line overrides."""
+    """Return the config of the quickstart with these overrides."""
     argv = hydra_entry.check_overrides(
         ["experiment=quickstart", f"data.inputs.folder={inputs}", f"run.dir={tmp_path / 'run'}", *overrides]
     )
@@ -37,7 +37,7 @@ def config_of(inputs, tmp_path, *overrides):
 
 
 def plan(inputs, tmp_path, *overrides):
-    """Return the training set and the held-out set of that config."""
+    """Return the training set and the held-out set of the quickstart with these overrides."""
     config = config_of(inputs, tmp_path, *overrides)
     reward = instantiate_callable(config.reward, "reward")
     return load_prompt_datasets(config, plan_model(config, config.model.path), reward, plan_evaluations(config))

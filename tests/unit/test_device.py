@@ -15,7 +15,7 @@ MISSING_FILE = "FileNotFoundError('Could not find shared object file: transforme
 
 @pytest.fixture
 def process_with_gpu(monkeypatch, tmp_path):
-    """`process_with_gpu(files)` makes this a process with a GPU, in whose path are these modules: path -> Python code."""
+    """`process_with_gpu(files)`: this process acts as if it had a GPU, and can import these modules (path -> Python code)."""
     before = dict(sys.modules)
 
     def prepare(files: dict[str, str]) -> None:
@@ -24,7 +24,7 @@ def process_with_gpu(monkeypatch, tmp_path):
             (tmp_path / path).write_text(code)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(device, "has_cuda", lambda: True)
-        monkeypatch.setattr(device, "capabilities", device.capabilities.__wrapped__)  # detects anew at each call
+        monkeypatch.setattr(device, "capabilities", device.capabilities.__wrapped__)  # detects again at each call
         invalidate_caches()
 
     yield prepare
@@ -34,7 +34,7 @@ def process_with_gpu(monkeypatch, tmp_path):
 
 @pytest.fixture
 def capabilities(process_with_gpu):
-    """`capabilities(files)` -> Capabilities of a process with a GPU, in whose path are these modules."""
+    """`capabilities(files)` -> Capabilities of a process that has a GPU and can import these modules."""
 
     def detect(files: dict[str, str]) -> device.Capabilities:
         process_with_gpu(files)
@@ -80,7 +80,7 @@ def test_libraries_that_can_be_imported_are_used_and_absent_ones_are_not_reporte
 
 
 def test_on_a_gpu_host_memory_is_pinned(monkeypatch):
-    """Only copies between pinned memory and a GPU run while the host goes on, at the full speed of the bus."""
+    """Copies to a GPU use the full speed of the bus, and do not block the host, only if the host memory is pinned."""
     asked: dict[bool, dict] = {}
     for has_gpu in (False, True):
         monkeypatch.setattr(device, "has_cuda", lambda has_gpu=has_gpu: has_gpu)

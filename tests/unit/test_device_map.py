@@ -18,7 +18,7 @@ MIXED = {"policy": ["actor", "engines"], "value": ["critic", "teacher"]}
 
 
 def processes(devices) -> list[list[str]]:
-    """Names of the processes on each device, by node."""
+    """Return, for each node, the names of the processes on each of its devices."""
     return [["+".join(c.processes.values()) if c else "-" for c in node.cells] for node in devices.nodes]
 
 

@@ -33,7 +33,7 @@ def check_rules(schedule: DeviceSchedule) -> None:
 
 
 def simulate(num_devices: int, needs: list[int], durations: list[int]) -> tuple[int, list[int]]:
-    """Run tests by a simulated clock. Returns the time when the last one ends, and the tests in the order of their starts."""
+    """Run tests with a simulated clock. Returns the time at which the last test ends, and the tests in the order of starts."""
     schedule = DeviceSchedule([str(number) for number in range(num_devices)], needs)
     now, ends, started = 0, [], []
     while schedule.waiting or schedule.running:
@@ -94,7 +94,7 @@ def test_the_summary_has_the_busy_fractions_and_the_least_possible_time():
 
 
 class Worker:
-    """In place of a worker of pytest-xdist: records the tests that it gets."""
+    """Stands in for a worker of pytest-xdist. Records the tests that it gets."""
 
     shutting_down = False
 
@@ -150,7 +150,7 @@ class PytestRun:
         self.folder, self.report_file = folder, folder / "report.json"
         (folder / "test_made.py").write_text("import os, time, pytest\nfrom pathlib import Path\n" + source)
         (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n")
-        # The only plug-ins are those of the command. Without GPUs, the devices are declared slots.
+        # pytest loads only the plug-ins of the command. Without GPUs, the devices are the slots that the command declares.
         own = {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
         words = ["-p", "xdist.plugin", "-p", "device_scheduler", "-p", "no:cacheprovider"]
         words += ["-v", "--devices-report", str(self.report_file), *arguments]
@@ -164,14 +164,14 @@ class PytestRun:
         )
 
     def wait(self, **expected: int) -> str:
-        """Wait for the end, and return the output. Its last line must have the counts, such as passed=2."""
+        """Wait for the end, and return the output. Its last line must have exactly these counts, such as passed=2."""
         output, _ = self.process.communicate(timeout=DEADLINE_S)
         counts = re.findall(r"(\d+) (passed|failed|skipped|error)", output.splitlines()[-1])
         assert {name: int(count) for count, name in counts} == expected, output
         return output
 
     def devices_of(self) -> dict[str, list[str]]:
-        """Return the devices of each test that ran, in the order of their ends."""
+        """Return the devices of each test that ran, in the order in which the tests ended."""
         return {
             use["test"].partition("::")[2]: use["devices"] for use in json.loads(self.report_file.read_text())["tests"]
         }
@@ -179,7 +179,7 @@ class PytestRun:
 
 @pytest.fixture
 def start_pytest(tmp_path):
-    """`start_pytest(source, *arguments, **variables)` -> a PytestRun over a file with this source."""
+    """`start_pytest(source, *arguments, **variables)` starts pytest on a file with this source, and returns a PytestRun."""
     runs = []
 
     def start(source: str, *arguments: str, **variables: str) -> PytestRun:
@@ -215,7 +215,7 @@ def wait_until(condition: Callable[[], bool], message: Callable[[], str]) -> Non
 
 
 def test_pytest_leaves_no_device_idle_and_gives_none_to_two_tests(start_pytest, tmp_path):
-    """A test ends when this test allows it. So the order of events depends on no duration."""
+    """Each of the started tests ends only when this function allows it, so the order of events depends on no duration."""
     run, ended = start_pytest(TESTS_THAT_WAIT, "--devices", "4"), set()
     model = DeviceSchedule("0123", NEEDS)
 
@@ -321,7 +321,7 @@ def test_stops(request, number):
 def test_a_worker_that_is_told_to_stop_runs_no_further_test(start_pytest):
     output, _ = start_pytest(TESTS_THAT_STOP, "--devices", "2").process.communicate(timeout=DEADLINE_S)
     assert "Interrupted: enough tests" in output
-    assert 1 <= output.count(" PASSED ") <= 2  # the other worker may have got a test before the session stops
+    assert 1 <= output.count(" PASSED ") <= 2  # the other worker may get a test before the session stops
 
 
 DIFFERENT_IDS = "@pytest.mark.parametrize('x', [os.environ['PYTEST_XDIST_WORKER']])\ndef test_a(x): ..."

@@ -24,7 +24,7 @@ small = st.sampled_from([1, 2, 3, 4])
 
 @st.composite
 def layouts(draw) -> ParallelDims:
-    """Any valid layout of up to 4 ranks on each axis."""
+    """Draw a valid layout. Only ep may be larger than 4."""
     sizes = dict(
         tp=draw(small), pp=draw(small), cp=draw(small), dp=draw(small), ep=draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     )
@@ -153,7 +153,7 @@ def test_the_ranks_of_an_export_contain_all_their_groups(dims, has_experts):
         *([dims.expert_tp, dims.ep * dims.expert_tp] if has_experts else []),
     ]  # sizes of groups of neighbouring ranks
     groups = [set(range(start, start + size)) for size in blocks for start in range(0, dims.world_size, size)]
-    groups += [set(range(place, dims.world_size, stage)) for place in range(stage)]  # one per pipeline
+    groups += [set(range(place, dims.world_size, stage)) for place in range(stage)]  # the ranks of each pipeline
     assert 0 in chosen
     assert all(group <= chosen or not group & chosen for group in groups), "no group is cut in two"
     needed, grown = set(), {0}

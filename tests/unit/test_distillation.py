@@ -175,7 +175,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, overrides):
     found = planned(tmp_path, larger, *overrides, teacher=None, algorithm="distill_top_k")
     with pytest.raises(ValueError, match="its vocabulary has 151937 tokens and that of the policy 151936"):
         check_distillation(*found)
-    check_distillation(*planned(tmp_path, larger, teacher=None, algorithm="distill"))  # reads only the sampled tokens
+    check_distillation(*planned(tmp_path, larger, teacher=None, algorithm="distill"))  # needs no common vocabulary
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):
@@ -283,7 +283,7 @@ def test_a_column_that_nothing_computes_or_that_two_models_compute_is_refused(tm
 
 
 class RecordingGroup:
-    """Stands in for a WorkerGroup: records the rows of each forward pass."""
+    """Stands in for a WorkerGroup. Records the rows of each forward pass."""
 
     def __init__(self):
         self.calls = []
@@ -326,7 +326,7 @@ def test_outputs_of_a_teacher_follow_their_rows():
 
 
 class Teacher(HttpEngine):
-    """Answers like SGLang: each token of the sequence is followed by token + 1 with probability 0.5, + 2 with 0.25, ..."""
+    """Answers like SGLang. After a token t, the token t + 1 has probability 0.5, t + 2 has 0.25, and so on."""
 
     def answers(self, body: dict) -> list[dict]:
         assert body["return_logprob"] and body["sampling_params"][0]["max_new_tokens"] == 0
@@ -349,7 +349,7 @@ def test_a_served_teacher_returns_the_most_probable_tokens_of_each_sampled_token
         found = top_k_of_rows(lambda: urls, block, np.array([0, 2]), 3, 10.0)
     finally:
         [server.stop() for server in servers]
-    # Row 0: 11 follows 20, 12 is a tool's, 13 follows 12. Row 2: 41 follows 40, 42 follows 41.
+    # In row 0, 11 follows 20, a tool wrote 12, and 13 follows 12. In row 2, 41 follows 40, and 42 follows 41.
     assert found["top_ids"].tolist() == [[21, 22, 23], [13, 14, 15], [41, 42, 43], [42, 43, 44]]
     np.testing.assert_allclose(np.exp(found["top_logprobs"]), [[0.5, 0.25, 0.125, 0.125]] * 4, rtol=1e-6)
     assert found["top_logprobs"].dtype == np.float32 and found["top_ids"].dtype == np.int32

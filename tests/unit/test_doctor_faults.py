@@ -1,4 +1,4 @@
-"""Each fault that `mrl doctor` can find, injected into simulated hosts: it reports the fault with its fix and nothing else."""
+"""`mrl doctor` reports each fault that is injected into simulated hosts with its fix, and reports nothing else."""
 
 # ruff: noqa: E501 - one or two lines per fault
 
@@ -31,7 +31,7 @@ MODEL = "mkdir -p $LAB/model_$HOSTNAME /run/model; mount --bind $LAB/model_$HOST
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault and the finding that is expected for it."""
+    """A fault, and the finding that `mrl doctor` must report for it."""
 
     name: str
     check: str
@@ -42,7 +42,7 @@ class Fault:
     where: str = "h0"
     status: int = 2
     requirements: dict = field(default_factory=dict)
-    also: frozenset = frozenset()  # (check, host) of the findings that follow from the fault
+    also: frozenset = frozenset()  # (check, host) of the further findings that the fault causes
 
 
 NEEDS_GPUS = dict(gpus=8, needs_gpus=True, parameters=8 * 10**9)

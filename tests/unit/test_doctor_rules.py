@@ -57,14 +57,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def here() -> HostFacts:
-    """Facts of this machine."""
+    """Return the facts about this machine."""
     return gather_facts(None)
 
 
 @pytest.mark.parametrize(
     ("parts", "is_foreign"),
     [
-        (["apex/__init__.py", "apex/forms.py"], True),  # as on PyPI
+        (["apex/__init__.py", "apex/forms.py"], True),  # the package apex of PyPI
         (["apex/__init__.py", "apex/multi_tensor_apply/__init__.py"], False),
         (["amp_C.py"], False),
     ],

@@ -13,7 +13,7 @@ import pytest
 from doc_blocks import PAGES, ROOT, blocks, mrl_arguments
 
 TAKES_CONFIG = ("train", "sft", "plan", "doctor", "generate", "evaluate", "certify")
-CHANGELOG = ROOT / "CHANGELOG.md"  # names former keys and files
+CHANGELOG = ROOT / "CHANGELOG.md"  # it names former keys and files
 BENCHMARKS = ROOT / "benchmarks/README.md"
 TEXTS = [page for page in (*PAGES, CHANGELOG, BENCHMARKS, ROOT / "slurm/README.md") if page.name != "config.md"]
 FOREIGN_COLUMNS = {"glossary.md": (2, 3), "from_other_trainers.md": (0,)}  # table columns with names of verl and slime
@@ -48,7 +48,7 @@ def test_config_keys_of_commands_that_are_not_run_exist(block):
 
 
 def own_lines(page: Path) -> str:
-    """The text of a page, without the table cells that hold names of other projects."""
+    """Return the text of a page without the table cells that contain names of other projects."""
     lines, foreign = [], FOREIGN_COLUMNS.get(page.name, ())
     for line in page.read_text().splitlines():
         if foreign and line.startswith("|"):
@@ -59,14 +59,14 @@ def own_lines(page: Path) -> str:
 
 
 def code_words(page: Path) -> list[str]:
-    """The words of all `code spans` of a page."""
+    """Return the words in all `code spans` of a page."""
     prose = FENCE.sub("", own_lines(page))
     return [word.strip(",;:") for span in CODE_SPAN.findall(prose) for word in span.split()]
 
 
 @cache
 def top_level_names(file: Path) -> set[str]:
-    """The names that a module defines or imports."""
+    """Return the names that a module defines or imports."""
     names: set[str] = set()
     body = ast.parse(file.read_text()).body
     conditional = [inner for outer in body if isinstance(outer, ast.If) for inner in outer.body]
@@ -82,7 +82,7 @@ def top_level_names(file: Path) -> set[str]:
 
 
 def is_importable(name: str) -> bool:
-    """Whether a dotted name is a package, a module, or a name in a module (and maybe one of its attributes)."""
+    """Return whether a dotted name is a package, a module, a name in a module, or an attribute of such a name."""
     path, parts = ROOT, name.split(".")
     for number, part in enumerate(parts):
         if (path / part).is_dir():
@@ -137,7 +137,7 @@ def test_files_of_the_repository_on_a_page_exist(page):
 
 @cache
 def our_classes() -> dict[str, list[tuple[str, set[str]]]]:
-    """Name of a class -> (module, attributes that its body mentions), for each class of this name."""
+    """Return name -> [(module, attributes that the body of the class mentions) for each class with this name]."""
     found: dict[str, list[tuple[str, set[str]]]] = {}
     for file in (file for package in ("mrl", "models", "parallel") for file in (ROOT / package).rglob("*.py")):
         text = file.read_text()
@@ -150,7 +150,7 @@ def our_classes() -> dict[str, list[tuple[str, set[str]]]]:
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
 def test_classes_and_their_attributes_on_a_page_exist(page):
-    """`losses.PPOClip` is a class in a module losses, `Trainer.step` an attribute of a class, and `Turn(role)` names a class."""
+    """The forms are `losses.PPOClip` (module and class), `Trainer.step` (class and attribute) and `Turn(role)` (class)."""
     for word in code_words(page):
         assert {name for name in re.findall(r"(?<![\w.])([A-Z][a-z]\w+)\(", word)} <= our_classes().keys(), word
         if match := re.fullmatch(r"([a-z_]+)\.([A-Z][a-z]*[A-Z]?\w*[a-z]\w*)(?:\(.*)?", word):
@@ -196,7 +196,7 @@ def test_commands_on_a_page_exist(page):
 
 @pytest.fixture(scope="module")
 def site():
-    """The built site, in a folder that every user may read: linkcheck gives up root's rights."""
+    """Return the folder of the built site. Every user may read the folder, because linkcheck gives up the rights of root."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)

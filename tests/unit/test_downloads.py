@@ -1,4 +1,4 @@
-"""`make test-all` downloads what some tests need, and names at its end what is missing."""
+"""`make test-all` downloads what some tests need, and at its end names the downloads that are missing."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Partitions of a batch: the loss does not depend on how rows are distributed over steps, replicas and micro-batches."""
+"""The loss of a batch does not depend on how its rows are distributed over steps, replicas and micro-batches."""
 
 import pickle
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class Case:
     """A batch, the value of each response token, and a way to partition the batch."""
 
     batch: TrainBatch
-    values: list[NDArray[np.float64]]  # by row, [tokens of its response]
+    values: list[NDArray[np.float64]]  # for each row, one value for each token of the response
     dims: ParallelDims
     packing: Packing
 
@@ -56,7 +56,7 @@ def cases(draw) -> Case:
     )  # some rows count several times
     different = sorted(set(denominator_rows))
     rows = [row for row in different if draw(st.booleans())] if draw(st.booleans()) else different
-    # the other rows have advantage 0
+    # Rows of `different` that are not in `rows` have advantage 0.
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     trained = np.isin(np.arange(count), rows)
     batch = TrainBatch(
@@ -84,7 +84,7 @@ def dims(draw) -> ParallelDims:
 
 
 def formula(case: Case, denominator_rows: NDArray[np.int64], aggregation: str) -> float:
-    """The loss normalised over `denominator_rows`; rows that are not trained contribute 0."""
+    """Return the loss, normalised over `denominator_rows`. Rows that are not trained contribute 0."""
     if aggregation == "token_mean":
         return float(np.concatenate([case.values[row] for row in denominator_rows]).mean())
     if aggregation in ("fixed_length", "sequence_sum"):
@@ -159,7 +159,7 @@ def test_the_loss_is_normalised_over_skipped_rows_too(case, aggregation):
     assert all(np.array_equal(batch.weights, weights) for batch in case.rank_batches(aggregation))
     lengths, denominator_rows = case.batch.sampled_lengths, case.batch.denominator_rows
     mean = lengths[denominator_rows].mean()
-    # The token weights of all `denominator_rows` sum to 1, or for fixed_length to the fraction of the length in use.
+    # Over all `denominator_rows`, the token weights sum to 1, except for three aggregations.
     sums = dict(fixed_length=mean / MAX_RESPONSE_TOKENS, sequence_sum=mean, token_sum=lengths[denominator_rows].sum())
     whole = sums.get(aggregation, 1.0)
     assert (weights * lengths).sum() == pytest.approx(whole, rel=1e-12)
@@ -224,7 +224,7 @@ def test_micro_batches_stay_within_the_token_budget_and_the_metrics_describe_the
 
 
 def small_batch(rows, prompts=(4, 4, 4, 4), responses=(2, 3, 5, 1)) -> TrainBatch:
-    """Two groups of two rows each."""
+    """Return a batch of two groups with two rows each."""
     return TrainBatch(
         block=None,
         prompt_lengths=np.array(prompts),
@@ -275,7 +275,7 @@ def test_a_row_that_counts_twice_has_the_weight_of_two_rows():
 
 
 def test_a_row_that_is_trained_twice_has_the_weight_of_two_rows_in_total():
-    """A batch of supervised training may contain a row twice: at the end of one epoch, and in the next epoch."""
+    """A batch of supervised training may contain a row twice, if an epoch ends within the batch."""
     rows = np.array([0, 1, 1, 3])
     batch = replace(small_batch(rows.tolist()), denominator_rows=rows)
     expected = {"token_mean": 1 / (2 + 3 + 3 + 1), "sequence_mean": np.array([1 / 2, 1 / 3, 1 / 3, 1]) / 4}

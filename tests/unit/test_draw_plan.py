@@ -32,7 +32,7 @@ from mrl.rollout.trajectory import control_columns, to_block
 
 @pytest.fixture
 def config(inputs, tmp_path):  # noqa: F811
-    """`config(override, ...)` -> the quickstart's config with overrides. It has 40 training rows."""
+    """`config(override, ...)` -> the config of the quickstart, which has 40 training rows, with these overrides."""
 
     def get(*overrides):
         return config_of(inputs, tmp_path, *overrides)
@@ -196,7 +196,7 @@ def test_epochs_end_a_run_at_the_smaller_of_both_limits(config, warnings):
 
 @pytest.fixture
 def offline(config, inputs, tmp_path):  # noqa: F811
-    """`offline(override, ..., logprobs=...)` -> the plan of the rows of a file with two responses to each of three prompts."""
+    """`offline(override, ..., logprobs=...)` -> the plan for a file of offline rows: three prompts, two responses to each."""
 
     def get(*overrides, logprobs=True, routing=False):
         rows = []

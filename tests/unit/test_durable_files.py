@@ -1,4 +1,4 @@
-"""Files and folders that appear complete have the mode that the umask of the user asks for."""
+"""Files and folders that appear only when they are complete have the mode that the user's umask gives."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ apply_umask(Path("single.safetensors"))
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
 def test_modes_follow_the_umask(tmp_path, umask):
-    """mkdtemp and safetensors make everything private to its owner. The program has its own process, and so its own umask."""
+    """Without a change, mkdtemp and safetensors create private files. The program is a process of its own, to set its umask."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", PROGRAM, oct(umask)], cwd=tmp_path, env=environment, check=True, timeout=120)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}

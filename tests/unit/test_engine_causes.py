@@ -56,7 +56,7 @@ WEIGHTS = _weights()
 
 @dataclass(frozen=True)
 class Toy:
-    """A decoder of one layer. Each field can have a wrong value."""
+    """A decoder with one layer. A wrong value of any field is a fault."""
 
     weights: dict[str, np.ndarray] = field(default_factory=lambda: WEIGHTS)
     eps: float = 1e-6
@@ -67,7 +67,7 @@ class Toy:
     scale: float = D**-0.5
     tiled: bool = False
     activation: str = "silu(gate) * up"
-    skipped: str = ""  # a norm that is not applied, or "bias"
+    skipped: str = ""  # name of a norm that is not applied, or "bias"
     logit_scale: float = 1.0
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -87,7 +87,7 @@ class Toy:
         return np.stack(pair, -1).reshape(x.shape) if self.interleaved else np.concatenate(pair, -1)
 
     def side(self, name: str) -> Side:
-        """Compute all places."""
+        """Compute the tensors at all places, and return them as one side."""
         w, places = self.weights, {}
         places["embedding"] = places["layers.0.input"] = w["model.embed_tokens.weight"][BLOCK.tokens]
         layer: dict[str, Any] = dict(attention_norm=self.norm("input_layernorm", places["embedding"]))
@@ -119,7 +119,7 @@ class Toy:
 
 
 def changed(**weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the weights with some of them replaced. `__` stands for a dot."""
+    """Return the weights with some of them replaced. In the names of the arguments, `__` stands for a dot."""
     named = {name.replace("__", "."): array for name, array in weights.items()}
     return {name: named.get(name.removeprefix("model.layers.0."), array) for name, array in WEIGHTS.items()}
 
@@ -129,7 +129,7 @@ def weight(name: str) -> np.ndarray:
 
 
 def compare(engine: Side, trainer: Side) -> tuple[str, Cause] | None:
-    """Return the name of the first place that differs, and the cause."""
+    """Return the name of the first place that differs, and the cause. None if nothing differs."""
     differences, undecided = compare_places(engine.places, trainer.places, BLOCK, 1, 3e-5)
     assert not undecided.any()
     first = next((each for each in differences if not each.within), None)
@@ -217,13 +217,13 @@ def test_the_fault_may_be_on_the_side_of_the_engine():
 
 
 def moe_side(name: str, weights: np.ndarray, logits: np.ndarray, bias: np.ndarray | None = None) -> Side:
-    """Return a side with the routing [S, experts] of layer 0."""
+    """Return a side that has only the router of layer 0. `weights`: the routing weights [S, experts]."""
     tensors = {} if bias is None else {f"{MLP}gate.e_score_correction_bias": bias}
     return Side(name, {"layers.0.router_logits": logits, "layers.0.routing": weights}, tensors)
 
 
 def routing(logits: np.ndarray, count: int = 2, normalized: bool = True, bias: np.ndarray | None = None) -> np.ndarray:
-    """Return the weights of the `count` experts with the largest sigmoid scores."""
+    """Return the routing weights [S, experts], which select the `count` experts with the largest sigmoid scores."""
     scores = 1 / (1 + np.exp(-logits))
     chosen = np.argsort(-(scores + (0 if bias is None else bias)), axis=1)[:, :count]
     weights = np.zeros_like(scores)
@@ -259,7 +259,7 @@ def test_differences_of_a_router_are_told_apart(trainer, part, text):
 def test_tokens_that_round_off_sends_to_other_experts_are_left_out():
     logits = np.tile(np.array([1.0, 0.5, 0.499, 0.0]), (len(BLOCK.tokens), 1))
     flipped = logits.copy()
-    flipped[4, 1:3] = 0.499, 0.5  # position 4 of row 0, whose later tokens attend to it
+    flipped[4, 1:3] = 0.499, 0.5  # position 4 of row 0; later tokens of the row attend to it
     sides = [moe_side("engine", routing(logits), logits), moe_side("trainer", routing(flipped), logits)]
     differences, undecided = compare_places(sides[0].places, sides[1].places, BLOCK, 1, tolerance=0.1)
     assert all(each.within for each in differences) and np.flatnonzero(undecided).tolist() == [4, 5, 6]

@@ -1,4 +1,4 @@
-"""EngineLifecycle: replacement of failed engines, and the weight version that their successors get."""
+"""EngineLifecycle: how it replaces failed engines, and the weight version that the replacements get."""
 
 import pytest
 from scripted_lifecycle import scripted_lifecycle
@@ -10,7 +10,7 @@ from mrl.weight_sync.engine_control import WeightSyncError
 
 
 def lifecycle(calls: list, failures: list[dict[str, str]]) -> EngineLifecycle:
-    """A lifecycle that records its calls. Pushes fail as listed, then succeed."""
+    """Return a lifecycle that records its calls. The first pushes report these failures, and later pushes succeed."""
 
     def push(version: int, engines_were_offloaded: bool) -> list[SyncReport]:
         calls.append(("push", version))

@@ -1,4 +1,4 @@
-"""EnginePool over small HTTP servers: which engine samples what, and what follows from failures."""
+"""EnginePool over small HTTP servers: which engine samples which request, and what happens after a failure."""
 
 import time
 from dataclasses import replace
@@ -34,7 +34,7 @@ def serve():
 
 
 def check_completions(pool, count: int = len(PROMPTS)) -> None:
-    """Every prompt gets its own completion, in order."""
+    """Check that each prompt gets its own completion, in the order of the prompts."""
     completions = pool.generate_all(PROMPTS[:count], PARAMS[:count])
     assert [completion.token_ids for completion in completions] == [[number + 1] for number in range(count)]
 
@@ -55,7 +55,7 @@ def test_prompts_of_an_engine_with_broken_connections_go_to_the_others(serve):
         check_completions(pool)
         assert pool.take_metrics()["rollout/retried_responses"] == 100
         broken.stop()
-        check_completions(pool)  # connections are refused now
+        check_completions(pool)  # the server refuses connections now
         (reason,) = pool.take_failed().values()
         assert "takes no connections" in reason
         assert pool.take_metrics() == {"rollout/replaced_engines": 1, "rollout/retried_responses": 0}
@@ -65,7 +65,7 @@ def test_prompts_of_an_engine_with_broken_connections_go_to_the_others(serve):
 def test_an_engine_that_answers_with_errors_is_taken_out_of_service(serve):
     bad, good = serve(statuses=(500,) * 50), serve()
     with engine_pool(bad, good, fault_tolerance=FaultToleranceConfig(max_response_attempts=2)) as pool:
-        check_completions(pool)  # two requests to each
+        check_completions(pool)  # two requests to each engine
         (reason,) = pool.take_failed().values()
         assert "failed 2 times in a row" in reason and "answered 500" in reason and "out of tokens" in reason
         assert pool.take_metrics() == {"rollout/replaced_engines": 1, "rollout/retried_responses": 100}
@@ -130,7 +130,7 @@ def test_a_pool_without_a_healthy_engine_raises_until_one_is_ready(serve):
             pool.generate_all(PROMPTS, PARAMS)
         with pytest.raises(NoEngineError, match="has computed nothing"):
             pool.generate_all(PROMPTS, PARAMS)
-        pool.wait_ready(5)  # it answers again
+        pool.wait_ready(5)  # the engine answers again
         assert len(pool.take_failed()) == 1
 
 
@@ -141,8 +141,8 @@ def test_a_batch_of_requests_has_a_deadline(serve):
 
 
 def test_cached_completions_of_an_earlier_process_are_not_sampled_again(serve, tmp_path):
-    """The earlier process ended when one of its engines had answered and the other had not."""
-    answering, refusing = serve(), serve(statuses=(400,) * 50, delay_s=1.0)  # later than the other one
+    """The earlier process ended when one of its engines had answered and the other engine had not."""
+    answering, refusing = serve(), serve(statuses=(400,) * 50, delay_s=1.0)  # refuses after the other has answered
     with engine_pool(answering, refusing) as pool, pytest.raises(EngineError):
         pool.generate_all(PROMPTS, PARAMS, CompletionCache(tmp_path, 5))
     cache = CompletionCache(tmp_path, 5)
@@ -156,7 +156,7 @@ def test_cached_completions_of_an_earlier_process_are_not_sampled_again(serve, t
 
 
 class CallingEngine(HttpEngine):
-    """Completes a prompt with a tool call, and a longer input with the last turn."""
+    """An engine that completes a prompt with a tool call, and a longer input with the last turn."""
 
     def __init__(self, tokenizer, **settings) -> None:
         self.call, self.last_turn = (
@@ -207,7 +207,7 @@ def test_all_turns_of_a_response_go_to_one_engine_and_responses_are_in_order(ser
 
 
 def test_a_failed_turn_goes_to_another_engine_and_earlier_turns_are_kept(serve_calls, conversation):
-    """The first engine answers five first turns, then only errors. From then on, the second engine has all responses."""
+    """The first engine answers five first turns, and then only errors. So the second engine gets all further requests."""
     first, second = serve_calls(statuses=(200,) * 5 + (500,) * 100), serve_calls()
     prompts = [[number, 1] for number in range(10)]
     fault_tolerance = FaultToleranceConfig(max_response_attempts=4)

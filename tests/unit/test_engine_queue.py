@@ -1,4 +1,4 @@
-"""The engine queue: compared with schedules worked out by hand, and laws that hold for all requests."""
+"""The engine queue equals schedules worked out by hand, and obeys laws that hold for all requests."""
 
 import hypothesis.strategies as st
 import pytest
@@ -18,7 +18,7 @@ def add_requests(queue, *lengths, prompt_tokens=1):
 
 
 def finishes(queue, until=1e9):
-    """Return [(second, key)] of the requests that finish until `until`."""
+    """Return [(second, key)] of the requests that finish up to the second `until`."""
     found = []
     while queue.next_finish() <= until:
         now = queue.next_finish()
@@ -42,7 +42,7 @@ def test_a_decoding_step_takes_longer_with_more_running_requests():
 def test_prefill_stops_decoding_and_a_shared_prompt_is_prefilled_once():
     queue = EngineQueue(EngineSpeeds(1.0, 0.0, 0.1, 4))
     queue.add(SimulatedRequest("a", "prompt", 50, 3))
-    queue.advance(5.0 + 2)  # two tokens
+    queue.advance(5.0 + 2)  # the prefill, and two tokens
     queue.add(SimulatedRequest("b", "prompt", 50, 2))
     assert finishes(queue) == [(7 + 0.1 + 1, "a"), (7 + 0.1 + 2, "b")]
     assert queue.prefilled_tokens == 51
@@ -64,7 +64,7 @@ def test_a_retracted_request_keeps_its_tokens_prefills_them_again_and_goes_to_th
 def test_a_request_paused_in_place_continues_where_it_stopped():
     queue = EngineQueue(EngineSpeeds(1.0, 0.0, 1.0, 2))
     add_requests(queue, 3)
-    queue.advance(0.5)  # half of its prefill
+    queue.advance(0.5)  # half of the prefill of request 0
     queue.pause(PauseMode.in_place)
     queue.advance(10)
     queue.resume()

@@ -23,7 +23,7 @@ KILLED, FAILED, READY = "killed", "failed", "ready"
 
 
 def slots(*places: str) -> list[DeviceSlot]:
-    """Slots such as "a2": GPU 2 of node a."""
+    """Return the slots of these places. The place "a2" is GPU 2 of node a."""
     return [DeviceSlot(place[0], f"host of {place[0]}", place[1:], {}) for place in places]
 
 
@@ -81,7 +81,7 @@ def test_an_engine_that_can_be_offloaded_can_release_the_memory_of_its_cuda_grap
 
 @pytest.fixture
 def toolkit(monkeypatch, tmp_path) -> Path:
-    """NVIDIA's packages with a CUDA compiler, as an installed GPU lock has them."""
+    """Create NVIDIA's packages with a CUDA compiler, as the GPU lock installs them."""
     folder = tmp_path / "site" / "nvidia" / "cu13"
     for file in ("bin/nvcc", "include/cccl/nv/target", "lib/libcudart.so.13", "lib/libcublas.so.13"):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def test_engines_on_gpus_find_the_cuda_compiler_of_the_lock(toolkit, tmp_path):
 
 
 def test_the_warm_up_of_a_gpu_may_take_as_long_as_its_kernels_compile(tmp_path):
-    """SGLang would end an engine whose warm-up request takes longer than its own limit. mrl has cluster.start_timeout_s."""
+    """SGLang ends an engine whose warm-up request exceeds a limit of SGLang. In mrl, cluster.start_timeout_s is the limit."""
     assert float(environment(tmp_path, device="cuda")["SGLANG_WARMUP_TIMEOUT"]) >= 3600
     assert "SGLANG_WARMUP_TIMEOUT" not in environment(tmp_path, device="cpu"), "on a CPU, there is no warm-up"
 
@@ -118,7 +118,7 @@ def test_a_kernel_links_with_the_names_that_flashinfer_uses(toolkit, tmp_path):
     for library in (toolkit / "lib" / "libcudart.so.13", tmp_path / "libcuda.so.1"):
         subprocess.run(["cc", "-shared", "-o", library, "-x", "c", "/dev/null"], check=True)
     env = environment(tmp_path, device="cuda")
-    env["LIBRARY_PATH"] += f":{tmp_path}"  # the folder of the driver
+    env["LIBRARY_PATH"] += f":{tmp_path}"  # stands in for the folder of the driver
     command = ["cc", "-shared", "-o", tmp_path / "kernel.so", "-x", "c", "/dev/null", "-lcudart", "-lcuda"]
     linked = subprocess.run(command, env=env, capture_output=True, text=True)
     assert linked.returncode == 0, linked.stderr
@@ -163,7 +163,7 @@ def test_engines_and_their_replacements_run_on_the_slots_of_their_place(monkeypa
 
 @dataclass
 class Starts:
-    """How each started server ends up, in the order of starts (`fates`); later ones become ready."""
+    """Counts starts and stops. `fates`: what becomes of each server, in the order of starts. Later servers become ready."""
 
     fates: list[str]
     started: int = 0
@@ -172,7 +172,7 @@ class Starts:
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """`start(fates, **settings)` -> EnginePool of servers without processes, and a record of their starts."""
+    """`start(fates, **settings)` -> (EnginePool of servers without processes, Starts)."""
 
     def start(fates: list[str], **settings) -> tuple[EnginePool, Starts]:
         starts = Starts(fates)
@@ -207,7 +207,7 @@ def start(monkeypatch, tmp_path):
 
 
 def test_a_replacement_that_ends_before_it_is_ready_is_replaced_again(start):
-    """However it ended: engines with these arguments have run before."""
+    """The cause of its end does not matter, because engines with these arguments have run before."""
     pool, starts = start([READY, READY, FAILED, KILLED, FAILED])
     before = pool.wait_ready(10)
     after = pool.replace([before[1]], 10)

@@ -1,4 +1,4 @@
-"""The report of an error has at most 15 lines, names the cause and the cure, and the line of the user's code."""
+"""The report of an error has at most 15 lines, and names the cause, the cure and the line of the user's code."""
 
 import errno
 import io
@@ -21,7 +21,7 @@ from mrl.core.run_errors import ProcessesLostError, StartError, describe_exit
 
 
 class RayTaskError(Exception):
-    """Stands for Ray's wrapper: its message is the traceback of the other process, and its cause has no traceback."""
+    """Stands in for Ray's wrapper. Its message is the traceback of the other process, and its cause has no traceback."""
 
     def __init__(self, cause: Exception, trace: str) -> None:
         super().__init__(trace)
@@ -29,7 +29,7 @@ class RayTaskError(Exception):
 
 
 class OutOfMemoryError(RuntimeError):
-    """Stands for torch's error."""
+    """Stands in for torch's error of the same name."""
 
 
 OutOfMemoryError.__module__ = "torch"
@@ -104,7 +104,7 @@ def test_the_users_line_is_named_also_if_another_process_raised_the_error(tmp_pa
 
 
 def test_an_error_that_ray_carries_is_reported_as_the_error_itself(tmp_path):
-    """Ray raises a class that is both RayTaskError and the type of the cause; its message is the whole traceback."""
+    """Ray raises an error that is both a RayTaskError and of the type of the cause. Its message is the whole traceback."""
     path = user_code(tmp_path)
     space: dict = {"table": {}}
     exec(compile(path.read_text(), str(path), "exec"), space)

@@ -23,7 +23,7 @@ from mrl.rewards.rule_based import ExactMatch
 
 @dataclass(frozen=True)
 class LastWord:
-    """A reward with an `answer` method: the last word, if it is a number."""
+    """A reward with an `answer` method. The answer is the last word, if it is a number."""
 
     def answer(self, response):
         words = response.text.split()
@@ -50,7 +50,7 @@ def config_of(**overrides) -> Config:
     return from_hydra(base)
 
 
-TEXTS = {  # (data source, row) -> four responses; the truth is "7"
+TEXTS = {  # (data source, row) -> four responses; the ground truth is "7"
     ("a", 0): ["it is 7", "7", "so 8", "no idea"],
     ("a", 1): ["8", "8", "so 8", "7"],
     ("b", 0): ["", "none", "I pass", "maybe"],
@@ -61,7 +61,7 @@ TEXTS = {  # (data source, row) -> four responses; the truth is "7"
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return the folder of a finished generation of these texts, without scores."""
+    """Return the folder of a finished generation that contains TEXTS and no scores."""
     rows = [
         dict(
             set="",
@@ -178,7 +178,7 @@ def change_rows(folder, change) -> None:
 
 @dataclass(frozen=True)
 class Copies:
-    """A reward of whole groups: the number of responses in the group."""
+    """A reward of whole groups. The score is the number of responses in the group."""
 
     whole_groups = in_process = True
 
@@ -188,7 +188,7 @@ class Copies:
 
 
 def test_prompts_of_two_sets_over_one_file_are_kept_apart(folder):
-    """The sets have the same files and rows, or data sets of one class; only the file number differs."""
+    """The sets have the same files and rows, or data sets of the same class. Only their file numbers differ."""
     change_rows(folder, lambda row: dict(file="same.parquet", set=row["data_source"]))
     reward = {"_target_": f"{__name__}.Copies"}
     found = evaluate(folder, config_of(reward=reward))
@@ -204,7 +204,7 @@ def test_a_set_is_scored_again_by_its_own_reward(folder):
     change_rows(folder, lambda row: dict(set=row["data_source"]))
     sets = {"a": {"files": ["a.parquet"], "reward": {"_target_": "mrl.rewards.rule_based.Length", "max_tokens": 100}}}
     manifest = json.loads((folder / "_generate.json").read_text())
-    for stored, given in (({}, sets), (sets, {})):  # the config names the set, or the generation did
+    for stored, given in (({}, sets), (sets, {})):  # the set is in the config, or in the settings of the generation
         manifest["settings"]["data.test_sets"] = stored
         (folder / "_generate.json").write_text(json.dumps(manifest))
         found = evaluate(folder, config_of(**{"data.test_sets": given}))
@@ -259,7 +259,7 @@ def test_k_doubles_up_to_all_samples(samples, ks):
 
 
 def test_pandas_and_datasets_read_the_folder_of_a_generation(folder):
-    """The folder has one other file, the manifest. The parts of a score are a list of {name, value}."""
+    """The only other file in the folder is the manifest. The parts of a score are a list of {name, value}."""
     change_rows(folder, lambda row: dict(score=0.5, parts={"correct": 0.0, "length": 0.5}))
     frame = pandas.read_parquet(folder)
     assert len(frame) == 20 and frame["parts"][3][1] == {"name": "length", "value": 0.5}
@@ -280,7 +280,7 @@ def write_jsonl(path, rows) -> str:
 
 
 def test_validation_dumps_of_verl_are_scored(tmp_path, capsys):
-    """One response per row, the responses to a prompt in any order."""
+    """Each row has one response, and the responses to a prompt are not adjacent."""
     lines = [
         dict(input=f"user\n{row}+{row}=\nassistant\n", output=text, gts="7", score=0.0, step=60)
         for texts in zip(*list(TEXTS.values())[:2], strict=True)
@@ -405,7 +405,7 @@ def test_mistakes_in_foreign_files_name_file_row_and_column(folder, tmp_path):
 
 
 def test_a_comparison_pairs_the_prompts(folder, tmp_path, capsys):
-    """Responses of two models to the same prompts; the earlier evaluation has one more prompt, and another order of rows."""
+    """Two models answer the same prompts. The earlier evaluation has one more prompt, and its rows have another order."""
     now = {"p0": ["7", "7", "8", "7"], "p1": ["8", "8", "8", "7"], "p2": ["7", "8", "8", "8"]}
     before = {"p3": ["7"] * 4, "p2": ["8"] * 4, "p1": ["8"] * 4, "p0": ["8", "7", "8", "8"]}
     keys = {}

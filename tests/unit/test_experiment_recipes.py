@@ -1,4 +1,4 @@
-"""Recipes for clusters: every experiment that is labelled "not run" composes, fits its GPUs in memory, and uses whole nodes."""
+"""Every experiment that is labelled "not run" composes, fits into the memory of its GPUs, and uses whole nodes."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ RECIPES = {  # experiment -> (model, GPUs)
     "deepseek_v3_grpo": ("DeepSeek-V3", 512),
 }
 SUPERVISED = "qwen3_0.6b_sft"  # the one recipe of `mrl sft`
-QUARTERED = {  # overrides for a quarter of the recipe's GPUs
+QUARTERED = {  # recipe -> overrides for a quarter of its GPUs
     "qwen3_30b_a3b_grpo": ["parallel.world_size=4", "parallel.ep=4", "rollout.engine_tp=4", "rollout.num_engines=1"],
     "qwen3_235b_a22b_grpo": ["parallel.world_size=32", "parallel.ep=4", "rollout.num_engines=4"],
     "deepseek_v3_grpo": ["parallel.world_size=128", "parallel.ep=8", "rollout.num_engines=4"],

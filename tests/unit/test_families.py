@@ -19,7 +19,7 @@ PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 
 def saved(folder: Path, prefix: str, **fields) -> dict:
     """Return the config.json that transformers writes."""
-    fields = deepcopy(fields)  # some config classes modify it
+    fields = deepcopy(fields)  # some config classes modify their arguments
     config = getattr(transformers, f"{prefix}Config")(architectures=[f"{prefix}ForCausalLM"], **fields)
     config.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text())
@@ -47,7 +47,7 @@ def test_every_family_has_a_tiny_model():
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_the_default_config_of_transformers_is_accepted(tmp_path, prefix):
-    fields = dict(head_dim=128) if prefix == "Glm4Moe" else {}  # half of the default head_dim 42 would be odd
+    fields = dict(head_dim=128) if prefix == "Glm4Moe" else {}  # the default head_dim is 42, and half of it is odd
     found = saved(tmp_path, prefix, **fields)
     assert read(found).num_layers == found["num_hidden_layers"]
 
@@ -65,7 +65,7 @@ def test_an_unknown_field_is_named_in_the_error(fields, name):
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_missing_field_has_the_default_of_transformers(tmp_path, fields, name):
-    """Removes one field at a time. transformers writes its default into the config; both configs must read the same."""
+    """Without a field, a config must read the same as with the default that transformers writes for this field."""
     known = fields(name)
     refused = []
     for left_out in known.keys() - {"architectures", "model_type"}:

@@ -19,7 +19,7 @@ from mrl.workers.model_trainers import ActorUpdate, CriticTrainer, CriticUpdate
 
 
 class World:
-    """All parts of a fake run; a failure occurs once, at a given point of a given step."""
+    """All parts of a fake run. `failures`: (point, step) -> error. Each failure occurs only once."""
 
     def __init__(self, failures: dict[tuple[str, int], Exception]) -> None:
         self.failures, self.weights, self.sampled, self.trained, self.updates = failures, 0, [], [], 0
@@ -85,7 +85,7 @@ class World:
     def between_steps(self, state, metrics):
         step = state["progress"]["step"]
         if step % 4 == 0:
-            self.saved[step] = json.loads(json.dumps(state))  # as in a file
+            self.saved[step] = json.loads(json.dumps(state))  # as a file would store it
 
     def save_now(self, state):
         self.saved[state["progress"]["step"]] = json.loads(json.dumps(state))
@@ -243,7 +243,7 @@ def test_every_process_is_told_which_step_begins_also_after_a_failure():
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 4), (1.2, 4), (1.5, 5), (2.0, 7), (9.0, 11)])
 def test_a_run_ends_when_its_steps_have_used_the_passes_over_the_data_or_after_max_steps(epochs, steps):
-    """Ten rows, three in each step, and at most eleven steps; a failure in between changes nothing."""
+    """The data has ten rows, a step uses three, and max_steps is eleven. A failure in between changes nothing."""
     for failures in ({}, {("push", 2): ProcessesLostError("a process died")}):
         world = World(dict(failures))
         world.state_dict = lambda: {"waiting": []}
@@ -260,7 +260,7 @@ def test_prompts_that_wait_for_a_step_are_not_used_yet():
 
 @pytest.mark.parametrize("has_returns", [True, False])
 def test_the_critic_learns_only_from_estimates_with_returns(has_returns):
-    """A step may estimate the advantages of some responses with a critic, and those of others without it."""
+    """A step may use a critic to estimate the advantages of some responses, and no critic for other responses."""
     world, trained = World({}), []
     estimates = AdvantageResult(None, np.zeros(3, bool), np.zeros(3, bool), {}, has_returns=has_returns)
     world.estimate = lambda *arguments, **selection: estimates
@@ -276,7 +276,7 @@ def test_the_critic_learns_only_from_estimates_with_returns(has_returns):
 
 
 def test_the_metrics_of_the_critic_count_all_updates_of_a_step():
-    """Two updates with one optimizer step each have the metrics of one update with both optimizer steps."""
+    """Two updates of one optimizer step have the same metrics as one update of two optimizer steps."""
 
     def report(tokens: float, error: float) -> UpdateReport:
         sums = dict(tokens=tokens, values=tokens, returns=2 * tokens, returns_squared=6 * tokens, loss=error)

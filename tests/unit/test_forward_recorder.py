@@ -22,14 +22,14 @@ from mrl.weight_sync.engine_layout import EngineLayout, Topology
 
 
 class InPlace(torch.nn.Module):
-    """Module that overwrites its input, as fused norms of SGLang do."""
+    """A module that overwrites its input, as SGLang's fused norms do."""
 
     def forward(self, x):
         return x.mul_(2), None
 
 
 class Decoder(torch.nn.Module):
-    """Decoder with the module names of SGLang's models."""
+    """A decoder with the module names of SGLang's models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Decoder(torch.nn.Module):
 
 
 class Logits(torch.nn.Module):
-    """Output layer that returns an object, as SGLang's LogitsProcessor does."""
+    """An output layer that returns an object, as SGLang's LogitsProcessor does."""
 
     def forward(self, hidden, head):
         return SimpleNamespace(next_token_logits=head(hidden[-1:]))

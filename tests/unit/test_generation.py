@@ -1,4 +1,4 @@
-"""Generation: resuming, refusal of other settings, and one seed per response."""
+"""Generations resume, refuse other settings, and use a different seed for each response."""
 
 import json
 import re
@@ -130,7 +130,7 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def configure(inputs, tmp_path):
-    """`configure(**{"generate.samples": 3})` -> Config."""
+    """`configure(**{"generate.samples": 3})` -> a Config with this value."""
 
     def made(**overrides) -> Config:
         base = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
@@ -159,7 +159,7 @@ QUIET = SimpleNamespace(begin=lambda *_: None, advance=lambda _: None)
 
 @contextmanager
 def watched(*engines, logprobs=False):
-    """A watcher of a pool of external engines."""
+    """Yield the watcher of a pool of these external engines."""
     group = ServerGroup(
         name="engine", run_dir="none", arguments={}, model_path="", count=0, tp_size=1, seed=0, max_replacements=1,
         external_urls=tuple(engine.url for engine in engines),
@@ -178,7 +178,7 @@ def watched(*engines, logprobs=False):
 
 
 def run(plan, *engines, in_flight: int = 8, progress=None) -> dict:
-    """Run `mrl generate` with external engines."""
+    """Do the work of `mrl generate` with external engines."""
     asked = plan.prompts()
     with plan.store as store, watched(*(engines or [Engine()]), logprobs=plan.config.generate.logprobs) as watcher:
         store.check_prompts(prompts_digest(asked))
@@ -189,7 +189,7 @@ def run(plan, *engines, in_flight: int = 8, progress=None) -> dict:
 
 
 def bytes_of(plan) -> list[bytes]:
-    """Content of all parquet files of a generation, in order."""
+    """Return the content of all parquet files of a generation, in the order of their names."""
     return [path.read_bytes() for path in sorted(plan.store.folder.glob("responses_*.parquet"))]
 
 
@@ -252,7 +252,7 @@ def test_other_settings_are_refused_and_named(configure, inputs, tmp_path):
     ]:
         with pytest.raises(ValueError, match=re.escape(shown)):
             plan_generation(configure(**{key: value}))
-    plan_generation(configure(**{"rollout.num_engines": 3, "generate.requests_in_flight": 5}))  # decide nothing
+    plan_generation(configure(**{"rollout.num_engines": 3, "generate.requests_in_flight": 5}))  # not refused
     few, times = inputs / "few.parquet", (inputs / "few.parquet").stat()
     try:
         few.touch()
@@ -441,7 +441,7 @@ def test_servers_of_one_machine_have_their_own_gpus(configure, local_servers):
 
 
 def test_small_files_keep_many_engines_busy(configure):
-    """Enough files are requested in advance to fill all engines: a file has 3 responses here, and the engines sample 32."""
+    """A file has 3 responses here, but the engines can sample 32 at once. So several files must be in work at once."""
     engines = [Engine(delay_s=0.2) for _ in range(4)]
     run(plan_generation(configure(**{"generate.prompts_per_file": 1})), *engines, in_flight=8)
     assert sum(engine.most for engine in engines) >= 24
@@ -449,7 +449,7 @@ def test_small_files_keep_many_engines_busy(configure):
 
 @pytest.fixture
 def external(monkeypatch):
-    """`external()` -> a running Engine. The servers that do not answer are left out after a tenth of a second."""
+    """`external()` -> a running Engine. A server that does not answer within 0.1 s is not used."""
     monkeypatch.setattr(engines_module, "LATE_URL_S", 0.1)
     engines: list[Engine] = []
 

@@ -140,7 +140,7 @@ def test_the_ledger_lists_sampled_groups_of_any_size_and_the_rows_of_the_file(tm
 
 
 def collected(monkeypatch, kept, filtered, offline, advantage=GRPO_WITHOUT_STD) -> tuple[Rollouts, AdvantageResult]:
-    """What a rollout worker gives to the driver for a step with these groups, and the advantages that it computes."""
+    """Return what a rollout worker sends to the driver for a step with these groups, and the worker's advantages."""
     local = SimpleNamespace(put=lambda value: value, get=lambda value: value)
     monkeypatch.setattr("mrl.rollout.worker.ray", local)
     worker = object.__new__(RolloutWorker)

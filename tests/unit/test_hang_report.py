@@ -1,4 +1,4 @@
-"""From stacks, kernel states and collective counts to the diagnosis of a hang, its report and its error."""
+"""The diagnosis of a hang from stacks, kernel states and counts of collectives, its report and its error."""
 
 import ast
 import json
@@ -181,7 +181,7 @@ def test_a_full_disk_prevents_the_report_but_not_the_error_with_its_diagnosis(lo
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (1000, limit[1])
-    )  # Python ignores the signal, so a write fails as on a full disk
+    )  # Python ignores SIGXFSZ, so a longer write fails as on a full disk
     try:
         error = lose_rank()
     finally:

@@ -42,7 +42,7 @@ sys.exit(int(os.environ.get("FAKE_STATUS", "0")))
 
 
 class CompletionsEngine(HttpEngine):
-    """Answers requests to OpenAI's completions API. `bodies`: the requests."""
+    """Answers requests of OpenAI's completions API. `bodies` are the bodies of the requests."""
 
     def __init__(self, **settings) -> None:
         self.bodies: list[dict] = []
@@ -74,7 +74,7 @@ def program(tmp_path) -> Path:
 
 @pytest.fixture
 def configure(tmp_path, model, program):
-    """`configure(harness, **overrides)` -> Config. By default, the stand-in asks for four completions."""
+    """`configure(harness, **overrides)` -> Config. By default, the stand-in for lm_eval asks for four completions."""
 
     def made(harness: str | None = None, **overrides) -> Config:
         base = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))

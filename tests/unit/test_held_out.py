@@ -27,13 +27,13 @@ from mrl.rollout.worker import RolloutWorker
 
 
 def subset_means(n: int, k: int, value) -> float:
-    """The mean of `value` over all subsets of k of the n responses, exactly."""
+    """Return the exact mean of `value` over all subsets of k of the n responses."""
     subsets = list(combinations(range(n), k))
     return float(sum(map(value, subsets), Fraction(0)) / len(subsets))
 
 
 def expected_values(lines: list[dict], n: int) -> dict[str, float]:
-    """The metrics of recorded responses, by counting over all subsets of the responses to each prompt."""
+    """Return the metrics of recorded responses, counted over all subsets of the responses to each prompt."""
     prompts = [lines[start : start + n] for start in range(0, len(lines), n)]
     found = {
         "reward": float(np.mean([line["reward"] for line in lines], dtype=np.float64)),
@@ -120,7 +120,7 @@ def test_answers_come_from_the_reward_of_the_source():
 
 
 class EchoEngine(HttpEngine):
-    """Answers with the last token of the prompt, and keeps the sampling parameters of the requests."""
+    """An engine that answers with the last token of the prompt, and keeps the sampling parameters of the requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class EchoEngine(HttpEngine):
 
 
 def worker_on(engines, evaluations, reward, further=(), record=False, tmp_path=None) -> RolloutWorker:
-    """A rollout worker whose held-out rows have the token ids [row, row]; set `a` has the rows 0 and 1, set `b` 2 to 4."""
+    """Return a rollout worker. A held-out row has the token ids [row, row]; set `a` has rows 0 and 1, set `b` rows 2 to 4."""
     spec = replace(engines.spec, evaluations=evaluations, reward=reward, record=record, run_dir=str(tmp_path))
     worker = object.__new__(RolloutWorker)
     worker.spec, worker.engines = spec, engines

@@ -1,4 +1,4 @@
-"""Damaged Hugging Face folders: `mrl convert` prints one clear error for each and writes nothing."""
+"""For each damaged Hugging Face folder, `mrl convert` prints one clear error and writes nothing."""
 
 import json
 import re

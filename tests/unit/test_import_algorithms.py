@@ -1,4 +1,4 @@
-"""Keys of algorithms of verl and trl become parts of an algorithm that build."""
+"""Algorithm settings of verl and trl become parts of an algorithm, and these parts build."""
 
 import pytest
 
@@ -16,7 +16,7 @@ LOSSES, SEQUENCE_LOSSES = "mrl.algorithms.losses.", "mrl.algorithms.sequence_los
 KL = "mrl.algorithms.kl.KLPenalty"
 PASS_AT_K = {"algorithm": "grpo", "algorithm.advantage._target_": "mrl.algorithms.advantages.PassAtK"}
 NORMALIZE_STD = "algorithm.advantage.normalize_std"
-FOREIGN = {  # name -> (trainer, its keys, overrides of mrl)
+FOREIGN = {  # name -> (trainer, keys of its config, overrides of mrl)
     "the scale of verl's advantages": (
         "verl",
         {ESTIMATOR: "grpo", "algorithm.norm_adv_by_std_in_grpo": False},
@@ -329,7 +329,7 @@ PAIRS = [  # each estimator of verl with two of its losses
 
 @pytest.mark.parametrize(("estimator", "mode"), PAIRS)
 def test_every_loss_of_verl_may_be_combined_with_every_estimator(estimator, mode):
-    """The estimator selects the advantages, and the mode the loss."""
+    """The estimator selects the advantages, and the mode selects the loss."""
     overrides = translate("verl", {ESTIMATOR: estimator, LOSS_MODE: mode}).overrides
     words = [hydra_entry.format_override(key, value) for key, value in overrides.items()]
     words += ["roles.teacher.path=x"] if overrides["algorithm"] == "distill" else []

@@ -1,4 +1,4 @@
-"""Names of models and data: ids on the Hub from its cache, URLs, and paths. No test needs a network."""
+"""Names of models and data: ids of the Hub that are in its cache, URLs, and paths. No test needs a network."""
 
 import hashlib
 import json
@@ -73,7 +73,7 @@ def offline(home: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def resolved(home):
-    """Resolve many names in one process, because huggingface_hub reads HF_HOME when it is imported."""
+    """Resolve all names in one new process, because huggingface_hub reads HF_HOME only at its import."""
     (home / "work/lab").mkdir(parents=True)
     (home / "work/lab/local").mkdir()
     names = [

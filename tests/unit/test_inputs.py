@@ -45,7 +45,7 @@ def test_ground_truths_are_right(tmp_path):
 
 
 def test_the_tiny_mixture_of_experts_has_ordinary_names(tmp_path):
-    """One tensor per expert and projection, as released checkpoints have them; Transformers itself stacks them."""
+    """Each expert has its own tensor per projection, as in released checkpoints. Transformers itself stacks the experts."""
     from safetensors import safe_open
 
     make_doubling_task(tmp_path / "a", model="qwen3_moe")
@@ -80,7 +80,7 @@ def test_the_byte_chat_template_marks_turns_and_opens_the_answer(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "tiny")
     (ids,) = encode_messages(tokenizer, [[{"role": "user", "content": "3 × $4?"}]])
     assert tokenizer.decode(ids) == "<|start|>user\n3 × $4?<|end|>\n<|start|>assistant\n"
-    assert command.main(["tiny-model", str(tmp_path / "tiny")]) == 2  # never replaced
+    assert command.main(["tiny-model", str(tmp_path / "tiny")]) == 2  # an existing folder is refused
 
 
 def gsm8k(tmp_path, *rows):

@@ -32,7 +32,7 @@ class Even:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel that is built from a source distribution, as `uv build` does."""
+    """Build a wheel from a source distribution, as `uv build` does."""
     folder = tmp_path_factory.mktemp("build")
     archive = build("build_sdist", copy_sources(folder / "sources"), folder)
     with tarfile.open(archive) as content:
@@ -60,7 +60,7 @@ def test_an_installed_package_has_all_files_that_commands_read(package):
 
 @pytest.fixture
 def crowded(tmp_path):
-    """A working directory with modules that have the names of mrl's packages, and a reward of the user."""
+    """Make a working directory with modules that have the names of mrl's packages, and with a reward of the user."""
     (tmp_path / "models").mkdir()
     for name in ("models/__init__.py", "parallel.py", "mrl.py"):
         (tmp_path / name).write_text(f"raise SystemError('{name} of the user is imported')\n")
@@ -95,7 +95,7 @@ pool.close()
 
 
 def test_worker_processes_of_rewards_find_only_the_own_modules_of_the_user(package, crowded):
-    """Ray starts the process that owns the pool with these variables."""
+    """In a run, Ray sets these variables in the process that owns the worker processes."""
     ray_variables = import_environment() | {WORKING_DIRECTORY: str(crowded)}
     done = package.python_program(SCORE, cwd=crowded, **ray_variables)
     assert done.returncode == 0 and done.stdout == "[0.0, 1.0] False\n", done.stdout + done.stderr
@@ -116,7 +116,7 @@ def test_a_module_in_pythonpath_that_hides_one_of_mrl_is_an_error_in_one_line(pa
 @pytest.mark.extended
 @pytest.mark.parametrize("folder", ["empty", "crowded"])
 def test_an_installed_package_trains_in_any_folder(package, folder, tmp_path, request):
-    """In the second folder, worker processes of the rollout worker find the user's reward, but not the other modules."""
+    """In `crowded`, worker processes of the rollout worker import the user's reward, but not the user's other modules."""
     reward = []
     if folder == "crowded":
         request.getfixturevalue("crowded")
@@ -131,7 +131,7 @@ def test_an_installed_package_trains_in_any_folder(package, folder, tmp_path, re
 
 @pytest.fixture(scope="module")
 def light(wheel, tmp_path_factory):
-    """The package in an environment without the extra `train`."""
+    """Install the package in an environment without the extra `train`."""
     made = install(wheel, tmp_path_factory.mktemp("light"))
     packages = tmp_path_factory.mktemp("packages")
     for path in Path(sysconfig.get_path("purelib")).iterdir():

@@ -1,4 +1,4 @@
-"""JSON Lines files of a resumed run and on a full disk, and the sample ledger, which is such a file."""
+"""JSON Lines files after a resume, after damage and on a full disk. The sample ledger is such a file."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def test_a_resumed_file_continues_after_the_resumed_step(tmp_path):
     for step in (1, 2, 3):
         lines.write(step, {"x": float("nan")})
     lines.close()
-    path.write_bytes(path.read_bytes() + b'{"step": 2, "x"')  # a line cut by a kill
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "x"')  # a kill has cut this line
     lines = JsonLinesFile(path, last_step=2)
     lines.write(3, {"x": 1.0})
     assert steps(path) == [1, 2, 3] and json.loads(path.read_text().splitlines()[0])["x"] is None
@@ -128,7 +128,7 @@ def test_a_line_that_is_written_while_another_process_reads_is_not_lost(tmp_path
 def test_damaged_lines_stay_in_the_file_until_they_are_in_the_other_one(tmp_path):
     def damage(path, hashes):
         change(b"3.5", b"3.7")(path, hashes)
-        path.with_name("lines.jsonl.damaged").mkdir()  # so that nothing can be written there
+        path.with_name("lines.jsonl.damaged").mkdir()  # a folder of this name prevents the write
 
     with pytest.raises(IsADirectoryError):
         damaged_file(tmp_path, damage)
@@ -175,7 +175,7 @@ def test_a_file_that_was_moved_or_replaced_is_noticed_at_the_next_write(tmp_path
 
 
 class FullDisk:
-    """A file on a disk that has room for a number of bytes."""
+    """A file on a disk that has room for `room` bytes."""
 
     def __init__(self, file, room: int) -> None:
         self.file, self.room = file, room

@@ -1,4 +1,4 @@
-"""KL estimates: values by their formulas, and values and gradients on average by enumerating a small distribution."""
+"""KL estimates have the values of their formulas. Enumerating a small distribution gives their mean value and gradient."""
 
 import math
 from dataclasses import replace
@@ -80,12 +80,12 @@ def test_k1_has_no_gradient_on_average():
 
 def test_k3_has_the_gradient_of_the_other_direction():
     _, gradient, p, q, _ = expected("k3")
-    np.testing.assert_allclose(gradient, p - q, rtol=1e-9)  # of KL(q || p) by the logits of p
+    np.testing.assert_allclose(gradient, p - q, rtol=1e-9)  # gradient of KL(q || p) for the logits of p
     assert np.abs(gradient - slope_of_kl(p, q)).max() > 0.01
 
 
 def test_abs_has_twice_the_gradient_of_the_total_variation_distance():
-    """By differences: sum |p - q| / 2, where p is the softmax of the policy's logits."""
+    """The expected gradient is from differences of sum |p - q| / 2, where p is the softmax of the policy's logits."""
     mean, gradient, p, q, _ = expected("abs")
     assert mean == pytest.approx(sum(x * abs(math.log(x / y)) for x, y in zip(p, q, strict=True)))
 

@@ -38,7 +38,7 @@ from parallel.dims import ParallelDims
 
 
 def all_trainers(search):
-    """Return [(seconds of training, of switching)] by number of GPUs, for all layouts that the checks of a run accept."""
+    """Return number of GPUs -> [(training seconds, switching seconds)] of all layouts that the checks of a run accept."""
     arch, cluster = search.space.arch, search.space.cluster
     gpus, layers = cluster.gpus, arch.num_layers
     sizes = [n for n in range(1, gpus + 1)]
@@ -87,7 +87,7 @@ def all_engines(search, family):
 
 
 def best_of_all(search, family):
-    """Return the fewest seconds of a step over all configurations."""
+    """Return the seconds of a step in the fastest of all configurations."""
     cluster, shape, work, best = search.space.cluster, search.space.shape, search.work, np.inf
 
     def rollout_of(engine, count, staleness):
@@ -147,7 +147,7 @@ PUBLISHED = [
 
 
 def layout_on_all_gpus(search, sizes):
-    """Return the layout of these sizes, and its number of replicas on all GPUs."""
+    """Return the layout with these sizes, and its number of replicas on all GPUs."""
     layers, pp = search.space.shape.num_layers, sizes.get("pp", 1)
     last = layers - -(-layers // pp) * (pp - 1)
     layout = ReplicaLayout(**sizes, last_layers=0 if last * pp == layers else last)
@@ -205,7 +205,7 @@ def test_fixed_values_are_not_changed(fixed):
 @pytest.mark.extended
 @pytest.mark.parametrize("fields", [QWEN3_235B_A22B, DEEPSEEK_V3], ids=["Qwen3-235B", "DeepSeek-V3"])
 def test_a_search_over_ten_thousand_gpus_checks_the_memory_of_few_numbers_of_replicas(fields):
-    """The numbers of replicas that fit are found by bisection, and each is timed in one array operation per layout."""
+    """Bisection finds the numbers of replicas that fit. For each layout, one array operation computes all their times."""
     search = search_of(fields, 1280, prompts=4096)
     fits, checks = search.fits, []
     search.fits = lambda layout, replicas: checks.append(replicas) or fits(layout, replicas)
@@ -301,7 +301,7 @@ def test_an_error_names_the_key(tmp_path, capsys, words, said):
 
 
 def test_the_best_candidates_have_different_layouts():
-    """Variants that differ only in virtual pipeline stages are one layout."""
+    """Variants that differ only in their virtual pipeline stages count as one layout."""
     result = search_of(QWEN3_30B_A3B, 4).run(5)
     layouts = {(each.placement, replace(each.trainers.layout, vpp=1)) for each in result.best}
     assert len(layouts) == len(result.best) == 5
@@ -311,7 +311,7 @@ def test_the_best_candidates_have_different_layouts():
 
 @pytest.mark.parametrize(("fields", "nodes"), [(QWEN3_8B, 1), (QWEN3_30B_A3B, 4)])
 def test_async_is_never_slower_than_one_step_off(fields, nodes):
-    """An asynchronous run may have a staleness of 1, which is one_step_off. So the search uses the better staleness."""
+    """A run with mode=async and staleness 1 is the same as one_step_off, and the search chooses the best staleness."""
     search = search_of(fields, nodes)
     candidates = [each for each in search._candidates(3) if each.placement == "disaggregated"]
     seconds = {(each.mode, each.trainers, each.engine_tp, each.num_engines): each.step_s for each in candidates}

@@ -45,7 +45,7 @@ NO_GROUPS = replace(SETTINGS, advantage="GAE", group_relative=False)
 
 
 def reports_of(bad, settings=SETTINGS, healthy_steps=5, bad_steps=6):
-    """The lines that are reported for healthy steps followed by steps with the metrics `bad`."""
+    """Return the lines that are reported for healthy steps followed by steps with the metrics `bad`."""
     lines = []
     health = LearningHealth(settings, lines.append)
     for step in range(1, healthy_steps + bad_steps + 1):
@@ -169,7 +169,7 @@ def test_a_reward_that_falls_within_its_noise_or_because_scoring_fails_is_no_div
 
 
 def reports_of_rewards(means, settings=SETTINGS, **metrics):
-    """The lines that are reported for steps with these mean rewards."""
+    """Return the lines that are reported for steps with these mean rewards."""
     lines = []
     health = LearningHealth(settings, lines.append)
     for step, mean in enumerate(means, 1):
@@ -178,7 +178,7 @@ def reports_of_rewards(means, settings=SETTINGS, **metrics):
 
 
 def test_a_reward_that_falls_to_one_value_right_after_the_first_step_is_a_divergence():
-    """All responses are wrong before the first steps are complete: the cause is named, not the equal rewards."""
+    """All responses are wrong from step 2 on. The report names the fall of the reward, not that all rewards are equal."""
     lines = []
     health = LearningHealth(SETTINGS, lines.append)
     health.check(1, HEALTHY | {"reward/mean": 0.098, "reward/std": 0.297})
@@ -198,7 +198,7 @@ def test_negative_rewards_have_collapsed_only_if_they_lost_most_of_their_rise():
 
 @pytest.mark.parametrize("prompts", [8, 64])
 def test_a_flat_reward_that_differs_from_prompt_to_prompt_is_no_divergence(prompts):
-    """The best of many steps lies above the mean, and later steps lie below it."""
+    """By chance, the best of many steps lies above the mean, so later steps lie below this best step."""
     random, lines = np.random.default_rng(0), []
     health = LearningHealth(SETTINGS, lines.append)
     for step in range(1, 151):

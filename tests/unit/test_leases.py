@@ -21,7 +21,7 @@ def temporary_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def left_over():
-    """A file that a killed scheduler left in shared memory."""
+    """Create a file as a killed scheduler leaves it in shared memory."""
     path = Path(f"/dev/shm/sglang_loads_test_{uuid.uuid4().hex}")
     path.touch()
     yield path
@@ -53,7 +53,7 @@ def test_a_directory_without_a_lock_file_yet_is_not_removed(tmp_path):
 
 
 def test_the_rendezvous_file_of_a_server_is_in_its_own_scratch_dir(tmp_path, monkeypatch):
-    """Not in a directory that all servers of the host share and any user can write to."""
+    """The file is not in a directory that all servers of the host share and to which any user can write."""
     written = {}
     server = EngineServer({"model_path": "m"}, tmp_path / "engine.log")
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: FakeSupervisor(written))
@@ -65,7 +65,7 @@ def test_the_rendezvous_file_of_a_server_is_in_its_own_scratch_dir(tmp_path, mon
 
 
 class FakeSupervisor:
-    """Stands for the supervisor process; records what it is sent."""
+    """Stands in for the supervisor process. Records what it receives."""
 
     def __init__(self, sent: dict) -> None:
         self.pid, self.stdin, self._sent = 2**22 + 1, self, sent

@@ -1,4 +1,4 @@
-"""Losses against their papers, written as plain loops in float64; gradients against central differences."""
+"""Losses equal the formulas of their papers, written as plain loops in float64. Gradients equal central differences."""
 
 import math
 import threading
@@ -27,8 +27,8 @@ from mrl.algorithms.losses import (
 from mrl.algorithms.objective import AGGREGATIONS, TokenWeighting, fixed_length, sequence_mean
 from mrl.algorithms.sequence_losses import GMPO, GSPO, OPMD, TOPR, VESPO, GSPOToken
 
-# Each reference: (case, x, frozen, token t, its response's span) -> loss of the token. `x` are the log-probabilities, `frozen`
-# the same where the paper stops the gradient.
+# Each reference returns the loss of the token t of a response with the span `span`. `x` are the log-probabilities. `frozen` has
+# the same values, and replaces `x` where the paper stops the gradient.
 
 
 def clip(x, low, high):
@@ -164,7 +164,7 @@ LOSSES |= {
     f"top_entropy_{name}": (TopEntropy(loss), lambda *args, inner=reference: top_entropy(*args, inner=inner))
     for name, (loss, reference) in LOSSES.items()
 }
-ONE_ADVANTAGE = ("gmpo", "top_entropy_gmpo")  # meant for responses whose tokens all have the same
+ONE_ADVANTAGE = ("gmpo", "top_entropy_gmpo")  # for responses whose tokens all have the same advantage
 SPREAD_OUT = ("top_entropy_gspo", "top_entropy_gmpo")  # the loss of a token has gradients at all tokens of its response
 
 
@@ -236,7 +236,7 @@ def test_micro_batches_add_up(name, aggregation):
 
 
 class TwoRanks:
-    """Sums tensors of two threads: a stand-in for an all-reduce of two ranks."""
+    """Sums tensors of two threads, as an all-reduce sums tensors of two ranks."""
 
     def __init__(self):
         self.barrier, self.slots = threading.Barrier(2, timeout=10), {}
@@ -280,7 +280,7 @@ def test_a_response_split_over_two_ranks_has_the_same_loss_and_gradient(name):
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "sequence_sum"])
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_and_luspo_are_objectives_of_whole_responses(name, aggregation, seed):
-    """GSPO, eq. 5: the mean over responses of min(s A, clip(s) A), written without tokens. LUSPO multiplies it by the length."""
+    """Equation 5 of GSPO is the mean of min(s A, clip(s) A) over responses. LUSPO multiplies each term by the length."""
     case = make_case(seed)
 
     def objective(x):
@@ -380,7 +380,7 @@ def test_value_loss_is_half_the_larger_square(clip_value):
 
 
 def test_the_divergences_of_dppo_are_those_of_two_outcomes():
-    """Total variation and KL of two Bernoulli distributions, also if the token was or is certain."""
+    """Total variation and KL of two Bernoulli distributions, also if the old or the new probability is 1."""
     probabilities = torch.tensor([[0.2, 0.3], [0.3, 0.2], [1 - 1e-6, 0.5], [0.5, 1 - 1e-6]], dtype=torch.float64)
     old, new = probabilities.log().unbind(1)
     both = torch.stack([probabilities, 1 - probabilities], 2)  # [4, (old, new), two outcomes]

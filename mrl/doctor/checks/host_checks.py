@@ -9,13 +9,13 @@ from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outl
 
 MAX_CLOCK_SKEW_S = 1.0  # largest difference between a clock and the median clock
 MIN_MEMORY_BYTES = 6 * GB  # the quickstart needs this much for four processes with torch, Ray and SGLang
-MIN_FREE_BYTES = 2 * GB  # less available memory is a warning
-WEIGHT_COPIES = 2  # copies of the model weights in a host without GPUs: one of the trainers, one of the engines
+MIN_FREE_BYTES = 2 * GB  # less available memory gives a warning
+WEIGHT_COPIES = 2  # copies of the model weights in the memory of a host without GPUs: one for trainers, one for engines
 FEW_CORES_RATIO = 4  # a job that may use 1/4 of the host's cores or less is probably misconfigured
 MIN_FILES, MIN_FILES_CLUSTER = (
     1024,
     4096,
-)  # open files of a process: on one host without GPUs; on several hosts or with GPUs
+)  # files that a process must be able to open: on one host without GPUs; on several hosts or with GPUs
 MIN_PROCESSES = 4096  # processes and threads of a user; each process of Ray, torch and SGLang has dozens of threads
 
 
@@ -55,7 +55,7 @@ def check_clock(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 def _clock_offsets(first: HostFacts) -> dict[str, tuple[float, float]]:
     """Return host -> (its clock minus the first host's clock, error of this difference) in seconds.
 
-    Both come from the connection that has the shortest round trip to the host.
+    Both numbers come from the connection that has the shortest round trip to the host.
     """
     offsets = {first.host: (0.0, 0.0)}
     for connection in sorted(first.connections, key=lambda one: -one.seconds):

@@ -16,9 +16,9 @@ from mrl.hang_report.network_interfaces import (
 )
 from mrl.rollout.engines.leases import LAST_PORT as LAST_ENGINE_PORT
 
-# kind of port (PeerConnection.port) -> ports in messages
+# kind of port (PeerConnection.port) -> text for the ports in messages
 PORT_NAMES = {"ray": "6379 (Ray's head)", "engine": "20000-32000 (engines)"}
-MIN_OUTGOING_PORTS = 10_000  # fewer ports for outgoing connections are a warning
+MIN_OUTGOING_PORTS = 10_000  # fewer ports for outgoing connections give a warning
 SET_PORT_RANGE = 'sysctl -w net.ipv4.ip_local_port_range="32768 60999"'
 NO_COMMON_INTERFACE = "ask the network's administrator: no interface is reachable from all hosts"
 
@@ -36,7 +36,8 @@ def failed_connections(cluster: ClusterFacts, host: str, address: str) -> dict[s
 def reachable_interfaces(cluster: ClusterFacts, host: HostFacts) -> list[NetworkInterface]:
     """Return those interfaces of `host` that can connect to themselves and that all other hosts can reach.
 
-    Virtual interfaces come last. Of the others, InfiniBand comes first, then faster interfaces before slower ones.
+    Virtual interfaces come last. Among the other interfaces, InfiniBand comes first, and faster interfaces come before slower
+    ones.
     """
     interfaces = [
         one

@@ -6,7 +6,7 @@ from mrl.doctor.findings import DoctorFinding, error, format_hosts, note, warnin
 from mrl.doctor.gather.host_probe import CPU_LOCK, GPU_LOCK, locked_versions
 from mrl.doctor.host_facts import ClusterFacts, HostFacts, most_common, outliers
 
-# environment variable -> effect of the value 1, which makes a run slow
+# environment variable that makes a run slow if its value is 1 -> the reason
 SLOW_SETTINGS = {
     "NCCL_P2P_DISABLE": "GPUs of a host communicate through host memory instead of NVLink",
     "NCCL_SHM_DISABLE": "processes of a host communicate over the network",

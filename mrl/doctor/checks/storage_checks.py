@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.host_facts import GB, ClusterFacts, FolderFacts, HostFacts, outliers
 
-MIN_FREE_BYTES = 5 * GB  # less free space is a warning
+MIN_FREE_BYTES = 5 * GB  # less free space gives a warning
 MAX_USED_FRACTION = 0.95  # Ray creates no objects on a file system that is fuller than this
-MIN_INODES = 10_000  # fewer free inodes (each new file takes one) are a warning
-MIN_BYTES_PER_S = 20e6  # a lower write speed is a warning
+MIN_INODES = 10_000  # fewer free inodes give a warning; each new file takes one inode
+MIN_BYTES_PER_S = 20e6  # a lower write speed gives a warning
 OBJECT_STORE_BYTES = 512 * 2**20  # size of Ray's object store in a run on one machine
-SHM_BYTES_PER_GPU = 2**30  # buffers through which NCCL and SGLang exchange data between processes of a host
+SHM_BYTES_PER_GPU = 2**30  # size of the buffers that NCCL and SGLang share between processes of a host
 RESIZE_SHM = "mount -o remount,size=16g /dev/shm; in a container --shm-size=16g (or --ipc=host)"
 
 

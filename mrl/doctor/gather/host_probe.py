@@ -32,7 +32,7 @@ APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")  # compiled module
 
 # name of a resource limit -> its constant in the module resource
 LIMITS = dict(nofile=resource.RLIMIT_NOFILE, nproc=resource.RLIMIT_NPROC, memlock=resource.RLIMIT_MEMLOCK)
-# environment variables that are read: all with NETWORK_PREFIXES, these variables, and these proxy variables
+# environment variables that are read: VARIABLES, PROXIES, and all variables that begin with one of NETWORK_PREFIXES
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",

@@ -22,7 +22,7 @@ from mrl.rollout.engines.leases import PortLease
 
 ECHO_TIMEOUT_S = 1.0  # longest wait for an answer of another job's preflight check on this host
 RAY_PORTS = (6379,)  # ports on which `ray start --head` listens for nodes that join
-# An address that is reserved for documentation. Nothing is sent to it; the kernel only looks up the route to it.
+# An address that is reserved for documentation. No packet is sent to this address; the kernel only looks up the route.
 UNROUTED_ADDRESS = "192.0.2.1"
 CONNECT_TIMEOUT_S = 3.0  # longest wait for a connection to another host, and for an answer
 NUM_PINGS = 5  # round trips that are measured on each connection; the shortest is used
@@ -68,7 +68,7 @@ def _ipv6_only() -> bool:
 def busy_ports(ports: tuple[int, ...]) -> dict[str, str]:
     """Return the ports on which a process listens: port -> description of the process.
 
-    Ports on which another job's preflight check listens are left out, because that check ends soon.
+    The result does not contain ports on which another job's preflight check listens, because that check ends soon.
     """
     return {str(port): _port_owner(port) for port in ports if _is_busy(port) and not is_echo_server(port)}
 
@@ -84,7 +84,8 @@ def is_echo_server(port: int) -> bool:
 
 def _is_busy(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last connection is closing is free
+        # A port whose last connection is still closing (TIME_WAIT) counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
@@ -168,7 +169,7 @@ class PeerHost:
 
 
 def connect_to_peers(peers: Sequence[PeerHost], clock: Callable[[], float] = time.time) -> list[PeerConnection]:
-    """Connect to the port `any` at every address of every peer. If it answers, also connect to the other ports."""
+    """Connect to the port `any` at every address of every peer. If this port answers, also connect to the other ports."""
     targets = [
         (peer, one.address)
         for peer in peers

@@ -12,7 +12,7 @@ from mrl.doctor.host_facts import GpuCard, HostGpus
 
 CARD_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
 ERROR_FIELD = "ecc.errors.uncorrected.volatile.total"
-NO_DEVICES = "no devices were found"  # message in a job without GPUs on a host that has GPUs
+NO_DEVICES = "no devices were found"  # message of nvidia-smi in a job without GPUs on a host that has GPUs
 TIMEOUT_S = 20.0  # if nvidia-smi takes longer, the driver probably hangs
 MIB = 2**20
 
@@ -95,7 +95,7 @@ def _query(*fields: str) -> list[str]:
 
 
 def _cuda_version() -> str:
-    """Return the newest CUDA version that the driver supports. Its label in the output differs between drivers."""
+    """Return the newest CUDA version that the driver supports. The label of the version in the output differs between drivers."""
     match = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+\.\d+)", _run(required=False))
     return match[1] if match else ""
 

@@ -71,7 +71,7 @@ def _single_token(tokenizer: Any, text: str) -> int:
 
 @dataclass
 class _ResponseBuilder:
-    """The part of a response that is sampled already. Trajectory and ResponseUsage describe most of the fields."""
+    """The turns and tool results of an unfinished response. Trajectory and ResponseUsage describe most of the fields."""
 
     tokens_left: int  # number of tokens until the token limit of the response
     ids: list[int] = field(default_factory=list)  # `token_ids` of Trajectory
@@ -119,7 +119,7 @@ class _ResponseBuilder:
         self.turns += [Turn("tool", result.text) for result in results]
 
     def to_trajectory(self, last: Completion, *, truncated: bool) -> Trajectory:
-        """Return the finished response. `last`: the last completion, whose routed experts include those of all earlier tokens."""
+        """Return the finished response. `last`: the last completion. Its routed experts include those of all earlier tokens."""
         assert self.versions, "a response has at least one assistant turn"
         usage = ResponseUsage(
             len(self.turn_ends), self.tool_calls, self.tool_errors, self.input_tokens, self.cached_tokens
@@ -140,7 +140,7 @@ class _ResponseBuilder:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A tool agent that is bound to the tokenizer of a model. Calling it samples one multi-turn response."""
+    """A tool agent that is bound to the tokenizer of a model. A call of the object samples one multi-turn response."""
 
     agent: ToolAgent
     tokenizer: Any  # Hugging Face tokenizer
@@ -197,7 +197,7 @@ class Conversation:
 
 
 class ConcurrencyLimits:
-    """Limits the number of responses, and of tool calls, that all conversations of one event loop run at the same time."""
+    """Limits how many responses, and how many tool calls, run at the same time in all conversations of one event loop."""
 
     def __init__(self, agent: ToolAgent) -> None:
         self.responses = asyncio.Semaphore(agent.max_concurrency)

@@ -1,4 +1,4 @@
-"""Tools and tool parsers. Both are plug-ins: a parser finds the calls in a turn, and a tool returns the result of a call as text.
+"""Tools and tool parsers, which are plug-ins. A parser finds the calls in a turn. A tool returns the result of a call as text.
 
 If a call fails, the model reads the error message as the result of the call. A failed call does not end the response.
 """
@@ -218,10 +218,10 @@ class Calculator:
 
 @dataclass(frozen=True)
 class PythonTool:
-    """Tool that runs a Python program in the sandbox of code rewards and returns its standard output.
+    """Tool that runs a Python program in a sandbox and returns the program's standard output.
 
-    The sandbox is a separate process. `limits`: fields of mrl.rewards.sandbox.SandboxLimits. Raises ValueError if a field is
-    unknown or if this machine does not support the sandbox.
+    The sandbox, which rewards for code also use, is a separate process. `limits`: fields of mrl.rewards.sandbox.SandboxLimits.
+    Raises ValueError if a field is unknown or if this machine does not support the sandbox.
     """
 
     limits: Mapping[str, Any] = field(default_factory=dict)

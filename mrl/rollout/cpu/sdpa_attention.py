@@ -1,4 +1,4 @@
-"""Attention for SGLang on a CPU. One call of `scaled_dot_product_attention` (SDPA) computes many sequences.
+"""Attention for SGLang on a CPU. One call of `scaled_dot_product_attention` (SDPA) serves many sequences.
 
 SGLang's `torch_native` backend calls SDPA once per sequence and layer. With hundreds of short sequences, the Python loop costs
 far more than the arithmetic. Here, all layers of a forward pass share one *plan*, which is a list of *tiles*. A tile is a set
@@ -58,8 +58,8 @@ class QueryRow(NamedTuple):
 class Tile:
     """Rows that share one SDPA call. A tile has N * Q entries; each entry is a query token of the batch or padding.
 
-    Padding repeats the last query token and the last key of a row. Therefore a padding entry has a valid token index, and all
-    slots that are read have been written.
+    Padding repeats the last query token and the last key of a row. Therefore each padding entry has a valid token index, and
+    SGLang has written every slot of the KV cache that a tile reads.
     """
 
     num_rows: int  # N
@@ -103,7 +103,8 @@ def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Query
 def fits_tile(num_rows: int, widest_Q: int, widest_L: int, needed_scores: int) -> bool:
     """Return whether rows may share a tile under the limits of padding and memory.
 
-    `widest_Q`, `widest_L`: largest number of query tokens and of keys of a row. `needed_scores`: scores without padding.
+    `widest_Q`: largest number of query tokens of a row. `widest_L`: largest number of keys of a row. `needed_scores`: number of
+    scores without padding.
     """
     scores = num_rows * widest_Q * widest_L
     return (
@@ -114,7 +115,7 @@ def fits_tile(num_rows: int, widest_Q: int, widest_L: int, needed_scores: int) -
 
 
 def group_rows(rows: list[QueryRow]) -> list[list[QueryRow]]:
-    """Return the rows of each tile. Rows of similar size share a tile; a row that fits no other row has its own tile."""
+    """Return the rows of each tile. Rows of similar size share a tile. A row that cannot share has its own tile."""
     groups: list[list[QueryRow]] = []
     widest_Q = widest_L = needed = 0
     for row in sorted(rows, key=lambda r: (r.num_queries.bit_length(), r.num_keys)):

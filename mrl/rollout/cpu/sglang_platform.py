@@ -1,4 +1,4 @@
-"""SGLang platform plug-in: unmodified SGLang on a machine without a GPU.
+"""SGLang platform plug-in that runs unmodified SGLang on a machine without a GPU.
 
 SGLang finds the plug-in through the entry point `sglang.srt.platforms` (setup.py). If there is a GPU or another accelerator,
 `activate()` returns None and SGLang chooses its own platform.
@@ -31,7 +31,7 @@ PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_f
 def sleep_while_paused(result: None, scheduler: Any) -> None:
     """Let a paused scheduler sleep until a request arrives. Hook in the scheduler's loop.
 
-    Without the hook, a paused scheduler would keep a CPU core busy that the trainer and the weight sync need.
+    Without the hook, a paused scheduler would keep a CPU core busy, although the trainer and the weight sync need this core.
     """
     scheduler.maybe_sleep_on_idle()
 
@@ -45,13 +45,13 @@ def activate() -> str | None:
     if REGISTRY_FOLDER_ENV in os.environ:
         dump_stacks_on_signal(Path(os.environ[REGISTRY_FOLDER_ENV]) / f"{os.environ[REGISTRY_NAME_ENV]}.txt")
     if torch.accelerator.is_available():
-        # SGLang spawns its processes on a GPU, so each of them registers the hooks itself.
+        # On a machine with a GPU, SGLang spawns its processes, so each process must register the hooks itself.
         HookRegistry.register(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)
         register_hooks()
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])
-        # Otherwise SGLang refuses deterministic inference. On a CPU, deterministic inference only makes the sampling use seeds.
+        # Otherwise SGLang refuses deterministic inference. Its only effect on a CPU is that SGLang samples with seeds.
         add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     return f"{__name__}.CpuPlatform"
 

@@ -77,8 +77,8 @@ def experts(
 ) -> StandardCombineInput:
     """Return, for each token, the sum of its experts' outputs times their router weights, [T, hidden].
 
-    The output of an expert is `(silu(x @ gate.T) * (x @ up.T)) @ down.T`. Experts on other ranks have the index -1 and are
-    skipped, which SGLang's torch version cannot do.
+    The output of an expert is `(silu(x @ gate.T) * (x @ up.T)) @ down.T`. Experts on other ranks have the index -1. This
+    function skips them, but SGLang's torch version cannot do so.
     """
     # weights: router weights; ids: indices of the experts; both [T, topk]
     x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output

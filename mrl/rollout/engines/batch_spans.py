@@ -1,7 +1,7 @@
 """Spans of the batches that an SGLang scheduler computes, for the timeline of a run.
 
-The hooks note when a batch is launched and when its result has been processed. A GPU computes a batch between these times. If
-SGLang overlaps the launch of a batch with the computation of the last batch, the spans of the two batches overlap.
+The hooks note when a batch is launched and when its result has been processed. A GPU computes the batch between these times. If
+SGLang launches a batch while the GPU still computes the previous batch, the spans of the two batches overlap.
 """
 
 import logging
@@ -33,7 +33,7 @@ _launched: deque[_Launch] = deque(maxlen=2)
 
 
 def register_hooks() -> None:
-    """Register the hooks if the run records a timeline. Must be called in each process of SGLang before it applies its hooks."""
+    """Register the hooks if the run records a timeline. Must be called in each process before SGLang applies the hooks there."""
     if spans.PROCESS_ENV not in os.environ:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # imports SGLang, which takes seconds
@@ -43,7 +43,7 @@ def register_hooks() -> None:
 
 
 def harmless(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that logs its first error and then does nothing more. An error in a hook would end the SGLang server."""
+    """Wrap a hook: its first error is logged, and it does nothing afterwards. An uncaught error would end the SGLang server."""
     failed = False
 
     @wraps(hook)
@@ -52,7 +52,7 @@ def harmless(hook: Callable[..., None]) -> Callable[..., None]:
         try:
             if not failed:
                 hook(*args, **kwargs)
-        except Exception:  # process boundary: the engine works on without its timeline
+        except Exception:  # the engine must continue, even without its timeline
             failed = True
             logger.exception("this engine records no more batches in its timeline")
 
@@ -61,7 +61,7 @@ def harmless(hook: Callable[..., None]) -> Callable[..., None]:
 
 @harmless
 def note_launch(scheduler: Any, batch: Any, *_: object, **__: object) -> None:
-    """Note the start of a batch. Hook before Scheduler.run_batch."""
+    """Note the start of a batch. Hook that runs before Scheduler.run_batch."""
     is_prefill, responses = batch.forward_mode.is_extend(), len(batch.reqs)
     tokens = batch.extend_num_tokens if is_prefill else responses
     name = "prefill" if is_prefill else "decode"
@@ -70,7 +70,7 @@ def note_launch(scheduler: Any, batch: Any, *_: object, **__: object) -> None:
 
 @harmless
 def record_batch(result: None, scheduler: Any, batch: Any, *_: object, **__: object) -> None:
-    """Record the oldest batch that was launched. Hook after Scheduler.process_batch_result."""
+    """Record the oldest batch that was launched. Hook that runs after Scheduler.process_batch_result."""
     from sglang.srt.runtime_context import get_parallel  # can be imported only inside SGLang
 
     spans.start_from_environment(get_parallel().tp_rank)

@@ -4,7 +4,8 @@ SGLang calls `record_forward` in each of its scheduler processes (server argumen
 hook on the modules of the model. The hook does nothing until a request file lies in the folder of the recording. Then it writes
 the outputs of all modules of the next forward pass, and the model weights that the request names.
 
-`engine_trace` maps the names of SGLang's modules to the places that mrl.workers.forward_trace also records.
+`engine_trace` renames the recorded tensors: it maps SGLang's modules to the places that mrl.workers.forward_trace records in a
+trainer.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ REQUEST = "request.json"
 """File that asks for the recording of the next forward pass: {"name": name of the output file, "weights": prefixes}."""
 _MODULES_WITH_INPUTS = ("RowParallelLinear", "RadixAttention")  # classes of SGLang whose inputs are recorded, too
 _CONCATENATED = ("query", "key", "value", "normed_query", "normed_key", "rotated_query", "rotated_key", "attention")
-_CONCATENATED += ("gate", "up", "activation")  # places of which each tensor-parallel rank has a part
+_CONCATENATED += ("gate", "up", "activation")  # at these places, each tensor-parallel rank has a part
 _PARTIAL_SUMS = (
     "attention_output",
     "mlp_output",
     "routed_experts",
     "shared_experts",
-)  # not comparable with several ranks
+)  # with several ranks, each rank has only a part of the sum, so these places are not compared
 
 
 def recording_args(folder: str | Path) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def recording_args(folder: str | Path) -> dict[str, Any]:
         hook_factory=f"{__name__}:record_forward",
         config=dict(folder=str(folder)),
     )
-    # A CUDA graph and the prefix cache would skip modules.
+    # With a CUDA graph, the hooks would not run. With the prefix cache, the engine would not compute the cached tokens.
     return dict(forward_hooks=[hook], disable_radix_cache=True, cuda_graph_backend_prefill="disabled")
 
 
@@ -62,7 +63,7 @@ class ForwardRecorder:
         self._records: dict[int, list[Arrays]] = {}  # id of a module -> outputs and inputs of each of its calls
 
     def __call__(self, module: Any, inputs: tuple, output: Any) -> None:
-        """Store what the module computed. The last module, which computes the logits, writes the file."""
+        """Store what the module computed. After the last module, which computes the logits, write the file."""
         if not self.request.exists():
             return
         if hasattr(output, "next_token_logits"):
@@ -76,11 +77,12 @@ class ForwardRecorder:
             self._records.setdefault(id(module), []).append(record)
 
     def _write(self, inputs: tuple, output: Any) -> None:
-        from safetensors.numpy import save_file  # this module is also imported by the driver
+        from safetensors.numpy import save_file  # imported here, because the driver does not need it
 
         request = json.loads(self.request.read_text())
         calls = {key: iter(records) for key, records in self._records.items()}
-        # All layers may share one module, such as the rotary embedding. Its calls are in the order of the layers.
+        # Several layers may share a module, such as the rotary embedding. The calls of this module are in the order of the
+        # layers.
         arrays = {
             f"model.{name}/{part}": array
             for name, module in self._model.named_modules(remove_duplicate=False)
@@ -102,9 +104,10 @@ class ForwardRecorder:
 
 
 def _tensors(value: Any) -> list[Any]:
-    """Return the tensors of a module's output or arguments. The driver, which imports this module, does not import torch.
+    """Return the tensors of a module's output or arguments. Does not import torch, because the driver imports this file.
 
-    An MoE layer may leave the sum of its parts to the next norm, and return an object that has the parts. It has no output then.
+    An MoE layer may return an object with the parts of its output, so that the next norm adds them. Such an object counts as no
+    output: the result is [].
     """
     if hasattr(value, "get_merged"):
         return []
@@ -125,7 +128,7 @@ def _tp_rank() -> int:
 
 
 def write_request(folder: str | Path, name: str, weights: Sequence[str] = ()) -> Path:
-    """Ask the engine to record its next forward pass, and return the file of the request, which the caller removes.
+    """Write the request that makes the engine record its next forward pass. Returns the request's file; the caller removes it.
 
     The engine also records the weights whose names begin with one of the prefixes in `weights`.
     """
@@ -137,7 +140,7 @@ def write_request(folder: str | Path, name: str, weights: Sequence[str] = ()) ->
 
 
 def read_recording(folder: str | Path, name: str, num_ranks: int) -> list[Arrays]:
-    """Return the arrays of one recorded pass of each tensor-parallel rank. Raises ValueError if a file is missing."""
+    """Return the arrays of one recorded forward pass, for each tensor-parallel rank. Raises ValueError if a file is missing."""
     from safetensors.numpy import load_file
 
     files = [Path(folder) / f"{name}.{rank}.safetensors" for rank in range(num_ranks)]
@@ -161,7 +164,7 @@ def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
             whole = weights.setdefault(shard.name, np.zeros(shapes[shard.name], np.float32))
             part = param[shard.box_in_param(shard.box).slices]
             whole[shard.box.slices] = part.reshape(whole[shard.box.slices].shape)
-    if OUTPUT not in shapes and f"weight/{OUTPUT}" in ranks[0]:  # the config says that the output layer is tied
+    if OUTPUT not in shapes and f"weight/{OUTPUT}" in ranks[0]:  # config.json ties the output layer to the embedding
         rows = np.concatenate([arrays[f"weight/{OUTPUT}"] for arrays in ranks])
         weights[OUTPUT] = rows[: shapes[EMBEDDING][0]]
     return weights
@@ -173,7 +176,7 @@ def engine_trace(ranks: Sequence[Arrays], arch: Architecture) -> Arrays:
     if len(traces) == 1:
         return traces[0]
     merged = {}
-    copies = max(1, len(ranks) // arch.transformer["num_query_groups"])  # ranks that have the same key/value heads
+    copies = max(1, len(ranks) // arch.transformer["num_query_groups"])  # number of ranks with the same key/value heads
     for place, array in traces[0].items():
         name = place.rpartition(".")[2]
         if name in _CONCATENATED:
@@ -218,7 +221,7 @@ def _norms(module: Arrays) -> Arrays:
 
 
 def _attention(module: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
-    """Return the places of attention. The queries and keys of RadixAttention are normed and rotated."""
+    """Return place -> array for attention. The inputs of RadixAttention are the queries and keys after norm and rotation."""
     fused = module["self_attn.qkv_proj/out0"]
     kv = max(arch.sizes["kv"] // num_ranks, arch.sizes["head_dim"])
     query, key, value = np.split(fused, [fused.shape[1] - 2 * kv, fused.shape[1] - kv], axis=1)
@@ -235,7 +238,10 @@ def _attention(module: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
 
 
 def _latent_attention(module: Arrays, arch: Architecture) -> Arrays:
-    """Return the places of multi-head latent attention. RoPE rotates the last components of each query, and one shared key."""
+    """Return place -> array for multi-head latent attention.
+
+    RoPE rotates the last components of each query, and one key that all heads share.
+    """
     t = arch.transformer
     rope, width = t["qk_pos_emb_head_dim"], t["qk_head_dim"] + t["qk_pos_emb_head_dim"]
     names = dict(attention="self_attn.o_proj/in0", attention_output="self_attn.o_proj/out0")
@@ -258,7 +264,7 @@ def _latent_attention(module: Arrays, arch: Architecture) -> Arrays:
 
 
 def halves(pairs: NDArray) -> NDArray:
-    """Return components [..., d] with the first of all pairs before the second of all pairs, instead of pair after pair."""
+    """Reorder components [..., d] that come pair by pair: the first components of all pairs, then the second components."""
     return np.concatenate([pairs[..., 0::2], pairs[..., 1::2]], axis=-1)
 
 
@@ -270,7 +276,7 @@ def _dense_mlp(module: Arrays) -> Arrays:
 
 
 def _mixture_of_experts(module: Arrays, arch: Architecture) -> Arrays:
-    """Return the places of an MoE layer. `routing` has the weight of each expert for each token, and 0 for other experts."""
+    """Return place -> array for an MoE layer. `routing` has, for each token, the weights of its experts, and 0 for all others."""
     block = "mlp" if "mlp.topk/out0" in module else "block_sparse_moe"
     places = _pick(
         module,
@@ -296,7 +302,7 @@ def _mixture_of_experts(module: Arrays, arch: Architecture) -> Arrays:
 
 
 def _factor(experts: NDArray, routed: NDArray) -> np.float32:
-    """Return the factor by which the layer multiplies the output of its experts after they were weighted."""
+    """Return the factor by which the layer multiplies the weighted sum of its experts' outputs; 1 if no single factor fits."""
     factor = float((experts * routed).sum()) / max(float(np.square(experts).sum()), np.finfo(np.float32).tiny)
     is_factor = np.abs(experts * factor - routed).max(initial=0.0) < 1e-3 * np.abs(routed).max(initial=1e-30)
     return np.float32(factor if is_factor else 1.0)

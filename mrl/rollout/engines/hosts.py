@@ -53,7 +53,7 @@ class EngineServers:
         self.servers = self.servers or [self._start(index) for index in range(group.count)]
 
     def _start(self, index: int) -> EngineServer | RayEngine:
-        """Start a server for the index `index`. Returns before the server is ready."""
+        """Start the server with the index `index`. Returns before the server is ready."""
         serial_number, group = next(self._serial_numbers), self.group
         name = f"{group.name}_{serial_number}"
         arguments: dict[str, Any] = dict(random_seed=group.seed + serial_number) | self._arguments
@@ -108,7 +108,7 @@ class EngineServers:
         self._were_ready = True
 
     def end_reason(self, url: str) -> str:
-        """Return why the server at this URL, whose processes do not run, has ended."""
+        """Return why the processes of the server at this URL have ended."""
         own = [server for server in self.servers if server.url == url and not isinstance(server, ExternalEngine)]
         killed = f": {describe_exit(-signal.SIGKILL)}" if any(server.was_killed for server in own) else ""
         return f"its processes have ended{killed}"

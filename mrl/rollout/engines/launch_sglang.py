@@ -1,10 +1,11 @@
 """Entry point of an SGLang server process: `python -m mrl.rollout.engines.launch_sglang ARGUMENTS.json`.
 
-It runs SGLang's own HTTP server with SGLang's own arguments. All changes to SGLang go through SGLang's hook registry. The main
-change concerns how processes are started on a machine without CUDA: by fork. By default, SGLang spawns a scheduler and a
-detokenizer, and each of them imports torch, transformers and sglang again, which takes 8 CPU-seconds. Without CUDA, a process
-with a single thread can be forked safely. Here, the server process imports these packages, and then forks the scheduler and the
-detokenizer.
+It runs SGLang's own HTTP server with SGLang's own arguments. All changes to SGLang go through SGLang's hook registry.
+
+The main change is for machines without CUDA: child processes start by fork. By default, SGLang spawns a scheduler and a
+detokenizer. Each of them imports torch, transformers and sglang again, and these imports take 8 CPU-seconds. Here, the server
+process imports these packages, and then forks the scheduler and the detokenizer. The fork is safe, because the server process
+has no CUDA context, and only one thread at that time.
 """
 
 from __future__ import annotations
@@ -141,15 +142,15 @@ def use_fork(result: None, *_: object) -> None:
 
 
 def reset_signals(*_: object) -> None:
-    """Remove the parent's signal handlers, which would end all processes of the server. Hook at the start of a forked child."""
+    """Remove the parent's signal handlers, which would end all processes of the server. Hook that a forked child runs first."""
     for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
 def skip_batch_invariant_kernels(*_: object) -> None:
-    """Do nothing, instead of the switch to SGLang's batch-invariant kernels, which need Triton.
+    """Do nothing. Hook that replaces the method with which SGLang turns on batch-invariant kernels, because these need Triton.
 
-    On a CPU, the argument enable_deterministic_inference therefore only makes the sampling use seeds.
+    Therefore the argument enable_deterministic_inference has only one effect on a CPU: SGLang samples with seeds.
     """
 
 

@@ -1,6 +1,6 @@
 """Reservations of ports and scratch directories for SGLang servers.
 
-A locked file stands for each reservation. The kernel releases the lock when the processes of the server have ended.
+Each reservation is a lock on a file. The kernel releases the lock when the processes of the server have ended.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 FIRST_PORT, LAST_PORT = 20000, 32000
-"""Range of ports that may be reserved. It is disjoint from the ports that the kernel gives outgoing connections (from 32768)."""
+"""Range of ports that may be reserved. The kernel uses other ports, from 32768, for outgoing connections."""
 
 
 class PortLease:
@@ -66,7 +66,7 @@ SCRATCH_PREFIX = "mrl-engine-"
 LOCK_FILE = "held"  # file in the scratch directory that is locked while the supervisor of the server lives
 SHARED_MEMORY_LIST = "shared_memory"  # file that lists the server's files in /dev/shm; supervisor.py has the same value
 MAX_PARENT_LENGTH = 60
-"""A folder may contain scratch directories only if its path has fewer characters than this. Otherwise they are in /tmp.
+"""Scratch directories are in the temporary folder if its path has fewer characters than this, and otherwise in /tmp.
 
 SGLang creates Unix sockets in the scratch directory, and the path of a Unix socket has at most 107 characters.
 """

@@ -37,7 +37,7 @@ class EngineNodeActor:
     def start(self, node: str, rendezvous: str | None) -> str:
         """Start the server's processes, and return the server's URL.
 
-        `node`: Ray's id of the node on which the slots were looked up. `rendezvous`: result of the method `rendezvous` on the
+        `node`: Ray's id of the node on which Ray had placed the slots. `rendezvous`: result of the method `rendezvous` on the
         first node; None if the engine has a single node. Raises RuntimeError if this actor runs on another node than `node`.
         """
         if ray.get_runtime_context().get_node_id() != node:
@@ -97,7 +97,7 @@ class RayEngine:
         self._ended: list[Any] = []
 
     def start(self) -> None:
-        """Start the processes on every node, and do not wait for them. Raises an error if Ray cannot provide the slots."""
+        """Start the processes on every node. Returns before they are ready. Raises an error if Ray cannot provide the slots."""
         assert not self._node_actors, f"{self.url} was already started"
         nodes = group_by_node(self._slots())
         self._node_actors = [self._create_node_actor(index, slots, len(nodes)) for index, slots in enumerate(nodes)]
@@ -126,7 +126,8 @@ class RayEngine:
         ready = actor.wait_ready.remote(timeout_s, self._started[0])
         done, _ = ray.wait([ready, *self._ended], timeout=timeout_s + RAY_CALL_MARGIN_S)
         try:
-            ray.get(ready, timeout=RAY_CALL_MARGIN_S if done else 0)  # raises the reason if the processes ended
+            # If the processes have ended, this call raises the reason.
+            ray.get(ready, timeout=RAY_CALL_MARGIN_S if done else 0)
             self.url = ray.get(self._started[0], timeout=max(1.0, deadline - time.monotonic()))
         except RayTaskError as error:
             if isinstance(error.cause, RuntimeError | TimeoutError):

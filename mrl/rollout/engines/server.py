@@ -1,4 +1,4 @@
-"""SGLang servers. EngineServer is a child process that always ends with this process. ExternalEngine is run by the user."""
+"""SGLang servers. The processes of an EngineServer end with this process. An ExternalEngine is a server that the user runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mrl.weight_sync.engine_control import EngineControl
 POLL_INTERVAL_S = 0.05  # seconds between two checks whether an EngineServer is ready
 EXTERNAL_POLL_INTERVAL_S = 0.2  # seconds between two checks whether an ExternalEngine is ready
 WARM_UP_TIMEOUT_S = (
-    "86400"  # of the request with which SGLang warms up a GPU; mrl waits only for cluster.start_timeout_s
+    "86400"  # seconds; SGLang's limit for its warm-up request. mrl stops waiting earlier, after cluster.start_timeout_s
 )
 LOG_TAIL_BYTES = 4000  # length of the part of the log that an error message quotes
 
@@ -51,7 +51,7 @@ class EngineServer:
         env: Mapping[str, str] | None = None,
         grace_s: float = 1.0,
     ) -> None:
-        """Reserve the ports of the server. `start` starts it.
+        """Reserve the ports of the server. `start` starts the server.
 
         Args:
             server_args: fields of SGLang's ServerArgs, at least `model_path`. The default of `host` is the loopback address.
@@ -112,8 +112,8 @@ class EngineServer:
             "MRL_ENGINE_SCRATCH": str(scratch),  # see launch_sglang.list_shared_memory_file
             "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # seconds; clients keep idle connections open between steps
             "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # seconds until SGLang notices that a client has disconnected
-            "SPT_NOENV": "1",  # otherwise setproctitle overwrites the environment, by which mrl finds processes
-            "MASTER_ADDR": "127.0.0.1",  # this address and port are part of the names of SGLang's shared-memory files
+            "SPT_NOENV": "1",  # otherwise setproctitle overwrites the environment variables by which mrl finds processes
+            "MASTER_ADDR": "127.0.0.1",  # SGLang's shared-memory files have this address and port in their names
             "MASTER_PORT": str(self._leases[1].port),
         }
         if "dist_init_addr" not in self.server_args:  # all ranks are on this node
@@ -138,7 +138,8 @@ class EngineServer:
             if ranks > 1:  # SGLang requires one binding to CPU cores per rank
                 bindings = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
                 env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bindings)
-        # setproctitle finds the command line in memory only while the first variable keeps its value, and SGLang sets others.
+        # SPT_NOENV must be the first variable: setproctitle finds the command line in memory only while the first variable keeps
+        # its value, and SGLang changes other variables.
         return {"SPT_NOENV": env.pop("SPT_NOENV")} | env | self._extra_env
 
     def alive(self) -> bool:
@@ -229,7 +230,8 @@ class EngineServer:
 def listen_address() -> str:
     """Return the address on which engines of this process listen.
 
-    It is loopback if this process is in no Ray cluster or if the cluster has one node, and otherwise the address of this node.
+    If this process is in no Ray cluster, or if the cluster has one node, this is the loopback address. Otherwise it is the
+    address of this node.
     """
     ray = sys.modules.get("ray")  # a process that has not imported Ray is in no cluster
     if ray is None or not ray.is_initialized():
@@ -239,7 +241,7 @@ def listen_address() -> str:
 
 
 def cuda_compiler_env(env: Mapping[str, str], libraries: Path) -> dict[str, str]:
-    """Return variables with which FlashInfer and other packages of an engine find the CUDA compiler of the lock.
+    """Return variables with which FlashInfer and other packages find the CUDA compiler that the locked requirements install.
 
     These packages compile kernels when they are first used. They look for a CUDA toolkit in CUDA_HOME, and link with -lcudart and
     -lcuda. NVIDIA's packages contain only names such as libcudart.so.13, so this function creates the folder `libraries` with the
@@ -262,7 +264,8 @@ def cuda_compiler_env(env: Mapping[str, str], libraries: Path) -> dict[str, str]
         "CUDA_HOME": str(toolkit),
         "PATH": prepend("PATH", toolkit / "bin", Path(sys.executable).parent),  # nvcc and ninja
         "LIBRARY_PATH": prepend("LIBRARY_PATH", libraries),
-        "CPLUS_INCLUDE_PATH": prepend("CPLUS_INCLUDE_PATH", toolkit / "include" / "cccl"),  # nvcc adds it by itself
+        # For g++, because only nvcc adds this folder by itself
+        "CPLUS_INCLUDE_PATH": prepend("CPLUS_INCLUDE_PATH", toolkit / "include" / "cccl"),
     }
 
 

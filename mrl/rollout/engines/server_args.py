@@ -78,21 +78,21 @@ NCCL_VARIABLES = {
     "NCCL_CUMEM_ENABLE": ("enable_symm_mem",),
     "NCCL_NVLS_ENABLE": ("enable_symm_mem", "enable_nccl_nvls"),
 }
-"""Variable of NCCL that SGLang sets -> server arguments with which SGLang sets the variable to 1 in every case."""
+"""Variable of NCCL that SGLang sets -> server arguments. If one of these arguments is set, SGLang sets the variable to 1."""
 
 DUMP_VARIABLE = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-"""1, the default of torch: if an NCCL group has an error, torch writes its log of collectives and ends the process.
+"""Variable of torch. With 1, its default, torch writes a log of collectives and ends the process if an NCCL group has an error.
 
-With 0, a trainer rank goes on when an engine dies, and an engine goes on when a trainer dies.
+With 0, trainer ranks keep running when an engine dies, and engines keep running when a trainer rank dies.
 """
 
 
 def nccl_environment(server_args: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of NCCL for trainer ranks and engines that join common NCCL groups.
 
-    The variables in NCCL_VARIABLES must be the same on both sides. SGLang (0.5.23, _set_envs_and_config) sets such a variable to
-    0 if it is not in the environment. A value that the user has set in `environment` applies to both sides. `server_args`: the
-    config section `sglang`.
+    The variables in NCCL_VARIABLES must have the same values in trainer ranks and engines. SGLang (0.5.23, _set_envs_and_config)
+    sets such a variable to 0 if it is not in the environment. A value that the user has set in `environment` applies to trainer
+    ranks and engines. `server_args`: the config section `sglang`.
     """
     return {DUMP_VARIABLE: environment.get(DUMP_VARIABLE, "0")} | {
         name: "1" if any(server_args.get(argument) for argument in arguments) else environment.get(name, "0")
@@ -101,7 +101,7 @@ def nccl_environment(server_args: Mapping[str, Any], environment: Mapping[str, s
 
 
 def has_cuda() -> bool:
-    """Return whether the CUDA driver sees a device, with respect to CUDA_VISIBLE_DEVICES. Does not import torch."""
+    """Return whether the CUDA driver sees a device that CUDA_VISIBLE_DEVICES does not hide. Does not import torch."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -113,8 +113,8 @@ def has_cuda() -> bool:
 def memory_saver_args(device: str | None = None) -> dict[str, Any]:
     """Return the ServerArgs fields that allow an engine to be offloaded. Returns an empty dict for a CPU.
 
-    `device`: "cuda" or "cpu"; None stands for "cuda" if there is a GPU, and for "cpu" otherwise. A user may choose other CUDA
-    graphs for the prefill, see `releases_cuda_graphs`.
+    `device`: "cuda" or "cpu"; None: "cuda" if there is a GPU, and "cpu" otherwise. The fields turn off CUDA graphs for the
+    prefill, but a user may turn these graphs on again (see `releases_cuda_graphs`).
     """
     if (device or ("cuda" if has_cuda() else "cpu")) != "cuda":
         return {}
@@ -124,8 +124,8 @@ def memory_saver_args(device: str | None = None) -> dict[str, Any]:
 def releases_cuda_graphs(server_args: Mapping[str, Any]) -> bool:
     """Return whether an offloaded engine can also release the memory of its CUDA graphs.
 
-    SGLang (0.5.23) cannot release the memory of graphs of the kind "breakable": with SGLANG_MEMORY_SAVER_CUDA_GRAPH, it ends at
-    the start. This kind is SGLang's default for the prefill.
+    SGLang (0.5.23) cannot release the memory of "breakable" graphs, which are its default for the prefill. If there are such
+    graphs and the variable SGLANG_MEMORY_SAVER_CUDA_GRAPH is set, the server fails when it starts.
     """
     explicit = server_args.get("cuda_graph_config") or {}
     for phase, default in (("prefill", "breakable"), ("decode", "full")):
@@ -155,14 +155,14 @@ def default_server_args(
         dtype=dtype,
         context_length=context_length,
         skip_tokenizer_init=True,  # requests and responses are token ids, and stop conditions are usually token ids, too
-        # On a GPU, the first request compiles kernels for minutes. With SGLang's warm-up, the engine is ready only afterwards.
-        # Otherwise the compilation would count as a stall (fault_tolerance.engine_stall_timeout_s).
+        # On a GPU, the first request compiles kernels for minutes. SGLang's warm-up sends this request before the engine is
+        # ready. Without the warm-up, the compilation would count as a stall (fault_tolerance.engine_stall_timeout_s).
         skip_server_warmup=device != "cuda",
         sleep_on_idle=True,  # otherwise SGLang's scheduler keeps a CPU core busy while the trainer works
         weight_version="0",
         load_snapshot_publish_interval=5,  # forward passes between two changes of the value that EngineClient.heartbeat reads
         disable_shared_experts_fusion=True,  # the trainer keeps shared experts separate from routed experts, too
-        custom_weight_loader=[WEIGHT_LOADER],  # function of the scheduler processes that receives new model weights
+        custom_weight_loader=[WEIGHT_LOADER],  # function that receives new model weights in the scheduler processes
         log_level="warning",
     )
     if device == "cuda":

@@ -1,7 +1,7 @@
-"""Supervisor process between a rollout process and an SGLang server: the server never outlives the rollout process.
+"""Supervisor process between a rollout process and an SGLang server, so that the server never outlives the rollout process.
 
-The supervisor runs as a file with `python -I -S`. It therefore starts in milliseconds, and must not import anything from mrl.
-It leads its own process session. It reads one line of JSON from stdin and starts the command in this line.
+`python -I -S` runs this file as a script, so the supervisor starts in milliseconds, but cannot import anything from mrl. The
+supervisor leads its own process session. It reads one line of JSON from stdin and starts the command in this line.
 
 The supervisor ends the command and all descendants of the command in any of these cases:
 

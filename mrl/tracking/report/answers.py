@@ -1,4 +1,4 @@
-"""Answers to the first questions about a run, each in a few sentences, from what the run recorded."""
+"""Short answers to the first questions about a run. The answers come from the data that the run recorded."""
 
 import math
 import re
@@ -24,10 +24,10 @@ from mrl.tracking.report.recorded_run import RecordedRun, Sample
 from mrl.tracking.report.sample_table import no_samples_text
 from mrl.tracking.timeline_summary import NOISE, SMALLEST_SHARE, RankWork, percent
 
-STANDARD_ERRORS_OF_A_CLEAR_CHANGE = 2.0  # a larger change of the mean reward is clear
-MOST = 0.5  # fraction of responses that explains a low reward
-MANY_TRUNCATED = 0.05  # fraction of truncated responses that matters
-MANY_EQUAL_GROUPS = 0.9  # fraction of groups with equal rewards that slows learning down
+STANDARD_ERRORS_OF_A_CLEAR_CHANGE = 2.0  # a change of the mean reward by more standard errors is clear
+MOST = 0.5  # from this fraction on, failed or truncated responses explain a low reward
+MANY_TRUNCATED = 0.05  # from this fraction on, truncated responses are a problem
+MANY_EQUAL_GROUPS = 0.9  # from this fraction on, groups with equal rewards slow learning down
 MAX_NAMED_KEYS = 12  # number of changed config keys that an answer names
 QUOTE_CHARACTERS = 90  # length of a quoted response
 NOT_RECORDED = "Not recorded"
@@ -63,7 +63,7 @@ def answers(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def health(run: RecordedRun) -> dict[str, Any]:
-    """Return the state of the run ("good", "bad" or "unknown"), a headline, and the problems of the health check as lines."""
+    """Return the state of the run ("good", "bad" or "unknown"), a headline, and one line for each problem."""
     lines: list[str] = []
     if run.error:
         lines.append(f"The run ended with an error: {run.error}")
@@ -222,7 +222,7 @@ def _compare_text(run: RecordedRun) -> str:
 
 
 def _equal_groups_text(last: dict[str, float]) -> str:
-    """Say in which part of the groups all rewards are equal, and whether this matters."""
+    """Say in which fraction of the groups all rewards are equal, and whether this is a problem."""
     equal = last.get("reward/uniform_groups_fraction", 0.0)
     if not equal:
         return ""
@@ -315,7 +315,7 @@ STABILITY = {
     "optim/grad_norm": "gradient norm",
     "mismatch/logprob_abs_mean": "mismatch",
 }
-UNSTABLE = ("entropy", "differ by", "diverge")  # words in the health check's texts about stability
+UNSTABLE = ("entropy", "differ by", "diverge")  # problems with one of these words in their text are about stability
 
 
 def _stability(run: RecordedRun) -> tuple[str, str]:

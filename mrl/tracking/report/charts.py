@@ -44,10 +44,10 @@ CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Time of a step", {"time/step_s": "step"}),
     ("Metrics of plug-ins", {r"own/.*": ""}),
 )
-"""Title of each chart, and regular expressions of its metrics with their labels. An empty label is made from the name."""
-MAX_POINTS = 600  # points of one curve; of longer curves, the extremes of equal intervals are kept
-MAX_COLUMNS = 60  # columns of a distribution
-NUM_BINS = 14  # rows of a distribution
+"""(title, {regular expression of metric names: label}) of each chart. An empty label is derived from the metric's name."""
+MAX_POINTS = 600  # largest number of points of a curve; `thinned` shortens longer curves
+MAX_COLUMNS = 60  # largest number of columns of a distribution
+NUM_BINS = 14  # number of rows of a distribution
 GOOD_VERBS = ("rises", "falls", "changes", "follows", "has")  # first words of Metric.good that are verbs
 INTERVAL_Z = 1.96  # normal quantile of a 95 % interval
 
@@ -76,7 +76,7 @@ def overlaid_charts(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[
 
 
 def _recorded_charts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (title, [(metric, its label)]) of the charts of which a run recorded metrics."""
+    """Return (title, [(metric, its label)]) for each chart for which at least one run recorded metrics."""
     names = sorted(
         {name for run in runs for each in (run.metrics, run.evaluations) for v in each.values() for name in v}
     )
@@ -122,7 +122,7 @@ def describe(name: str) -> tuple[str, str, str]:
 
 
 def _label(name: str) -> str:
-    """Return the words of a metric's name: eval/reward_greedy -> greedy, reward/correct_mean -> correct, reward/a/mean -> a."""
+    """Make a label from a metric's name: eval/reward_greedy -> greedy, reward/correct_mean -> correct, reward/a/mean -> a."""
     words = name.partition("/")[2].removeprefix("reward_").removesuffix("_mean").removesuffix("/mean")
     return re.sub("[_/]", " ", words) or name
 
@@ -137,7 +137,7 @@ def _series(run: RecordedRun, name: str, label: str) -> dict[str, Any]:
 
 
 def _evaluated_rows(run: RecordedRun, name: str) -> int | None:
-    """Return the number of rows whose mean a metric eval/* is; None if the config does not say it, or for another metric."""
+    """Return over how many rows of the data a metric eval/* is a mean; None if the config has no number, or for other metrics."""
     if not name.startswith("eval/"):
         return None
     sets = run.setting("data.test_sets", {})
@@ -150,8 +150,8 @@ def _evaluated_rows(run: RecordedRun, name: str) -> int | None:
 def interval(mean: float, rows: int) -> tuple[float, float]:
     """Return the Wilson interval (95 %) of a mean of `rows` rewards between 0 and 1.
 
-    At a given mean, rewards between 0 and 1 have the largest variance if each of them is 0 or 1. If some are between 0 and 1,
-    the interval is wider than necessary.
+    The formula assumes that each reward is either 0 or 1. At the same mean, rewards between 0 and 1 have a smaller variance, so
+    the interval is wider than necessary for them.
     """
     z2 = INTERVAL_Z**2
     centre = (mean + z2 / (2 * rows)) / (1 + z2 / rows)
@@ -160,7 +160,7 @@ def interval(mean: float, rows: int) -> tuple[float, float]:
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """Return at most `most` + 2 points: the smallest and the largest of each of `most // 2` intervals, the first and the last."""
+    """Return at most `most` + 2 points: the first, the last, and the smallest and largest of each of `most // 2` intervals."""
     if len(points) <= most:
         return list(points)
     kept = {points[0], points[-1]}
@@ -190,7 +190,7 @@ def mean_step_s(run: RecordedRun) -> float:
 
 
 def spent_shares(run: RecordedRun) -> dict[str, float]:
-    """Return component -> its fraction of the time of all steps, from spent/*. The largest comes first."""
+    """Return component -> its fraction of the total time of all steps, from the metrics spent/*. The largest comes first."""
     total = sum(run.series("time/step_s").values())
     seconds = {part: sum(run.series(f"spent/{part}_s").values()) for part in COMPONENT_TEXTS}
     shares = {part: value / total for part, value in seconds.items() if value} if total else {}
@@ -198,12 +198,12 @@ def spent_shares(run: RecordedRun) -> dict[str, float]:
 
 
 def mean_spent(run: RecordedRun) -> list[tuple[str, float]]:
-    """Return (component, seconds of the mean step that it takes), largest first."""
+    """Return (component, seconds that it takes in a step on average), largest first."""
     return [(COMPONENT_TEXTS[part], share * mean_step_s(run)) for part, share in spent_shares(run).items()]
 
 
 def time_text(run: RecordedRun) -> str:
-    """Say how long a step takes on average, and how much of it each component takes."""
+    """Say how long a step takes on average, and which share of this time each component takes."""
     shares = spent_shares(run)
     if not shares:
         return "Not recorded: no step has time/step_s and spent/*."
@@ -218,7 +218,7 @@ def time_text(run: RecordedRun) -> str:
 
 
 def time_sentences(run: RecordedRun) -> list[str]:
-    """Return what the metrics say about the time of steps, and of evaluations and checkpoints if the timeline does not say it."""
+    """Return sentences about the time of steps, from the metrics. Without a timeline, add evaluations and checkpoints."""
     between = {name: sum(run.series(f"time/{name}_s").values()) for name in BETWEEN_STEPS}
     return [
         text
@@ -228,7 +228,7 @@ def time_sentences(run: RecordedRun) -> list[str]:
 
 
 def _idle_text(run: RecordedRun) -> str:
-    """Say for which part of a step the trainer ranks compute. Returns "" if it is unknown."""
+    """Say during which share of a step the trainer ranks compute. Returns "" if this share is unknown."""
     share = spent_shares(run).get("megatron")
     if share is None:
         return ""
@@ -239,7 +239,7 @@ def _idle_text(run: RecordedRun) -> str:
 
 
 def time_chart(run: RecordedRun) -> dict[str, Any] | None:
-    """Return the mean seconds of each phase of a step in at most MAX_COLUMNS groups of steps; None if no step was recorded."""
+    """Return the mean seconds of each phase, for at most MAX_COLUMNS groups of steps; None if no step was recorded."""
     steps = [step for step, values in run.metrics.items() if "time/step_s" in values]
     if not steps:
         return None
@@ -295,14 +295,14 @@ def _distribution(title: str, values: Mapping[int, Sequence[float]]) -> dict[str
 
 
 def _edges(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Return the borders of the rows: around each number if the values are few whole numbers, else NUM_BINS equal parts."""
+    """Return the edges of the rows: a row for each number if values are whole numbers in a small range, else NUM_BINS rows."""
     if high - low < NUM_BINS and np.all(values == np.round(values)):
         return np.arange(low - 0.5, high + 1)
     return np.linspace(low, high if high > low else low + 1, NUM_BINS + 1)
 
 
 def metric_rows(run: RecordedRun) -> list[list[Any]]:
-    """Return [name, first value, last value, smallest, largest, unit, meaning, what is good] of each metric."""
+    """Return [name, first value, last value, smallest, largest, unit, meaning, text about good values] of each metric."""
     names = sorted({name for values in (*run.metrics.values(), *run.evaluations.values()) for name in values})
     rows = []
     for name in names:

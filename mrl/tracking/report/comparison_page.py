@@ -29,8 +29,8 @@ from mrl.tracking.report.provenance import settings
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
 from mrl.tracking.timeline_summary import percent
 
-MAX_PAIRS = 200  # prompts whose samples are shown side by side
-KEYS_WITHOUT_EFFECT = ("run.dir", "run.name", "tracking.")  # beginnings of keys that do not change what a run computes
+MAX_PAIRS = 200  # largest number of prompts whose samples are shown side by side
+KEYS_WITHOUT_EFFECT = ("run.dir", "run.name", "tracking.")  # prefixes of keys that do not change the results of a run
 
 
 # Two runs.
@@ -83,7 +83,7 @@ def _package_differences(first: RecordedRun, second: RecordedRun) -> list[list[s
 
 
 def metric_differences(first: RecordedRun, second: RecordedRun) -> tuple[int, list[list[Any]]]:
-    """Return (last step that both runs have, [metric, first, second, difference, unit, meaning] at this step)."""
+    """Return (last step that both runs have, [metric, first, second, difference, unit, meaning] of each metric at this step)."""
     common = sorted(first.metrics.keys() & second.metrics.keys())
     if not common:
         return 0, []
@@ -96,7 +96,7 @@ def metric_differences(first: RecordedRun, second: RecordedRun) -> tuple[int, li
 
 
 def sample_pairs(first: RecordedRun, second: RecordedRun) -> list[dict[str, Any]]:
-    """Return {prompt, expected answer, samples of both runs} for each prompt of which both runs kept samples.
+    """Return {prompt, expected answer, samples of both runs} for each prompt for which both runs kept samples.
 
     The prompt that the first run sampled last comes first.
     """
@@ -268,14 +268,14 @@ def sweep_data(
 
 
 def _result_text(metric: str, metric_steps: int) -> str:
-    """Say how the result of a point comes from the metric."""
+    """Say how the result of a point is computed from the metric."""
     if metric.startswith("eval/"):
         return f"{metric} of the last evaluation"
     return f"mean of {metric} over the last {metric_steps} steps"
 
 
 def _trouble_text(point: SweepPoint) -> str:
-    """Return the problem of a point that the most steps have; "" if it has none."""
+    """Return the first problem that the health check finds in the run of a point; "" if it finds none."""
     found = found_problems(point.run) if point.run else []
     return "; ".join(f"problem “{name}” {where}" for name, where, _ in found[:1])
 
@@ -283,7 +283,7 @@ def _trouble_text(point: SweepPoint) -> str:
 def effects(points: Sequence[SweepPoint], keys: Sequence[str]) -> list[tuple[str, float]]:
     """Return (key, fraction of the variance of the results that the key explains), largest first.
 
-    The fraction is eta squared of each key alone. Points without a finite result do not count.
+    The fraction is eta squared, for each key alone. Points without a finite result do not count.
     """
     measured = _measured(points)
     results = np.array([point.value for point in measured], dtype=float)
@@ -405,7 +405,7 @@ def _margin_text(points: Sequence[SweepPoint], best: int | None, metric: str, me
 
 
 def _standard_error(points: Sequence[SweepPoint], metric: str, metric_steps: int) -> float:
-    """Return the standard error of the difference of two results, from the steps that they average; NaN if it is unknown."""
+    """Return the standard error of the difference between two results, from the values that they average; NaN if unknown."""
     values = [list(point.run.series(metric).values())[-metric_steps:] if point.run else [] for point in points]
     if metric.startswith("eval/") or any(len(each) < 2 for each in values):
         return math.nan

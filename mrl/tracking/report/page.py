@@ -14,7 +14,7 @@ from mrl.config.secrets import redacted
 from parallel.durable_files import write_file
 
 PAGE_BYTES = 5_000_000  # limit of the size of a page
-RESERVE_BYTES = 100_000  # the estimate of the size of samples is not exact
+RESERVE_BYTES = 100_000  # part of the page that stays free, because the size of the samples is only estimated
 SCRIPTS = ("elements.js", "charts.js", "tokens.js", "samples.js", "page.js")  # in the order in which the page runs them
 
 
@@ -42,18 +42,18 @@ def render(data: Mapping[str, Any]) -> bytes:
 
 
 def script_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that can stand in a script element: no text of a sample can end the element. NaN becomes null."""
+    """Return JSON for a script element of HTML: no text of a sample can end the element. NaN becomes null."""
     text = orjson.dumps(redacted(data), default=str, option=orjson.OPT_NON_STR_KEYS).decode()
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def samples_budget(data: Mapping[str, Any]) -> int:
-    """Return how many bytes the samples of a page with the other `data` may have."""
+    """Return how many bytes remain for the samples on a page that contains `data`."""
     return max(0, PAGE_BYTES - RESERVE_BYTES - len(render({"title": "", **data})))
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number for a sentence, such as 0.125, 12,500 or 1.2e-07."""
+    """Return a number as text for a sentence, such as 0.125, 12,500 or 1.2e-07."""
     if value is None or not math.isfinite(value):
         return "not a number"
     if value and abs(value) < 10**-digits:

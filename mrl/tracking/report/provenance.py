@@ -1,4 +1,4 @@
-"""Where a run comes from: its changed config keys, starts, hosts and packages, and the commands with which to go on."""
+"""Provenance of a run: its changed config keys, starts, hosts and packages, and commands that the user may run next."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from mrl.config.validate import key_fields, structured_schema
 from mrl.tracking.report.recorded_run import RecordedRun
 
 MAIN_PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "mrl")
-PLACE = re.compile(r"\((\S+):(\d+), in (\w+)\)")  # place of an error in a function of the user
+PLACE = re.compile(r"\((\S+):(\d+), in (\w+)\)")  # file, line and function of an error in the user's code
 MISSING = object()
 
 
@@ -102,7 +102,7 @@ def go_on_text(run: RecordedRun) -> str:
 
 
 def next_commands(run: RecordedRun) -> list[dict[str, str]]:
-    """Return {title, command} of the commands with which to go on. The first one suits the outcome of the run."""
+    """Return {title, command} of each command that the user may run next. The first command depends on the run's outcome."""
     folder, steps = str(run.folder), run.setting("trainer.max_steps", 0)
     own = [word.lstrip("+") for word in run.overrides]
     replaced = {"run.dir", "trainer.max_steps"} | ({"scoring.rehearse"} if run.error else set())

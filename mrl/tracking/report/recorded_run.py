@@ -1,4 +1,4 @@
-"""Reads everything that a run directory records, for the page of `mrl report`. Missing files count as not recorded."""
+"""Reads everything that a run directory contains, for the page of `mrl report`. Missing files count as not recorded."""
 
 import json
 import logging
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 STARTS_FILE = "starts.jsonl"
 LOG_FILE = "mrl.log"
-ERROR_MARK = "[ERROR]"  # in the lines of LOG_FILE that begin the report of an error
-MAX_LOG_BYTES = 200_000  # part of the log, from its end, in which an error is searched
+ERROR_MARK = "[ERROR]"  # a line of LOG_FILE with this text begins the report of an error
+MAX_LOG_BYTES = 200_000  # number of bytes that are searched for an error, at the end of the log
 Sample = dict[str, Any]  # one sample of samples.jsonl
 
 
@@ -38,18 +38,18 @@ class RecordedRun:
     metrics: dict[int, Metrics] = field(default_factory=dict)  # step -> metrics
     evaluations: dict[int, Metrics] = field(default_factory=dict)  # step -> metrics eval/*
     samples: list[tuple[int, list[Sample]]] = field(default_factory=list)  # (step, samples of the step, best first)
-    lengths: dict[int, list[int]] = field(default_factory=dict)  # step -> sampled tokens of each trained response
+    lengths: dict[int, list[int]] = field(default_factory=dict)  # step -> sampled tokens of each of its responses
     events: list[dict[str, Any]] = field(default_factory=list)  # lines of STARTS_FILE
     overrides: list[str] = field(default_factory=list)  # overrides of the command line
     timeline: list[str] = field(default_factory=list)  # summary of the timeline
-    ranks: list[RankWork] = field(default_factory=list)  # passes of the trainer ranks in the timeline
-    damaged: list[str] = field(default_factory=list)  # which files have damaged lines
+    ranks: list[RankWork] = field(default_factory=list)  # times of the trainer ranks in the timeline
+    damaged: list[str] = field(default_factory=list)  # one text for each file with damaged lines
     is_running: bool = False
     logged_error: str = ""  # last error in the log
 
     @property
     def name(self) -> str:
-        """Return the name of the run and of its folder."""
+        """Return the name of the folder. If this name does not contain the name of the run, put that name in front of it."""
         name, folder = str(self.config.get("run", {}).get("name", "")), self.folder.resolve().name
         return folder if name in folder else f"{name} {folder}"
 
@@ -81,7 +81,7 @@ class RecordedRun:
 
     @property
     def used_epochs(self) -> bool:
-        """Return whether the steps have used all passes over the data that trainer.epochs asks for."""
+        """Return whether the run has finished the number of passes over the data that trainer.epochs sets."""
         epochs = self.setting("trainer.epochs")
         return epochs is not None and (self.last.get("rollout/epoch") or 0.0) >= epochs
 

@@ -20,7 +20,7 @@ from mrl.tracking.timeline_summary import RankWork
 
 
 def run_data(run: RecordedRun, reload_every_s: int = 0) -> dict[str, Any]:
-    """Return the data of the page. The page loads itself again after `reload_every_s` seconds; 0 stands for never."""
+    """Return the data of the page. A browser reloads the page every `reload_every_s` seconds; 0: never."""
     data: dict[str, Any] = {
         "kind": "run",
         "title": run.name,
@@ -45,7 +45,7 @@ def run_data(run: RecordedRun, reload_every_s: int = 0) -> dict[str, Any]:
 
 
 def _rank_values(rank: RankWork) -> dict[str, Any]:
-    """Return the seconds of a trainer rank's passes by activity, and its tokens."""
+    """Return the name and the tokens of a trainer rank, and how many seconds of its passes each activity takes."""
     seconds = {"computing_s": rank.computing_s, "reducing_s": rank.reducing_s, "other_s": rank.bubble_s}
     return {"process": rank.timeline.process, "tokens": rank.tokens} | seconds
 

@@ -1,4 +1,4 @@
-"""The samples of a run as a compact table for a page, within a limit of bytes."""
+"""A compact table of the samples of a run, for a page with a limited number of bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -66,7 +66,7 @@ def sample_table(run: RecordedRun, limit_bytes: int) -> dict[str, Any]:
 
 
 def _ranked(samples: Sequence[Sample]) -> list[tuple[int, int, Sample, bool | None]]:
-    """Return (priority, rank, sample, whether its group has equal rewards). The best and the worst have the priority 0."""
+    """Return (priority, rank, sample, whether its group has equal rewards) of each sample. Best and worst have priority 0."""
     kept: dict[Any, list[float]] = {}
     for sample in samples:
         kept.setdefault(group_of(sample), []).append(sample.get("reward", 0.0))
@@ -147,7 +147,7 @@ def _left_out_text(
 
 
 def _is_known(values: Any) -> bool:
-    """Return whether a token has a value. `values` is a list, or one value for all tokens."""
+    """Return whether any token has a value. `values` is a list, or one value for all tokens."""
     return any(value is not None for value in values) if isinstance(values, list) else values is not None
 
 
