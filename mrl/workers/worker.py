@@ -154,10 +154,7 @@ class TrainWorker:
         return ray.put(block.with_columns(**{name: assemble_column(parts, block.sampled_lengths, fill=float("nan"))}))
 
     def mean_log_ratio(self, block: TokenBlock, *parts: ColumnPart) -> float:
-        """Return the mean log ratio of the rows in `parts`, in nats.
-
-        The log ratio of a row is the sum of its log-probabilities minus the sum of its log-probabilities under the reference.
-        """
+        """Return the mean, in nats, over the rows in `parts`: summed log-probabilities minus those under the reference."""
         cu_sampled = np.concatenate([[0], np.cumsum(block.sampled_lengths)])
         reference = block.columns["ref_logprobs"].astype(np.float64)
         rows = {row: values for part in parts for row, values in part.by_row(block.sampled_lengths).items()}
@@ -172,8 +169,7 @@ class TrainWorker:
     def begin_step(self, step: int, timeline: bool, profile: bool, profile_memory: bool) -> None:
         """Begin to record training step `step`: its spans, and a profile of the whole step. The first step is 1.
 
-        `profile_memory`: whether the profile also records the allocation of memory. If the profiler fails, the error is only
-        logged.
+        `profile_memory`: whether the profile also records the allocation of memory. Errors of the profiler are only logged.
         """
         if timeline:
             coords = asdict(self.dims.coords(self.rank))
