@@ -58,6 +58,7 @@ from mrl.rollout.engines.server_args import (
     DETERMINISTIC,
     REWARD_MODELS,
     check_server_args,
+    check_synced_args,
     default_server_args,
 )
 from mrl.rollout.held_out import HeldOutEvaluation, rewards_of_sets
@@ -149,6 +150,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     if config.rollout.replay and "greedy_rewards" in algorithm.needs:
         raise ValueError("rollout.replay: recorded rollouts have no greedy responses, which algorithm.advantage needs.")
     check_server_args(config.sglang)
+    check_synced_args(config.sglang)
     make_input_files(config)
     finished_warm_start = find_finished_warm_start(config)
     models = plan_models(config, algorithm.needs, actor_path=finished_warm_start)

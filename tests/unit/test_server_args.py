@@ -14,7 +14,9 @@ from mrl.rollout.engines.server_args import (
     NCCL_VARIABLES,
     RESERVED_ARGS,
     REWARD_MODELS,
+    UNSYNCED_ARGS,
     check_server_args,
+    check_synced_args,
     default_server_args,
     memory_saver_args,
     nccl_environment,
@@ -40,6 +42,14 @@ def test_an_unknown_argument_is_refused_with_its_nearest_match():
 def test_arguments_that_mrl_sets_are_refused(name):
     with pytest.raises(ValueError, match=rf"sglang\.{name}=1 is set by mrl; "):
         check_server_args({name: 1})
+
+
+@pytest.mark.parametrize("name", UNSYNCED_ARGS)
+def test_engines_that_cannot_take_new_weights_are_refused_in_training(name):
+    check_server_args({name: "fp8"})  # a command without a trainer may use it
+    check_synced_args({name: None})
+    with pytest.raises(ValueError, match=rf"sglang\.{name}=fp8: .* from the trainers; remove this argument"):
+        check_synced_args({name: "fp8"})
 
 
 @pytest.mark.parametrize("name", REWARD_MODELS)

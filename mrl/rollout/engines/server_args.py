@@ -33,6 +33,13 @@ RESERVED_ARGS: dict[str, str] = {
 """Argument that mrl sets -> what a user must do instead."""
 
 
+UNSYNCED_ARGS: dict[str, str] = {
+    "quantization": "engines that quantize their weights cannot take new weights from the trainers",
+    "speculative_algorithm": "a draft model gets no new weights from the trainers",
+}
+"""Argument that an engine of a training run cannot have -> the reason."""
+
+
 REWARD_MODELS = (
     *("LlamaForSequenceClassification", "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"),
     *("Gemma2ForSequenceClassification", "InternLM2ForRewardModel", "Qwen2ForRewardModel", "Qwen3ForRewardModel"),
@@ -72,6 +79,13 @@ def check_server_args(overrides: Mapping[str, Any], section: str = "sglang") -> 
             close = difflib.get_close_matches(name, server_arg_names(), n=1)
             hint = f"did you mean {section}.{close[0]}?" if close else "see `python -m sglang.launch_server --help`."
             raise ValueError(f"{section}.{name} is not an argument of this SGLang; {hint}")
+
+
+def check_synced_args(overrides: Mapping[str, Any]) -> None:
+    """Raise ValueError if the config section `sglang` has an argument with which engines cannot take new weights."""
+    for name, reason in UNSYNCED_ARGS.items():
+        if value := overrides.get(name):
+            raise ValueError(f"sglang.{name}={value}: {reason}; remove this argument.")
 
 
 NCCL_VARIABLES = {
