@@ -164,7 +164,7 @@ class DeviceProcess:
         self.devices = devices
 
     def need(self, item: pytest.Item) -> int:
-        """Return the number of devices that a test occupies: 1 if the test is skipped because it needs more than there are."""
+        """Return the number of devices that a test occupies. A test that is skipped for lack of devices occupies one device."""
         need = devices_needed(item)
         return need if need <= len(self.devices) else 1
 

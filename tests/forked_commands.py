@@ -1,4 +1,4 @@
-"""Runs `mrl train` many times, in forks of a process that has already imported it. So each run takes a fraction of a second.
+"""Runs `mrl train` many times. A run is a fork of a process that has already imported the command, so it takes little time.
 
 `python forked_commands.py` reads one JSON object per line from stdin, with the keys argv, cwd, output (a file), env and limit_s.
 It answers each object with one line: the exit status of the fork, which is negative if a signal ended the fork.

@@ -31,7 +31,7 @@ WAITING_KERNELS = {
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 # Functions that copy a tensor from a GPU to the host. If the tensor is on the CPU, they call no kernel that could be recorded.
 COPIES_TO_HOST = {"tolist", "numpy", "cpu", "__array__"}
-# Functions that make a tensor from Python numbers. If they make it on a GPU, the host waits, because its memory is pageable.
+# Functions that make a tensor from Python numbers. On a GPU, the host waits for the copy, because it is from pageable memory.
 COPIES_FROM_HOST = {"tensor", "as_tensor", "new_tensor"}
 # The function whose copies do not wait on a GPU, because it uses pinned memory: (end of the file's path, function).
 PINNED_COPY = ("parallel/device.py", "copy_to_device")

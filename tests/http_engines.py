@@ -58,7 +58,8 @@ class HttpEngine:
             app.router.add_get("/v1/loads", self.loads)
             app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response(status=self.ready_status)))
             app.router.add_get("/server_info", self.describe)
-            self._runner = web.AppRunner(app, handler_cancellation=True)  # cancels when a client leaves
+            # With `handler_cancellation`, the handler of a request stops when the client disconnects.
+            self._runner = web.AppRunner(app, handler_cancellation=True)
             await self._runner.setup()
             await web.TCPSite(self._runner, *self._port.getsockname(), reuse_address=True).start()
             ready.set()

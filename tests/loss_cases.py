@@ -73,7 +73,7 @@ def loss_inputs(case: Case, logprobs: torch.Tensor | None = None, index=None, re
 
 
 def loss_and_gradient(loss, case: Case, weights: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return the weighted sum of the token losses, and the gradient of this sum by the log-probabilities [R]."""
+    """Return the weighted sum of the token losses, and its gradient [R] with respect to the log-probabilities."""
     logprobs = torch.tensor(case.logprobs, requires_grad=True)
     per_token, _ = loss(loss_inputs(case, logprobs))
     total = (per_token * torch.tensor(weights)).sum()

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 TAG = "MRL_TEST_RUN"
-PATIENCE = 3  # factor by which a deadline is longer than the time that a run takes on an idle machine
+PATIENCE = 3  # a deadline is this factor times the duration on an idle machine
 
 
 def select_processes(
@@ -129,7 +129,7 @@ class MrlRun(RunFolder):
 
 
 def restore_sigint() -> None:
-    """Restore the default action of SIGINT. If the tests run in the background of a shell, the shell has made them ignore it."""
+    """Restore the default action of SIGINT. A shell makes its background processes ignore SIGINT, for example these tests."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

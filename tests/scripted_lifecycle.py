@@ -13,7 +13,7 @@ Push = Callable[[int, bool], Sequence[Any]]  # (version, engines were offloaded)
 
 
 class ScriptedHost:
-    """Stand-in for a rollout worker with engines at `urls`. `replace(failed URLs)` returns the URLs of all engines afterwards."""
+    """Stand-in for a rollout worker. `replace(failed URLs)` returns the URLs of all engines after the replacement."""
 
     def __init__(self, urls: Sequence[str], replace: Callable[[Sequence[str]], Sequence[str]]) -> None:
         self.urls, self.replace_engines = urls, replace

@@ -106,7 +106,7 @@ class SimulatedHosts:
             _, problem = lab.communicate(timeout=TIMEOUT_S)
         finally:
             if lab.poll() is None:
-                lab.kill()  # this kills all processes of its namespace, too
+                lab.kill()  # also kills all other processes of the namespace
                 lab.wait()
         assert lab.returncode == 0, problem
         errors = "".join((self.folder / f"err_{i}").read_text() for i in started)

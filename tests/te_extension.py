@@ -36,7 +36,7 @@ class _Constants(type):
 
 
 class Extension(types.ModuleType):
-    """The module `transformer_engine_torch`. It has every name; a call of a function that this file does not define raises."""
+    """The module `transformer_engine_torch`. Names that this file does not define also exist, but a call raises an error."""
 
     def __init__(self) -> None:
         super().__init__(NAME, __doc__)
@@ -205,7 +205,7 @@ def convert_bshd_to_thd(padded, cu_seqlens, num_tokens):
 
 
 def get_num_cublas_streams() -> int:
-    """Return the number of streams of a grouped product."""
+    """Return the number of CUDA streams for a grouped matrix product."""
     return 1
 
 

@@ -123,7 +123,7 @@ def _use_fused_adam() -> None:
 
 
 def _detect_capabilities() -> None:
-    """Make mrl detect the libraries of a machine with a GPU. Afterwards, `has_cuda` says no, so mrl uses the CPU and gloo."""
+    """Make mrl detect the libraries of a machine with a GPU. Afterwards, `has_cuda` is False, so mrl uses the CPU and gloo."""
     from parallel import device
 
     found = device.capabilities()

@@ -1,4 +1,4 @@
-"""One optimizer step does not depend on the order of rows, the token budget of micro-batches, or the number of replicas."""
+"""The result of an optimizer step does not depend on the order of rows, the token budget, or the number of replicas."""
 
 import numpy as np
 import pytest

@@ -74,7 +74,7 @@ def refused(rank: int, model, checkpoint, folder, dims: ParallelDims) -> dict[st
     before = weights_of(actor)
     for path in sorted(
         folder.iterdir(), key=lambda path: path.name == "garbled"
-    ):  # only reading detects it, after weights may have changed: last
+    ):  # "garbled" is the last: only reading detects this damage, when some weights may have changed already
         heard[path.name] = error_of(ValueError, actor.load, path)
         assert weights_of(actor) == before or path.name == "garbled", path
     assert actor.load(checkpoint)
@@ -130,7 +130,7 @@ def test_an_incomplete_or_foreign_checkpoint_raises_an_error(run_ranks, tmp_path
 
 
 def train_with_reference(rank: int, path, folder, before: bool, dims: ParallelDims) -> list[bytes]:
-    """Return the weights of the reference, which differ from the current weights."""
+    """Save the reference after a training step (`before`), or load it. Returns the weights of the reference."""
     from test_checkpoints import train
 
     actor = make_actor(path, dims)

@@ -20,7 +20,7 @@ LR = 1e-2
 
 
 def with_adam(rank: int, adam: str, function, *args):
-    """Return function(rank, *args). If `adam` is "torch", Megatron uses the Adam of a GPU without Transformer Engine and Apex."""
+    """Return function(rank, *args). With `adam="torch"`, Megatron uses Adam as on a GPU without Transformer Engine and Apex."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -40,7 +40,7 @@ def make_model(kind: str, path, dims: ParallelDims):
 
 
 def train(model, dims: ParallelDims, rank: int, steps: int) -> list[float]:
-    """Run the next steps; return this rank's part of each loss."""
+    """Run the next training steps, and return this rank's part of each loss."""
     from mrl.workers.actor_critic import MegatronActor
 
     block = ragged_block(40)
@@ -79,7 +79,7 @@ def hold_writers(gate) -> None:
 
 
 def save_and_go_on(rank: int, path, folder, dims: ParallelDims, steps_before: int, asynchronous: bool):
-    """Return (losses, random numbers, weights) after the save; an asynchronous save starts to write only after that."""
+    """Save, and return (losses, random numbers, weights) of the next steps. An asynchronous save writes after these steps."""
     actor, gate = make_actor(path, dims), folder.with_name("gate")
     train(actor, dims, rank, steps_before)
     random.seed(100 + rank), np.random.seed(200 + rank), torch.manual_seed(300 + rank)
@@ -115,7 +115,7 @@ def load_and_go_on(rank: int, path, folder, dims: ParallelDims):
     ids=str,
 )
 def test_the_same_layout_continues_bit_exactly(run_ranks, tmp_path, kind, dims, steps_before, asynchronous, adam):
-    """Every rank restores its own generators. Training during an asynchronous save does not change the saved files."""
+    """Every rank restores its own random number generators. Training during an asynchronous save changes no saved file."""
     path, folder = tmp_path / "model", tmp_path / "checkpoint"
     make(kind, path)
     expected = run_ranks(dims, with_adam, adam, save_and_go_on, path, folder, dims, steps_before, asynchronous)
@@ -173,7 +173,7 @@ one = ParallelDims()
     ids=lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value),
 )
 def test_a_checkpoint_continues_under_another_layout(run_ranks, tmp_path, kind, before, afters, adams):
-    """One layout trains one step, saves and trains two more; other layouts load the checkpoint and train the same two."""
+    """With one layout, the test trains a step, saves, and trains two more. With others, it loads, and trains the same two."""
     (adam, other_adam), path, folder = adams.split(" to "), tmp_path / "model", tmp_path / "checkpoint"
     make("dense" if kind == "critic" else kind, path)
     expected = run_ranks(before, with_adam, adam, save_and_continue, kind, path, folder, before)
@@ -186,7 +186,7 @@ def test_a_checkpoint_continues_under_another_layout(run_ranks, tmp_path, kind, 
 
 
 def give_extra_state(actor, value: int) -> torch.nn.Module:
-    """Give the last norm an extra state, as Transformer Engine's layers have one; return the norm."""
+    """Give the last norm an extra state, as the layers of Transformer Engine have it, and return the norm."""
     norm = actor.chunks[0].module.decoder.final_layernorm
 
     def set_extra_state(self, state):

@@ -90,7 +90,7 @@ if rank == 0:
 
 
 def test_an_interpreter_that_exits_without_closing_its_log_does_not_crash(tmp_path):
-    """Remaining hooks would crash torch's destructor of the group."""
+    """If hooks remained, torch would crash when it destroys the group."""
     assert subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], timeout=120).returncode == 0
     (last,) = read_collective_log(tmp_path / "0.ops")
     assert (last.num_collectives, last.operation, last.nbytes, last.ranks) == (1, "broadcast", 12, (0, 1))

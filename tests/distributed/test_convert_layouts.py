@@ -1,4 +1,4 @@
-"""Converted checkpoints can be loaded and saved by live models of any layout, bit-exactly."""
+"""Live models of any layout load and save converted checkpoints bit-exactly."""
 
 import pytest
 from models_for_layouts import make

@@ -1,4 +1,4 @@
-"""Distillation from two teachers: a step is the same under every layout, and its loss and gradients are those of transformers."""
+"""Distillation from two teachers: a step is the same under every layout, and its loss and gradients equal transformers'."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def taught_rows(teacher: str, groups: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with the policy, and with two teachers of other hidden sizes."""
+    """Return a folder with the policy, and with two teachers that have other hidden sizes."""
     path = tmp_path_factory.mktemp("models")
     make("dense", path / "policy")
     for teacher, (family, sizes) in TEACHERS.items():
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 
 def teacher_outputs(rank: int, path, dims: ParallelDims, block: TokenBlock, groups, top_k: int | None):
-    """Return teacher -> row -> outputs, of the rows that this rank returns."""
+    """Return teacher -> row -> outputs, for the rows whose outputs this rank has."""
     from mrl.workers.actor_critic import MegatronActor
 
     found = {}
@@ -102,13 +102,13 @@ def test_the_outputs_of_a_teacher_are_the_same_under_layout(run_ranks, folder, b
 
 
 def traces(rank: int, path, dims: ParallelDims, blocks: dict, groups, packing: Packing) -> dict[str, StepTrace]:
-    """Run a step of each loss on a fresh model."""
+    """Run a step with each loss on a fresh model."""
     from mrl.workers.actor_critic import MegatronActor
     from mrl.workers.parity_trace import trace_step
 
     found = {}
     for name, loss in LOSSES.items():
-        # Adam's first step divides each gradient by itself: without eps, round-off would become a full step.
+        # Adam's first step divides each gradient by its magnitude: without eps, round-off would become a full step.
         settings = dict(share_prompts=packing.share_prompts, logprob_chunk=7)
         spec = ModelSpec(str(path / "policy"), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, **settings)
         actor = MegatronActor(spec)

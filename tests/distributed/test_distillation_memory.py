@@ -1,7 +1,7 @@
-"""Bytes of distillation over the whole vocabulary and of a loss on sampled tokens, at the sizes of a large model.
+"""Memory of distillation over the whole vocabulary and of a loss on sampled tokens, at the sizes of a large model.
 
-The tensors have no values (torch's device "meta"), so no product is computed, and the bytes of each tensor are counted. Temporary
-tensors inside of a kernel are not counted; test_teacher_divergence.py measures them at small sizes.
+The tests count the bytes of each tensor. The tensors are on torch's device "meta": they have no values, and no product is
+computed. Temporary tensors inside a kernel are not counted; test_teacher_divergence.py measures them at small sizes.
 """
 
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ SAMPLED = Head(sampled=True)
 
 
 def HeldBytes():
-    """Return a torch dispatch mode with `peak`: the most bytes of tensors that were created in it and existed at one time."""
+    """Return a torch dispatch mode. Its `peak` is the largest number of bytes, at any time, of the tensors created in it."""
     import weakref
 
     import torch
@@ -72,9 +72,9 @@ def HeldBytes():
 
 
 def peak_bytes(rank: int, heads: list[Head]) -> list[int]:
-    """Return for each head the most bytes that exist during a forward and a backward pass.
+    """Return for each head the peak of the bytes that exist during a forward and a backward pass.
 
-    The output layer and the hidden states of the policy are left out. Those of the teachers are counted.
+    The output layer and the hidden states of the teachers are counted, but not those of the policy.
     """
     return [peak_bytes_of(head) for head in heads]
 
@@ -113,7 +113,7 @@ def peak_bytes_of(head: Head) -> int:
 
 @pytest.mark.parametrize("chunk", [256, 1024])
 def test_distillation_takes_at_most_1_2_times_the_memory_of_sampled_tokens(run_ranks, chunk):
-    """At 8,192 tokens, 151,936 tokens in the vocabulary and hidden size 4,096, with a teacher of the size of the policy."""
+    """The pack has 8,192 tokens, the vocabulary 151,936. The teacher has the same hidden size as the policy: 4,096."""
     heads = [Head(kind, teachers=1, chunk=chunk) for kind in ("forward_kl", "reverse_kl", "js")]
     ((*found, sampled),) = run_ranks(ParallelDims(), peak_bytes, [*heads, SAMPLED._replace(chunk=chunk)])
     layer = SHAPE.vocab * SHAPE.hidden * ITEMSIZE

@@ -25,14 +25,14 @@ from parallel.trainer_config import OptimConfig
 
 pytestmark = pytest.mark.extended
 
-WITH_TEACHER = {"distill_vocab", "distill_top_k"}  # test_distillation_layouts.py
+WITH_TEACHER = {"distill_vocab", "distill_top_k"}  # test_distillation_layouts.py tests these
 ALGORITHMS = sorted({path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml")} - WITH_TEACHER)
 REJECTION = "++algorithm.correction={_target_:mrl.algorithms.corrections.Rejection,level:max,kind:k2,high:0.3}"
 TERMS = ["++algorithm.kl_in_loss.kind=k3", "algorithm.entropy_coef=0.1"]
 ONE = ParallelDims()
 LAYOUTS = [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2)]
 Step = tuple[TokenBlock, NDArray, Objective, TokenWeighting]  # block, groups, objective, token weights
-SPREAD = 0.3  # nats between the old policy and the others: large enough for ratios to reach every clip
+SPREAD = 0.3  # standard deviation (nats) of the noise on log-probabilities; large enough that ratios reach every clip
 
 
 def composed(*overrides: str) -> Config:
@@ -61,12 +61,12 @@ def off_policy(block: TokenBlock, groups: NDArray, now: NDArray, objective: Obje
 
 
 def spec_of(path, dims: ParallelDims, share_prompts: bool = False) -> ModelSpec:
-    # Adam's first step divides each gradient by itself: without eps, round-off would become a full step.
+    # Adam's first step divides each gradient by its magnitude: without eps, round-off would become a full step.
     return ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-5), {}, share_prompts=share_prompts)
 
 
 def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
-    """Return outputs [R] of a single process."""
+    """Return the log-probabilities [R] that a single process computes."""
     from mrl.workers.actor_critic import MegatronActor
 
     (batch,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False)).rank_batches
@@ -127,7 +127,7 @@ def test_every_objective_is_the_same_under_layout(run_ranks, steps, dims):
         assert not [difference for difference in differences if not difference.within], name
 
 
-EQUAL = [{"gspo", "gspo_token"}]  # if all tokens of a response have the same advantage, as in these steps
+EQUAL = [{"gspo", "gspo_token"}]  # equal, because all tokens of a response have the same advantage in these steps
 
 
 def objective_keys(config: Config) -> list:
@@ -139,7 +139,7 @@ def objective_keys(config: Config) -> list:
 def test_objectives_differ_from_each_other(steps):
     """Guards against a config whose loss or aggregation is silently ignored.
 
-    Algorithms that differ only in their advantages have the same objective, because the steps contain the advantages.
+    Algorithms that differ only in their advantages have the same objective, because the steps already contain the advantages.
     """
     _, _, references, configs = steps
     assert all(np.isfinite(trace.loss) and trace.grad_norm > 0 for trace in references.values())

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a trainer validates its pickles first."""
+"""A trainer that loads a checkpoint first validates the pickles in the checkpoint."""
 
 import os
 import pickle

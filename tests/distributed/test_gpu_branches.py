@@ -1,4 +1,4 @@
-"""Code for GPUs, run on a CPU with replacements for CUDA kernels and libraries."""
+"""Code for GPUs runs on a CPU. Stand-ins replace CUDA kernels and libraries."""
 
 from functools import partial
 
@@ -11,15 +11,15 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
 MOE = "megatron/core/transformer/moe"
-# The functions through which the host learns how many tokens each expert gets, which messages and matrices need. On a GPU, the
-# first two functions copy the numbers to the host and wait once in each layer; the others read the copies.
+# The host needs the number of tokens of each expert for the sizes of messages and matrices. On a GPU, the first two functions
+# copy these numbers to the host and wait once in each layer. The other functions read the copies.
 TOKENS_PER_EXPERT = [
     ("parallel/device.py", "to_cpu"),
     (f"{MOE}/token_dispatcher.py", "_maybe_dtoh_and_synchronize"),
     (f"{MOE}/experts.py", "forward"),
     (f"{MOE}/moe_utils.py", "sort_chunks_by_idxs"),
 ]
-# On a GPU, these functions move a tensor to the device at their first call only. On a CPU, the tensor always seems to need it.
+# On a GPU, these functions move a tensor to the device only at their first call. On a CPU, they try to move it at every call.
 MOVED_ONCE = [
     ("megatron/core/models/common/embeddings/rotary_pos_embedding.py", "get_emb"),
     (f"{MOE}/router.py", "gating"),
@@ -31,7 +31,7 @@ STAND_INS = [
 
 
 def use_attention_of_gpus() -> None:
-    """Let this process take the branches of a GPU in 16 bits, with a replacement of the attention kernel."""
+    """Make this process take the branches for attention in 16 bits on a GPU. A stand-in replaces the attention kernel."""
     from varlen_kernel import varlen_attn
 
     from mrl.workers import megatron_model
@@ -44,7 +44,7 @@ def use_attention_of_gpus() -> None:
 def run_layers(rank: int, folder) -> tuple[int, float]:
     """Run a model with the attention of GPUs.
 
-    Returns the number of tables of angles, and the largest difference of a logit from the attention of CPUs.
+    Returns how often RoPE computed a table of angles, and the largest difference from the logits with the attention of CPUs.
     """
     import torch
     from test_logits import LENGTHS, load, sequences
@@ -73,9 +73,9 @@ def test_layers_share_the_angles_of_a_pack_and_the_attention_of_gpus_is_exact(ru
 
 
 def waits_of_an_update(rank: int, folder, critic: bool, overrides: dict, share_prompts: bool = True) -> list[str]:
-    """Return where the host would wait for the GPU, from the rows of a batch to the gradients of the model.
+    """Return the operations on which the host would wait for the GPU, from the rows of a batch to the gradients of the model.
 
-    The first batch is not observed: some tensors, such as RoPE's frequencies, are copied to the device only once.
+    The first of two passes is not recorded, because some tensors, such as RoPE's frequencies, are copied to the device only once.
     """
     from host_waits import HostWaits
     from models_for_layouts import groups_of_responses
@@ -112,7 +112,7 @@ RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", reco
 @pytest.mark.extended_except("qwen3", "deepseek_v3")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_forward_and_backward_pass_never_waits_for_the_device(run_ranks, tmp_path, name):
-    """Hand-over of packs, layers, log-probability head, loss and metrics of every family; only experts may wait."""
+    """Tests the copy of packs to the device, layers, log-probability head, loss and metrics. Only experts may wait."""
     (waits,) = run_ranks(ParallelDims(), waits_of_an_update, make_family(name, tmp_path), False, {})
     assert waits == []
 
@@ -134,7 +134,7 @@ def test_no_option_makes_the_host_wait_for_the_device(run_ranks, tmp_path, name,
 
 
 def build_with_transformer_engine(rank: int, folder):
-    """Build and wrap a model as if Transformer Engine were installed, without Apex."""
+    """Build and wrap models as if Transformer Engine were installed, but not Apex. Returns which layers fuse gradients."""
     import torch
 
     from models import model_builder
@@ -214,7 +214,7 @@ def test_only_gpus_return_float32_products_of_16_bit_matrices():
 
 
 def permutations_of_packs(rank: int, folder) -> tuple[list[bool], list[bool]]:
-    """Return whether the queries of each micro-batch are permuted: with the attention of a CPU, and with that of a GPU."""
+    """Return whether the queries of each micro-batch are permuted, for the attention of a CPU and for that of a GPU."""
     from models_for_layouts import groups_of_responses
 
     from mrl.workers.actor_critic import MegatronActor

@@ -1,4 +1,4 @@
-"""Gradients that are reduced during the backward pass equal those that are reduced after it, for every layout and batch."""
+"""Reductions during the backward pass give the same gradients as reductions after it, for every layout and batch."""
 
 from dataclasses import replace
 
@@ -29,7 +29,10 @@ def make_model(kind: str, path, dims: ParallelDims, overlap: bool, bucket_size: 
 
 
 def batches_of(dims: ParallelDims, rank: int, idle: bool) -> tuple:
-    """Return (block, one batch for each step). If `idle`, another replica has no micro-batch in each of the first steps."""
+    """Return (block, one batch for each step).
+
+    If `idle`, the last replica has no micro-batch in the first step, and replica 0 has none in the second step.
+    """
     block = ragged_block(40)
     block = block.with_columns(returns=block.columns["advantages"])
     share = share_of(block, dims, 40, rank)
@@ -70,7 +73,7 @@ def _gradient_shards(part):
 
 
 def count_early_starts(model) -> list[int]:
-    """Return a list that gets, for each step, the number of reductions that the backward pass starts."""
+    """Return a list to which each step appends the number of reductions that its backward pass has started."""
     from parallel.gradient_reduction import GradientReducer
 
     found, reducer = [], model.chunks[0].config.no_sync_func.__self__
@@ -86,13 +89,13 @@ def count_early_starts(model) -> list[int]:
 
 
 def never_start_early(model) -> None:
-    """Let the model start all reductions after the backward pass, as a replica without a micro-batch does."""
+    """Make the model start all reductions after the backward pass, as in a replica without a micro-batch."""
     for group in model.chunks[0].config.no_sync_func.__self__._groups:
         group.is_complete = lambda: False
 
 
 def compare_modes(rank: int, kind: str, path, dims: ParallelDims, idle: bool):
-    """Train with several modes; return (norms by mode, early starts by step, numbers of buckets)."""
+    """Train with several modes, and return (gradient norms by mode, early starts by step, number of buckets)."""
     block, batches = batches_of(dims, rank, idle)
     norms, states, early, buckets = {}, {}, [], 0
     for mode, overlap, size in [
@@ -125,7 +128,7 @@ CASES = [
 @pytest.mark.extended_except("dense-pp2 vpp2 dp2", "tied-pp2 dp2", "moe-tp2 dp2 ep2 etp1 sp")
 @pytest.mark.parametrize(("kind", "dims"), CASES, ids=str)
 def test_a_reduction_during_the_backward_pass_changes_no_bit(run_ranks, tmp_path, kind, dims):
-    """Replicas without a micro-batch take part. Buckets of another size only change the order of summation."""
+    """Replicas without a micro-batch also take part in reductions. Other bucket sizes change only the order of summation."""
     make("dense" if kind == "critic" else kind, tmp_path)
     idle = not dims.lockstep
     ranks = run_ranks(dims, compare_modes, kind, tmp_path, dims, idle, timeout_s=300)
@@ -166,7 +169,7 @@ def load_and_go_on(rank: int, kind: str, path, folder, dims: ParallelDims, mode:
     ids=str,
 )
 def test_a_run_resumes_with_other_buckets(run_ranks, tmp_path, kind, dims):
-    """With the same buckets the continuation is bit-equal; with other buckets only the order of summation differs."""
+    """With the same buckets, the continuation is bit-equal. With other buckets, only the order of summation differs."""
     path, one, many = tmp_path / "model", (False,), (True, BUCKET)
     make("dense" if kind == "critic" else kind, path)
     for before, after in [(one, many), (many, one)]:
@@ -181,7 +184,7 @@ def test_a_run_resumes_with_other_buckets(run_ranks, tmp_path, kind, dims):
 
 
 def megatrons_own_state(rank: int, path):
-    """Return whether Megatron's own functions describe each weight's master copy, with one bucket and with several."""
+    """Return [one bucket, several buckets]: whether Megatron's functions describe the master copies of all weights correctly."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     found = []
@@ -199,7 +202,7 @@ def megatrons_own_state(rank: int, path):
 
 
 def test_megatrons_own_checkpoint_format_shifts_state_with_several_buckets(run_ranks, tmp_path):
-    """This is why mrl describes optimizer state itself. If the test fails, Megatron has corrected the offsets."""
+    """Therefore mrl describes the optimizer state itself. If this test fails, Megatron has corrected the offsets."""
     make("dense", tmp_path)
     assert run_ranks(ParallelDims(dp=2), megatrons_own_state, tmp_path) == [[True, False]] * 2
 
@@ -221,13 +224,13 @@ def train_without_a_micro_batch(rank: int, path):
 
 
 def test_megatrons_own_overlap_needs_a_micro_batch_on_every_replica(run_ranks, tmp_path):
-    """This is why mrl starts the reductions itself. If the test fails, Megatron has learned to start the remaining ones."""
+    """Therefore mrl starts the reductions itself. If this test fails, Megatron also starts reductions without a micro-batch."""
     make("dense", tmp_path)
     run_ranks(ParallelDims(dp=2), train_without_a_micro_batch, tmp_path)
 
 
 def fail_in_the_backward_pass(rank: int, path):
-    """On rank 1, the last gradient of the second step raises an error, when other reductions have already started."""
+    """On rank 1, the last gradient of the third step raises an error, after other reductions have already started."""
     dims = ParallelDims(dp=2)
     model = make_model("dense", path, dims, True, BUCKET)
     early = count_early_starts(model)

@@ -127,7 +127,7 @@ def test_a_nan_is_located_at_its_token(traced):
 
 
 def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
-    """Return (failed mini-batch, whether all weights of this rank are unchanged by it)."""
+    """Return (failed mini-batch, whether all weights of this rank have their old values afterwards)."""
     from mrl.core.run_errors import NonFiniteGradientError
     from mrl.workers.actor_critic import MegatronActor
 
@@ -152,7 +152,7 @@ def test_a_non_finite_gradient_leaves_the_weights_unchanged(run_ranks, tmp_path)
 
 
 def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: bool) -> dict[str, np.ndarray]:
-    """Return the weights after a saved step, or those of an actor that loads them and makes a step with lr 0."""
+    """Train and save, or (`take`) load the weights and take a step with learning rate 0. Returns the weights afterwards."""
     from mrl.workers.actor_critic import MegatronActor
 
     block, numbers = groups_of_responses()

@@ -1,4 +1,4 @@
-"""A single process computes the numbers of transformers, and exports do not depend on the layout."""
+"""A single process computes the same numbers as transformers, and exports do not depend on the layout."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_policy_columns_equal_those_of_transformers_for_any_vocabulary(run_ranks
 
 
 def columns_of_transformers(path, block: TokenBlock) -> dict[str, list[np.ndarray]]:
-    """Return name -> values of each row, from the whole logits of transformers' model in float64."""
+    """Return name -> values of each row, computed from whole logits of a transformers model in float64."""
     from transformers import Qwen3ForCausalLM
 
     reference = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
@@ -77,7 +77,7 @@ def columns_of_transformers(path, block: TokenBlock) -> dict[str, list[np.ndarra
 
 
 def compare_columns(found: dict[str, np.ndarray], expected: dict[str, list[np.ndarray]], order: np.ndarray) -> None:
-    """Compare columns of the rows `order` with the values of each row."""
+    """Compare columns, which have the rows in the order `order`, with the expected values of each row."""
     assert list(found) == list(HEAD_OUTPUTS)
     for name, values in found.items():
         np.testing.assert_allclose(
@@ -226,7 +226,7 @@ def test_all_mini_batches_use_the_old_log_probabilities_of_the_weights_before_th
         np.testing.assert_allclose(ranks[0][2][name], tensor, atol=2e-5, err_msg=name)
     for found, seen, _ in [(old, mismatches, None), *ranks]:
         np.testing.assert_allclose(found, old, atol=1e-5)
-        np.testing.assert_allclose(seen, 0.25, atol=1e-5)  # the update of the policy itself is no mismatch
+        np.testing.assert_allclose(seen, 0.25, atol=1e-5)  # the policy's own updates do not count
 
 
 def test_clipping_changes_the_updated_weights(run_ranks, tmp_path):

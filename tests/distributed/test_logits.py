@@ -1,4 +1,4 @@
-"""The Megatron model of every family computes the logits and gradients of transformers."""
+"""The Megatron model of every family computes the same logits and gradients as transformers."""
 
 import pytest
 from tiny_families import FAMILIES, SIZES, make_family
@@ -16,7 +16,7 @@ def sequences():
 
 
 def load(folder):
-    """Build Megatron's model of `folder`; return (model, bridge)."""
+    """Load the model in `folder` into Megatron, and return (model, bridge)."""
     import torch
 
     from models.conversion.hf_reader import HFWeights, check_hf_folder
@@ -42,7 +42,7 @@ def logits_of(model):
 
 
 def expected_logits(model):
-    """Return the same logits of transformers, one sequence at a time."""
+    """Return the same logits, which a transformers model computes for one sequence at a time."""
     import torch
 
     return torch.cat([model(sequence[None]).logits[0] for sequence in sequences()])
@@ -83,7 +83,7 @@ def our_gradients(rank: int, folder):
 
 
 def their_gradients(model) -> dict:
-    """Return gradients by the names in the checkpoint, which stores the matrices of each expert separately."""
+    """Return the gradients of a transformers model under the names in the checkpoint, which has a matrix for each expert."""
     found = {}
     for name, parameter in model.named_parameters():
         stem, is_stack, matrix = name.partition(".experts.")

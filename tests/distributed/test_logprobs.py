@@ -55,7 +55,7 @@ def reference(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def fused(rank: int, case: Case) -> tuple[np.ndarray, ...]:
-    """Return the same five of this rank: its part of the gradient of hidden, and its rows of the gradient of weight."""
+    """Return the same five results on this rank: its summand of the gradient of hidden, and its rows of that of weight."""
     import torch
 
     from parallel import groups
@@ -142,7 +142,7 @@ def test_logits_far_from_zero_do_not_overflow(run_ranks, shift):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bfloat16_matmuls_keep_bfloat16_accuracy(run_ranks, tp):
-    """bfloat16 has 8 bits: a logit of 12 is rounded to 2^-6 = 0.03, and factors of gradients to a relative 2^-8."""
+    """bfloat16 has 8 bits: rounding changes a logit of 12 by at most 2^-5 = 0.03, and a factor of a gradient by at most 0.4%."""
     import torch
 
     case = make_case(dtype="bfloat16", positions=32, vocab=101, padded=104, width=16, chunk_size=8)
@@ -214,7 +214,7 @@ def asked_for_only(group) -> None:
 
 
 def Created():
-    """A torch dispatch mode that records the elements of every result tensor and counts matrix products."""
+    """Return a torch dispatch mode that records the number of elements of each result and counts matrix products."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -243,7 +243,7 @@ def test_memory_holds_a_few_chunks_of_logits_and_never_all_logits(run_ranks, tp,
     settings = {"needs_entropy": needs_entropy, "needs_sum_pi_squared": needs_entropy, "dtype": dtype}
     case = make_case(positions=640, vocab=1599, padded=1600, width=2, chunk_size=160, **settings)
     chunk, whole = 160 * 1600 // tp, 640 * 1600 // tp
-    # gradients, statistics of each position, and 80 kB of workspace of a bfloat16 product on a CPU
+    # gradients, statistics of each position, and about 80 kB for the workspace of a bfloat16 product on a CPU
     others = 2 * (case.hidden.size + case.weight.size // tp) + 16 * 640 + 25_000
     assert others < chunk / 2 and chunks * chunk < whole, "another half chunk, or whole logits, would be noticed"
     for largest, peak_bytes in run_ranks(ParallelDims(tp=tp), memory_of, case):

@@ -34,7 +34,7 @@ def batch_for(dims: ParallelDims, rank: int):
 
 
 def built_objects(rank: int, path):
-    """Return what an actor and a critic with other settings have in Megatron's own objects."""
+    """Return the settings in Megatron's own objects, for an actor and for a critic with other settings."""
     from parallel.optimizer import _optimizers
 
     actor_settings = dict(ddp=dict(bucket_size=1000, pad_buckets_for_high_nccl_busbw=True), overlap_grad_reduce=True)
@@ -91,7 +91,7 @@ def one_step(rank: int, path, megatron: dict):
 
 
 def adam_step(weight, gradient, decay: float, decoupled: bool):
-    """First step of Adam (Kingma and Ba 2015, algorithm 1) with L2 or decoupled decay (Loshchilov and Hutter 2019, alg. 2)."""
+    """Return a weight after Adam's first step, with L2 or decoupled decay (Loshchilov and Hutter 2019, algorithm 2)."""
     weight, gradient = weight.astype(np.float64), gradient.astype(np.float64)
     if not decoupled:
         gradient = gradient + decay * weight
@@ -114,7 +114,7 @@ def test_weight_decay_follows_the_settings_and_spares_the_norms(run_ranks, tmp_p
 
 
 def columns_and_losses(rank: int, path, dims: ParallelDims, budgets: list[int]):
-    """Return for each forward budget (log-probabilities, values, held-out loss, norms and losses of an update)."""
+    """Return for each forward budget ([log-probabilities, values], held-out loss, report of an update, micro-batches)."""
     found = []
     for budget in budgets:
         block, groups = groups_of_responses()
@@ -138,7 +138,7 @@ def columns_and_losses(rank: int, path, dims: ParallelDims, budgets: list[int]):
 
 @pytest.mark.parametrize("dims", [ONE, ParallelDims(dp=2), ParallelDims(pp=2)], ids=str)
 def test_the_budget_of_passes_without_gradients_changes_no_number(run_ranks, tmp_path, dims):
-    """Outputs differ by rounding, as for any two layouts of micro-batches. The update that follows is equal to the last bit."""
+    """Outputs differ by rounding, because the micro-batches differ. The update afterwards is equal to the last bit."""
     make("dense", tmp_path)
     by_rank = run_ranks(dims, columns_and_losses, tmp_path, dims, [25, 60, 10_000])
     rows_by_budget, losses, counts = [], [], []

@@ -1,4 +1,4 @@
-"""Responses of several turns: tool results are context and not targets, under every layout and as computed by hand."""
+"""Responses of several turns: under every layout, tool results are context and not targets."""
 
 import numpy as np
 import pytest
@@ -44,13 +44,13 @@ def conversations(num_groups: int = 4, size: int = 3) -> tuple[TokenBlock, NDArr
 
 
 def trace(rank: int, path, dims: ParallelDims, packing: Packing, loss) -> StepTrace:
-    """Train one step of a fresh actor on the conversations."""
+    """Run one training step of a fresh actor on the conversations."""
     from mrl.workers.actor_critic import MegatronActor
     from mrl.workers.parity_trace import trace_step
 
     block, groups = conversations()
     share = partition_step(TrainBatch.of(block, groups), dims, packing).rank_batches[dims.coords(rank).dp]
-    # Adam's first step divides each gradient by itself: without eps, round-off would become a full step.
+    # Adam's first step divides each gradient by its magnitude: without eps, round-off would become a full step.
     spec = ModelSpec(
         str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=packing.share_prompts
     )
@@ -83,7 +83,7 @@ def test_a_step_on_conversations_is_the_same_under_layout(run_ranks, folder, alo
 
 
 def test_loss_and_gradients_equal_those_computed_by_hand(run_ranks, folder):
-    """The reference is transformers, one conversation at a time: mean cross-entropy of the sampled tokens only."""
+    """A transformers model computes the expected values: the mean cross-entropy of only the sampled tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -106,7 +106,7 @@ def test_loss_and_gradients_equal_those_computed_by_hand(run_ranks, folder):
 
 
 def test_a_tool_result_affects_later_tokens_only(run_ranks, folder, alone):
-    """All tokens are context: log-probabilities after a tool result depend on it."""
+    """All tokens are context: log-probabilities after a tool result depend on the tool result."""
     import torch
     from transformers import AutoModelForCausalLM
 

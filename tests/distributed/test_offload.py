@@ -31,7 +31,7 @@ def make_actor(path, dims: ParallelDims, dtype: str, trained: bool = True):
 
 
 def train(actor, dims: ParallelDims, rank: int) -> dict[str, str]:
-    """Train one step; return all reported numbers as bytes (no engine sampled these tokens, so some are NaN)."""
+    """Train one step, and return all reported numbers as texts, because some are NaN: no engine sampled these tokens."""
     block = ragged_block(40)
     report = actor.update(block, [share_of(block, dims, 40, rank)], CrossEntropy(), [LR])[0]
     numbers = {**report.sums, **report.maxima}
@@ -44,7 +44,7 @@ def logprobs(actor, dims: ParallelDims, rank: int) -> list[bytes]:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """Return a copy, so that the memory of the tensor can still be offloaded."""
+    """Return the bytes of a copy, so that the memory of the tensor itself can still be offloaded."""
     return tensor.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -67,7 +67,7 @@ def nbytes(tensors) -> list[int]:
 
 
 def places(tensors) -> list[tuple]:
-    """Return the storage and offset of each tensor."""
+    """Return the storage, offset, shape and strides of each tensor."""
     return [(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()) for t in tensors]
 
 
@@ -117,7 +117,7 @@ def test_training_with_offloading_between_steps_is_bit_exact(run_ranks, tmp_path
 
 
 def levels(rank: int, path, dims: ParallelDims, dtype: str):
-    """Move from every level to every other; check that exactly the data of the level is on the device."""
+    """Move from every offload level to every level, and check that exactly the data of the level is on the device."""
     actor = make_actor(path, dims, dtype)
     train(actor, dims, rank)
     before, held = everything(actor), sum(set_of_bytes(weights(actor)))
@@ -188,7 +188,7 @@ def test_host_memory_is_allocated_once(run_ranks, tmp_path, monkeypatch):
 
 
 def failing_moves(rank: int, path):
-    """Return (bytes of all tensors before, after) moves that fail for lack of host or device memory."""
+    """Check that the model survives moves that fail because host or device memory is missing."""
     from parallel import offload
 
     actor = make_actor(path, ParallelDims(), "bfloat16")
@@ -272,7 +272,7 @@ def test_the_reference_weights_survive_offloading(run_ranks, tmp_path):
 
 
 def exchange_weights(rank: int, path, dims: ParallelDims) -> dict[str, list[int]]:
-    """Return, for two uses of the reference, how many storages were copied, and how many blocks of host memory allocated."""
+    """Return, for two uses of the reference, the numbers of copied storages and of allocated blocks of host memory."""
     from parallel import offload
 
     actor = make_actor(path, dims, "bfloat16")
@@ -314,7 +314,7 @@ def test_the_copy_of_the_reference_is_only_read_and_its_memory_is_used_again(run
 
 
 def save_then_sleep(rank: int, path, folder, dims: ParallelDims):
-    """Save asynchronously; the writers start after the model was offloaded, loaded and trained."""
+    """Save asynchronously. The writers start only after the model has been offloaded."""
     from test_checkpoints import hold_writers
 
     from parallel.collectives import object_group

@@ -48,7 +48,7 @@ def test_rank_arithmetic_follows_megatron(run_ranks, dims):
 
 
 def attention_case(seed: int):
-    """Return (segments, (query heads, key heads), tp_multiple, query, key, value [S, ...], cotangent [S, n*d])."""
+    """Return (segments, tp_multiple, [query [S, n, d], key [S, g, d], value [S, g, d]], cotangent [S, n*d])."""
     from segment_trees import random_segments
 
     rng = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def attention_case(seed: int):
 
 
 def attend(rank: int, dims: ParallelDims, seeds: range):
-    """Return for each case the tokens on this rank, and their output and three gradients."""
+    """Return for each case the tokens on this rank, and [output, gradients of query, key and value] of these tokens."""
     import torch
 
     from parallel.attention import PackedAttention

@@ -16,7 +16,7 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
 LR = 1e-4
-EPS = 1e-6  # Adam's first step divides each gradient by itself: without eps, round-off would become a full step
+EPS = 1e-6  # Adam's first step divides each gradient by its magnitude: without eps, round-off would become a full step
 ONE = ParallelDims()
 LOSS = PPOClip(clip_low=0.99, clip_high=50.0)  # wide clipping range: nearly all tokens keep their gradient
 
@@ -130,7 +130,7 @@ def test_replicas_that_share_a_copy_of_the_experts_run_in_lockstep(traced):
     """Ranks (0, 1), (2, 3) and (4, 5) hold one copy of the experts each; ranks 0 to 2 are one replica, 3 to 5 another."""
     dims = ParallelDims(
         cp=3, dp=2, ep=2
-    )  # with 20 tokens per pack, 8 and 7 packs: without lockstep the ranks would wait forever
+    )  # the replicas have 8 and 7 packs of 20 tokens: without lockstep, ranks would wait forever
     check(reference(traced, "moe"), traced("moe", dims, max_tokens=20))
 
 
@@ -229,7 +229,7 @@ def test_the_allgather_dispatcher(traced, dims):
     ids=str,
 )
 def test_bfloat16_with_float32_master_weights(traced, kind, dims):
-    """Differences are within the stated tolerances, and at most as large as those between bfloat16 and float32 (by norm)."""
+    """Between layouts, gradients differ (by norm) less than 1.5 times as much as between bfloat16 and float32 in one process."""
     expected, found = reference(traced, kind, dtype="bfloat16"), traced(kind, dims, dtype="bfloat16")
     check(expected, found, "bfloat16")
     full = reference(traced, kind)
@@ -237,7 +237,7 @@ def test_bfloat16_with_float32_master_weights(traced, kind, dims):
 
 
 def distance(mine, other) -> float:
-    """Return the Euclidean norm over all tensors."""
+    """Return the Euclidean norm of the differences of all tensors."""
     return float(np.sqrt(sum(((mine[name] - other[name]) ** 2).sum(dtype=np.float64) for name in other)))
 
 
@@ -255,7 +255,7 @@ def test_replayed_routing(traced, dims, megatron):
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2", "pp2", "cp2", "tp2 cp2", "dp2", "dp2 ep2", "pp2 dp2"), ids=str)
 def test_balancing_losses(traced, dims):
-    """The losses depend on the packs but not on their distribution over ranks, so the single process uses the same packs."""
+    """The losses depend on the packs, but not on the ranks that hold the packs. So the single process uses the same packs."""
     balance = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1, moe_z_loss_coeff=1e-3)
     expected = traced("moe", megatron=balance, packs_of=dims)
     assert abs(expected.grad_norm - traced("moe", packs_of=dims).grad_norm) > 1e-4, "the balancing loss has no effect"

@@ -23,7 +23,7 @@ EXPERTS = dict(
 
 
 def equal_layers(name: str, dense: bool = False) -> dict:
-    """Return overrides with which all layers are of one kind."""
+    """Return overrides with which all layers of a model are of one kind."""
     fields = FAMILIES[name][1]
     if "first_k_dense_replace" in fields:
         return dict(first_k_dense_replace=9 if dense else 0)
@@ -31,7 +31,7 @@ def equal_layers(name: str, dense: bool = False) -> dict:
 
 
 def saved_by_torch(_rank: int, configs, dims: ParallelDims, overrides: dict) -> list[int]:
-    """Return the bytes of all storages that autograd keeps for one pack, for each config; weights are left out."""
+    """Return, for each config, the bytes of the storages that autograd keeps for one pack. Weights do not count."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -61,7 +61,7 @@ def _saved(hf, dims: ParallelDims, overrides: dict) -> int:
     for param in chunk.parameters():
         torch.nn.init.normal_(param, std=0.02)
     weights = {t.untyped_storage()._cdata for t in (*chunk.parameters(), *chunk.buffers())}
-    storages: dict[int, torch.UntypedStorage] = {}  # referenced, so that no address is reused
+    storages: dict[int, torch.UntypedStorage] = {}  # keeps the storages alive, so that no address is used again
 
     def record(tensor):
         storage = tensor.untyped_storage()

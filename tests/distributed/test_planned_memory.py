@@ -1,6 +1,6 @@
-"""Planned bytes of parameters, gradients and optimizer state, compared with models that are built on every rank.
+"""Planned bytes of parameters, gradients and optimizer state, compared with models that are built for every rank.
 
-The process groups are torch's fake ones: one process acts as each rank in turn, and nothing is communicated.
+The tests use torch's fake process groups: one process builds the model of each rank in turn, and nothing is communicated.
 """
 
 from copy import deepcopy
@@ -163,7 +163,7 @@ def check(run_ranks, hf, cases) -> None:
             )
             for part in ("weights", "gradients", "optimizer"):
                 most, bound = max(vars(state)[part] for state in mine), vars(largest)[part]
-                slack = 0 if part == "gradients" else 12 * 64 * 400  # padding, in models as small as these
+                slack = 0 if part == "gradients" else 12 * 64 * 400  # padding, which is large in such small models
                 assert most <= bound <= most + slack, (str(dims), part)
 
 

@@ -1,4 +1,4 @@
-"""Preference losses and reward models: equal to transformers in one process, and the same under every layout and packing."""
+"""Preference losses and reward models: one process gives transformers' results, and every layout and packing gives the same."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ LAYOUTS = [
     *(ParallelDims(tp=2, pp=2), ParallelDims(cp=2, dp=2), ParallelDims(pp=2, vpp=2, dp=2)),
 ]
 ALONE = Packing(10_000, False, CostModel(1.0, 0.01))  # one pack, no shared prompts
-PACKED = Packing(40, True, CostModel(1.0, 0.01))  # the longest pair alone has more tokens
+PACKED = Packing(40, True, CostModel(1.0, 0.01))  # less than the tokens of the longest pair
 LOSSES = {
     "dpo": DPO(beta=0.5, label_smoothing=0.1, nll_coef=0.2),
     "ipo": IPO(beta=0.5),
@@ -67,13 +67,13 @@ def batch_of(block: TokenBlock) -> TrainBatch:
 def make_model(path, dims: ParallelDims, loss, share_prompts: bool = True):
     from mrl.workers.actor_critic import MegatronActor, MegatronRewardModel
 
-    # Adam's first step divides each gradient by itself: without eps, round-off would become a full step.
+    # Adam's first step divides each gradient by its magnitude: without eps, round-off would become a full step.
     spec = ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share_prompts)
     return MegatronRewardModel(spec) if loss in SCORE_LOSSES.values() else MegatronActor(spec)
 
 
 def traces(rank: int, path, dims: ParallelDims, packing: Packing, losses: dict, num: int = 5) -> dict[str, StepTrace]:
-    """Run a step of each loss on a fresh model."""
+    """Run a step with each loss on a fresh model."""
     from mrl.workers.parity_trace import trace_step
 
     found = {}
@@ -144,7 +144,7 @@ def test_an_evaluation_computes_the_loss_of_a_step(run_ranks, folder, alone, dim
 
 
 def response_logprobs(model, block: TokenBlock) -> list:
-    """Return the log-probabilities of each response's tokens by a model of transformers, one sequence at a time."""
+    """Return the log-probabilities of each response's tokens. A transformers model computes one sequence at a time."""
     import torch
 
     found = []
@@ -197,13 +197,13 @@ def trained_and_exported(rank: int, path, dims: ParallelDims, output) -> tuple[S
 
 
 def classifier_scores(folder) -> tuple:
-    """Return transformers' sequence classifier, and its scores of the sequences of `pairs` without their end marks."""
+    """Return transformers' sequence classifier, and its scores for the sequences of `pairs` without end marks."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
     block = pairs(for_reward_model=True)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    model.config.pad_token_id = None  # otherwise it reads the score before tokens with the id of padding
+    model.config.pad_token_id = None  # otherwise it takes tokens with this id for padding
     rows = [
         block.tokens[start : end - 1] for start, end in zip(block.cu_seqlens[:-1], block.cu_seqlens[1:], strict=True)
     ]

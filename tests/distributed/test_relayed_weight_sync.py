@@ -1,8 +1,8 @@
 """Whole pushes to engines that share GPUs with the trainer: real processes, with shared memory in place of CUDA IPC.
 
-Each trainer rank and each engine rank says that its weights are on one of several simulated GPUs, on two simulated hosts. An
-engine rank refuses to open a slot on another GPU than its own, as CUDA would. The engines speak the control requests of an SGLang
-server; each of their ranks is a process that runs mrl's receiver on plain tensors.
+There are four simulated GPUs on two simulated hosts. Each trainer rank and each engine rank reports that its weights are on one
+of these GPUs. As with CUDA, an engine rank cannot open a slot on another GPU. The engines answer the control requests that SGLang
+servers answer. Each engine rank is a process that runs mrl's receiver on plain tensors.
 """
 
 import base64
@@ -48,7 +48,7 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 
 
 class TrainerWeights:
-    """The weights of one version, behind the interface of a trainer rank."""
+    """The weights of one version, with the interface of a trainer rank."""
 
     dims, rows, sizes, version = DIMS, QWEN3.param_mappings(ARCH), SIZES, 1
 
@@ -124,7 +124,7 @@ def engine_rank(pipe, location, topology, tp_rank, kill_file):
 
 
 class EngineRanks:
-    """The processes of an engine's ranks. If one of them dies, the whole server ends, as SGLang's does."""
+    """The processes of an engine's ranks. If one of them dies, the whole server ends, as in SGLang."""
 
     def __init__(self, places, topology, kill_file):
         context, self.pipes, self.versions = multiprocessing.get_context("fork"), [], []
@@ -149,7 +149,7 @@ class EngineRanks:
 
 
 class EngineHandler(BaseHTTPRequestHandler):
-    """The control requests of an SGLang server, as far as a push sends them."""
+    """Answers the requests that a push sends to an SGLang server."""
 
     protocol_version = "HTTP/1.1"
     ranks: EngineRanks
@@ -186,7 +186,7 @@ def serve_engine(listener, places, topology, kill_file):
 
 
 def versions_of(url):
-    """Versions that an engine has served, each with whether every rank held exactly these weights."""
+    """Return [version, whether each rank held exactly these weights] for each version that an engine has served."""
     with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
         return json.loads(answer.read())["versions"]
 
@@ -199,12 +199,12 @@ class SimulatedIpcSlots(transports.SharedMemorySendEndpoint):
 
 
 def push_twice(rank, urls, kill_file):
-    """Push versions 1 and 2. An engine dies during the second push. Returns the reports and what the engines then hold."""
+    """Push versions 1 and 2. An engine dies during the second push. Returns (report 1, versions of all engines, report 2)."""
     session.location_of = lambda device: GPUS[rank]
     session.CudaIpcSendEndpoint = SimulatedIpcSlots
     session._local_address = lambda url: (
         "localhost"
-    )  # several hosts may not use a loopback address; these hosts are simulated
+    )  # for several real hosts, this would be an address that other hosts can reach; simulated hosts are one machine
     weights = TrainerWeights()
     sync = session.LiveSync(
         urls,

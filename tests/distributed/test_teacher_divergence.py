@@ -1,4 +1,4 @@
-"""parallel.distillation compared with divergences of whole distributions in float64, and its memory with parallel.logprobs."""
+"""parallel.distillation: values equal divergences of whole distributions in float64; memory compared with parallel.logprobs."""
 
 import itertools
 from typing import NamedTuple
@@ -79,7 +79,7 @@ def reference(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def chunked(rank: int, case: Case) -> tuple[np.ndarray, ...]:
-    """Return the same three of this rank: its part of the gradient of hidden, and its rows of the gradient of weight."""
+    """Return the same three results on this rank: its summand of the gradient of hidden, and its rows of that of weight."""
     import torch
 
     from parallel import distillation, groups
@@ -167,7 +167,7 @@ def test_a_large_vocabulary_stays_within_the_tolerances(run_ranks, top_k):
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("top_k", [None, 8])
 def test_bfloat16_matmuls_keep_bfloat16_accuracy(run_ranks, tp, top_k):
-    """bfloat16 has 8 bits: a logit of 6 is rounded to 2^-7 = 0.008, and factors of gradients to a relative 2^-8."""
+    """bfloat16 has 8 bits: rounding changes a logit of 6 by at most 2^-6 = 0.016, and a factor of a gradient by at most 0.4%."""
     import torch
 
     case = make_case(32, 101, 104, 16, 16, scale=0.5, dtype="bfloat16", chunk_size=16, top_k=top_k)
@@ -240,7 +240,7 @@ def test_memory_is_at_most_1_2_times_that_of_log_probabilities_and_entropies(run
 
 
 def memory_of(rank: int, case: Case) -> tuple[int, int, int]:
-    """Return elements of the largest tensor, and peak bytes of `chunked` and of the same pass with log-probabilities."""
+    """Return (elements of the largest tensor of `chunked`, peak bytes of `chunked`, peak bytes of `sampled`)."""
     with Created() as created:
         chunked(rank, case)
     return max(created.sizes), peak_bytes_of(lambda: chunked(rank, case)), peak_bytes_of(lambda: sampled(case))
@@ -290,6 +290,6 @@ def test_no_pass_waits_for_the_device(run_ranks, top_k):
 def waits_of(rank: int, case: Case) -> list[str]:
     from host_waits import HostWaits
 
-    with HostWaits((__file__, "")) as waits:  # this file makes tensors of arrays, and arrays of tensors
+    with HostWaits((__file__, "")) as waits:  # this file may wait: it converts arrays and tensors
         chunked(rank, case)
     return waits.found

@@ -1,6 +1,6 @@
-"""Transformer Engine's own modules and optimizer compute what torch's modules compute. Their kernels are a stand-in in torch.
+"""The modules and the optimizer of Transformer Engine give the results of torch's modules. Stand-ins replace their kernels.
 
-The ranks of `te_ranks` take the decisions of a GPU with Transformer Engine. See tests/te_process.py.
+The ranks of `te_ranks` choose the same classes as on a GPU with Transformer Engine. See tests/te_process.py.
 """
 
 from dataclasses import replace
@@ -199,7 +199,7 @@ def test_a_checkpoint_continues_bit_exactly(te_ranks, models, tmp_path, kind, di
 def test_torch_modules_continue_a_checkpoint_of_transformer_engine_and_vice_versa(
     run_ranks, te_ranks, models, tmp_path, kind, dims, torch_side
 ):
-    """The side with torch's modules has fused Adam, or torch's AdamW as on a GPU without Transformer Engine and Apex."""
+    """The side with torch's modules uses fused Adam, or torch's AdamW as on a GPU without Transformer Engine and Apex."""
     role, adam = torch_side.split(", ")
 
     def torch_ranks(dims, function, *args):

@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: start `mrl` commands, kill the processes that they leave, and serve a tiny model."""
+"""Fixtures of the end-to-end tests: they start `mrl` commands, kill processes that remain afterwards, and serve a tiny model."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ from mrl_runs import TAG, MrlRun, RunFolder, restore_sigint, signal_all, tagged
 
 @pytest.fixture(scope="session")
 def start_mrl(tmp_path_factory):
-    """`start_mrl("train", "key=value", ...)` -> MrlRun. Processes of all runs that are still alive after the tests are killed."""
+    """`start_mrl("train", "key=value", ...)` -> MrlRun. After the tests, the fixture kills all processes that remain."""
     runs: list[MrlRun] = []
 
     def start(command: str, *overrides: str, folder: Path | None = None) -> MrlRun:
@@ -38,7 +38,7 @@ def start_mrl(tmp_path_factory):
 
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
-    """`user_module(name, source)`: runs can import the source as the module `name`, and also the helpers of the tests."""
+    """`user_module(name, source)` lets runs import the source as the module `name`. Runs can also import the test helpers."""
 
     def add(name: str, source: str) -> None:
         (tmp_path / f"{name}.py").write_text(source)
@@ -50,7 +50,7 @@ def user_module(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory):
-    """`make_once(name, make)` -> folder. The first worker of pytest-xdist that needs it makes it, and the others wait."""
+    """`make_once(name, make)` -> folder. The first pytest-xdist worker that needs the folder makes it. Other workers wait."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -76,7 +76,7 @@ def inputs(make_once) -> Path:
 
 @pytest.fixture(scope="session")
 def warm(start_mrl, inputs, make_once) -> Path:
-    """A model that solves some of the problems, trained by `mrl sft` as a user does it."""
+    """A model that solves some of the quickstart's problems. The command `mrl sft` trains it."""
 
     def make(folder: Path) -> None:
         run = start_mrl("sft", "experiment=quickstart", f"data.inputs.folder={inputs}", f"sft.output={folder}").finish()
@@ -106,7 +106,7 @@ def quickstart(inputs, warm) -> list[str]:
 
 @pytest.fixture(scope="session")
 def recorded(start_mrl, quickstart, make_once) -> RunFolder:
-    """A synchronous run of five steps, uninterrupted, that writes everything a run can write."""
+    """An uninterrupted synchronous run of five steps, which records its rollouts and writes to all trackers."""
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -119,7 +119,7 @@ def recorded(start_mrl, quickstart, make_once) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """A process group that has only this process."""
+    """A process group that consists of this process only."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -166,10 +166,10 @@ def qwen3_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(qwen3_folder, tmp_path_factory):
-    """One engine for all tests of a session that only need a server.
+    """One engine for all tests of a session that need no special server.
 
-    A test must leave it able to serve requests. It may change the weights, but only those of the server and of `model` together:
-    later tests compare the two. The files in `folder` keep the initial weights.
+    After a test, the engine must be able to serve requests. A test that changes the weights of the server must give the same
+    weights to `model`, because later tests compare the two. The files in `folder` keep the initial weights.
     """
     import torch
     from transformers import Qwen3ForCausalLM

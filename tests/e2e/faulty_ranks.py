@@ -1,4 +1,4 @@
-"""Trainer ranks that hang or crash at a chosen place, and a reward that deadlocks. They hang until a file is removed."""
+"""Trainer ranks that hang or crash at a chosen place, and a reward that deadlocks. They all hang until a file is removed."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from threading import Lock
 
 from mrl.workers.worker import TrainWorker
 
-HANG_FILE = "hang"  # name of the file; it is in the folder MRL_TEST_FAULTS
+HANG_FILE = "hang"  # name of the file. The environment variable MRL_TEST_FAULTS names its folder
 
 
 def hang_file() -> Path:
@@ -27,7 +27,7 @@ class FaultyWorker(TrainWorker):
     """A trainer rank with an optional fault."""
 
     def arm(self, rank: int, where: str, what: str) -> None:
-        """Make `rank` hang or crash (`what`) once, when it next reaches `where`: data, send or sync."""
+        """Make `rank` hang or crash (`what`) once: when the rank next reaches the place `where` (data, send or sync)."""
         if self.rank != rank:
             return
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -22,7 +22,7 @@ PROMPTS = [[5 + (7 * i + j) % 27 for j in range(1 + i % 9)] for i in range(40)]
 
 @torch.no_grad()
 def max_logprob_difference(client, model, temperature: float = 1.0) -> float:
-    """Largest difference between the engine's log-probabilities and those of Transformers, over sampled responses."""
+    """Return the largest difference between log-probabilities of the engine and of Transformers, over sampled responses."""
     sampling = SamplingParams(max_new_tokens=12, temperature=temperature, ignore_eos=True)
     largest = 0.0
     for prompt, done in zip(PROMPTS, client.generate(PROMPTS, sampling), strict=True):
@@ -42,7 +42,7 @@ def delay_forward_passes(client: EngineClient, seconds: float | None) -> None:
 def slow_engines(*clients: EngineClient, pass_s: float) -> Iterator[None]:
     """Delay every forward pass by `pass_s` seconds, so that n tokens take at least `n * pass_s` seconds on any machine.
 
-    A test that must act while an engine samples uses it: the time that it has does not depend on the engine's speed.
+    With this delay, a test that must act while an engine samples has enough time, whatever the speed of the engine.
     """
     with ExitStack() as stack:
         for client in clients:
@@ -52,10 +52,10 @@ def slow_engines(*clients: EngineClient, pass_s: float) -> Iterator[None]:
 
 
 def num_running(client: EngineClient, since: float = 0.0) -> int:
-    """Return the number of requests that the engine samples, from a report no older than `since` (seconds since the epoch).
+    """Return the number of requests for which the engine samples, according to its last report.
 
-    Returns 0 if the last report is older. The engine reports after each prefill, after every fifth forward pass, and when
-    it becomes idle. It does not report while it is paused.
+    Returns 0 if the report is older than `since` (seconds since the epoch). The engine reports after each prefill, after every
+    fifth forward pass, and when it becomes idle. It does not report while it is paused.
     """
     loads = client._get("/v1/loads")["loads"]
     return sum(load["num_running_reqs"] for load in loads if load["timestamp"] > since)
@@ -69,7 +69,7 @@ def perturb(model) -> None:
 
 
 class UnshardedModel:
-    """A Hugging Face state dict behind the interface of a trainer rank; it is the only rank and holds all parameters."""
+    """A Hugging Face state dict with the interface of a trainer rank. This rank is the only one, so it holds all parameters."""
 
     def __init__(self, folder, tensors: dict[str, Tensor]) -> None:
         config = HFConfig.load(folder)
@@ -87,7 +87,7 @@ class UnshardedModel:
 
 @contextmanager
 def connected(urls: list[str], folder, tensors: dict[str, Tensor], family: Family | None = None, **settings):
-    """A LiveSync from this process, the only trainer rank, to engines. `family` replaces the family of the model folder."""
+    """Context with a LiveSync from this process, the only trainer rank, to engines. `family`: by default, the model's family."""
     weights = UnshardedModel(folder, tensors)
     layout_of = partial(EngineLayout.of, family or weights.family, weights.arch)
     sync = LiveSync(urls, weights, layout_of, WeightSyncConfig(**dict(bucket_bytes=1 << 20, timeout_s=30.0) | settings))

@@ -1,4 +1,4 @@
-"""A run whose policy calls a calculator: engine and trainer agree on all tokens, and tool results are not trained."""
+"""A run whose policy calls a calculator: engine and trainer agree on all tokens, and no step trains on tool results."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def calculator(tmp_path_factory):
-    """The files of the experiment, with more rows that call the tool, because the test trains few steps."""
+    """The input files of the experiment. More rows than usual call the tool, because the tests run only a few steps."""
     from mrl.data.synthetic_tasks import make_calculator_task
 
     folder = tmp_path_factory.mktemp("calculator") / "inputs"
@@ -87,10 +87,11 @@ def test_another_layout_trains_recorded_conversations_with_the_same_loss(run, st
 
 
 def token_baselines(group: list[TextSample]) -> list[float]:
-    """Return the baseline of each token: the reward minus the advantage, which all responses of the group share.
+    """Return the baseline at each token index: the reward minus the advantage.
 
-    The index of a token counts only sampled tokens, not those of tool results. A response that alone has a token has the
-    baseline 0 there.
+    The index of a token counts only sampled tokens, not those of tool results. Checks that all responses of the group have the
+    same baseline at an index. If only one response has a token at an index, the baseline there must be 0, and is not in the
+    result.
     """
     by_index: dict[int, list[float]] = {}
     for sample in group:
@@ -105,7 +106,7 @@ def token_baselines(group: list[TextSample]) -> list[float]:
 
 @pytest.mark.extended
 def test_a_run_with_tool_turns_has_a_baseline_for_each_sampled_token(run, start_mrl, calculator, tmp_path):
-    """The reward has a different value for most texts, because the policy of a short warm start solves few tasks."""
+    """The reward depends on the text, so that rewards differ. After the short warm start, the policy solves only few tasks."""
     (tmp_path / "rewards.py").write_text(
         "def compute_score(*, solution_str, **others):\n    return sum(map(ord, solution_str)) % 7 / 6\n"
     )
@@ -114,7 +115,7 @@ def test_a_run_with_tool_turns_has_a_baseline_for_each_sampled_token(run, start_
     options = ["algorithm=otb", "tracking.samples_per_step=32", "trainer.max_steps=3"]
     found = start_mrl("train", *SMALL, *again, *options).finish()
     assert found.process.returncode == 0, found.output()
-    num_groups = 0  # with different rewards and with tool results
+    num_groups = 0  # groups with different rewards and with tool results
     for _, samples in read_samples(found.folder):
         for number in {sample.group for sample in samples}:
             group = [sample for sample in samples if sample.group == number]

@@ -1,4 +1,4 @@
-"""Runs of algorithms that need more than rewards and old log-probabilities, on recorded rollouts, with two replicas."""
+"""Runs with recorded rollouts and two replicas, of algorithms that need more than rewards and old log-probabilities."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def replays(start_mrl, quickstart, recorded):
 
 @pytest.fixture(scope="module")
 def same_samples(recorded, tmp_path_factory) -> Path:
-    """Recorded rollouts in which each step has the samples of the first step, which the initial policy sampled."""
+    """Recorded rollouts in which every step has the same samples: those of the first step, from the initial policy."""
     folder = tmp_path_factory.mktemp("same_samples")
     for step in range(STEPS):
         shutil.copy(recorded.folder / "rollouts/step_000000.npz", folder / f"step_{step:06d}.npz")
@@ -68,7 +68,7 @@ def same_samples(recorded, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_of(replays, same_samples):
-    """`run_of(name)`: the run of RUNS with this name. It is started once, and keeps its checkpoint of step 2."""
+    """`run_of(name)`: the run of RUNS with this name. Each run is started only once, and keeps its checkpoint of step 2."""
     runs = {}
 
     def get(name: str):
@@ -125,7 +125,7 @@ def of_logprob(step: FirstStep, advantages: NDArray) -> NDArray:
 
 
 def of_uncertain_tokens(step: FirstStep, advantages: NDArray) -> NDArray:
-    """Return the token losses [R] -r A of the tokens with the largest entropy, and 0 for others."""
+    """Return the token losses [R]: -r A for the 30% of tokens with the largest entropy, and 0 for the other tokens."""
     return -advantages * (step.entropies >= np.quantile(step.entropies, 0.7))
 
 
@@ -155,7 +155,7 @@ LATER_METRICS = {
     "rejection": ("correction/rejected_fraction", 0),
     "engine as old policy": ("correction/rejected_fraction", 0),
 }
-"""Name of a run -> a metric that shows how far the policy is from the one that sampled, and its value in the first step."""
+"""Name of a run -> a metric for the distance between trained and sampling policy, and its value in the first step."""
 
 
 BOUNDED = ("luspo", "dppo_kl", "dppo_tv", "rejection", "engine as old policy")
@@ -182,7 +182,7 @@ def test_the_first_step_has_the_loss_of_the_algorithm(run_of, first_step, name):
 
 @pytest.mark.parametrize("name", LATER_METRICS)
 def test_a_step_with_samples_of_another_policy_shows_it(run_of, name):
-    """The first step has samples of its own weights, and later steps those of other weights."""
+    """In the first step, the trained policy has sampled the responses itself. In later steps, its weights have changed."""
     metric, first = LATER_METRICS[name]
     found = [step[metric] for step in run_of(name).metrics()]
     assert found[0] == pytest.approx(first, abs=1e-4)
@@ -190,13 +190,13 @@ def test_a_step_with_samples_of_another_policy_shows_it(run_of, name):
 
 
 def test_the_divergence_of_a_trust_region_decides_what_is_outside(run_of):
-    """With the same bound, fewer tokens exceed it with the KL divergence than with the total variation."""
+    """If both have the same bound, fewer tokens exceed it with the KL divergence than with the total variation."""
     by_kl, by_variation = (run_of(name).metrics()[1]["loss/clip_fraction"] for name in ("dppo_kl", "dppo_tv"))
     assert by_kl < by_variation
 
 
 def test_the_absolute_kl_to_the_reference_is_in_the_loss(run_of, first_step):
-    """All steps train samples of the reference, so the mismatch with the engine is the one with the reference."""
+    """All samples come from the reference, so the mean mismatch with the engine is the absolute KL to the reference."""
     advantages = first_step.advantages(GRPO(scale_rewards="batch"))
     without_kl = first_step.mean_loss(-advantages, "token_mean")
     for step in run_of("lite_ppo").metrics()[1:]:
@@ -208,7 +208,7 @@ def test_the_absolute_kl_to_the_reference_is_in_the_loss(run_of, first_step):
 def test_normalized_weights_have_the_mean_1(run_of):
     steps = run_of("normalized weights").metrics()
     assert all(step["correction/weight_mean"] == pytest.approx(1, abs=1e-5) for step in steps)
-    # E[ratio] of the engine's samples, from the chi-square divergence and the effective sample size
+    # E[ratio] over the engine's samples, computed from the chi-square divergence and the effective sample size
     means = [math.sqrt(step["mismatch/ess_fraction"] * (1 + step["mismatch/chi2"])) for step in steps]
     assert max(abs(mean - 1) for mean in means) > 1e-4, "weights without normalization would have another mean"
 
@@ -223,7 +223,7 @@ def test_normalized_weights_have_the_mean_1(run_of):
     }.items(),
 )
 def test_one_process_has_the_losses_of_two_replicas(run_of, replays, name, metrics):
-    """Mean weights, entropies, baselines and draws are those of the whole step, and not of the tokens of one replica."""
+    """Mean weights, entropies, baselines and draws are computed from the whole step, and not from the tokens of one replica."""
     for found, expected in zip(replays(*RUNS[name]).metrics(), run_of(name).metrics(), strict=True):
         for each in ("loss/policy", "optim/grad_norm", *metrics):
             assert found[each] == pytest.approx(expected[each], abs=2e-5, rel=2e-5), (name, each)

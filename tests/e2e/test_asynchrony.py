@@ -1,4 +1,4 @@
-"""Asynchronous runs: bounded staleness, no prompt trained twice, and equality with a synchronous run if max_staleness=0."""
+"""Asynchronous runs: staleness is bounded, no response is used twice, and max_staleness=0 gives the synchronous results."""
 
 import json
 import random
@@ -24,7 +24,7 @@ def ledger(folder) -> list[dict]:
 
 
 def check_ledger(folder, staleness: int) -> None:
-    """No prompt request was trained twice, the untrained ones fit in the staleness buffer, and no token was too stale."""
+    """Check that no prompt request was used twice, unused requests fit in the staleness buffer, and no token was too stale."""
     lines = ledger(folder)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert all(len(line["requests"]) == len(line["groups"]) == GROUPS_PER_STEP for line in lines)
@@ -77,7 +77,7 @@ def test_a_run_of_each_mode_survives_a_kill_of_each_kind_of_process(start_mrl, q
 
 @pytest.mark.extended
 def test_an_engine_reports_which_weight_version_sampled_each_token(engine):
-    """The version changes in the middle of a response: pause, set the version, resume."""
+    """In the middle of a response, the test pauses the engine, sets another version, and resumes the engine."""
     before = engine.client.weight_version()
     engine.client.set_weight_version("76")
     completions = []
@@ -103,9 +103,9 @@ def test_an_engine_reports_which_weight_version_sampled_each_token(engine):
 
 
 def test_an_engine_stops_sampling_responses_whose_request_is_cancelled(engine, tmp_path):
-    """The pool closes the connection, and SGLang aborts the request. Another request goes on.
+    """The pool closes the connection, and SGLang aborts the cancelled request. The other request continues.
 
-    Each forward pass is delayed, so all responses take at least 135 s. A request that leaves the engine before was aborted.
+    Each forward pass is delayed, so every response takes at least 135 s. A request that leaves the engine earlier was aborted.
     """
     pool = EnginePool(spec_of(tmp_path, engine_urls=(engine.server.url,), request_timeout_s=480.0))
     pool.wait_ready(60)

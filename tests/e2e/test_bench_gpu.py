@@ -1,4 +1,4 @@
-"""`mrl bench gpu --device cpu` measures every section at toy size; the kernels of GPUs run over stand-ins."""
+"""`mrl bench gpu --device cpu` measures every section at toy size. In other tests, stand-ins replace the kernels of GPUs."""
 
 import json
 import os
@@ -85,12 +85,12 @@ def test_the_results_are_right(report):
     assert left == 0, "an offloaded model leaves nothing behind"
 
 
-# Over stand-ins of the packages, in a process that has Megatron without a GPU.
+# The `check_...` functions run in forks that have imported Megatron for a CPU. Stand-ins replace packages that need a GPU.
 
 
 @pytest.fixture
 def job(tmp_path):
-    """A job whose reports are lost."""
+    """A job whose reports nobody reads."""
     spec = SimpleNamespace(size="toy", rates={}, events=str(tmp_path / "events"))
     with (tmp_path / "events").open("w") as events:
         yield SectionJob(spec, events)
@@ -160,7 +160,7 @@ def check_kernels(job: SectionJob) -> None:
 
 
 def check_plans(job: SectionJob) -> None:
-    """The model of a step has as many layers as the planner says that fit, and computes what it is said to compute."""
+    """The model of the section `step` has as many layers as the planner predicts to fit into the memory of the GPU."""
     from mrl.bench import model_steps
     from mrl.planner.activation_bytes import GPU_KERNELS
 
@@ -177,7 +177,7 @@ def check_plans(job: SectionJob) -> None:
 
 
 def check_flops(job: SectionJob) -> None:
-    """Multiply-adds of shared prompts are those of the tokens that are computed."""
+    """With shared prompts, the number of multiply-adds counts each computed token and each attended pair once."""
     import numpy as np
 
     from mrl.bench import model_steps

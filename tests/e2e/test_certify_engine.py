@@ -1,7 +1,7 @@
-"""`mrl certify engine` with real engines: equal pairs of seven families agree, and injected faults are named with layer and part.
+"""`mrl certify engine` with real engines: equal models agree for seven families, and faults are reported with layer and part.
 
-Each family has one engine, which records one trace. The faults are injected into the trainer's model, in a process that computes
-the traces of all faults of a family.
+Each family has one engine, which records one trace. The tests inject the faults into the trainer's model. One process computes
+the traces for all faults of a family.
 """
 
 import copy
@@ -50,7 +50,7 @@ from parallel.rope import Rope
 pytestmark = pytest.mark.extended
 
 ONE = ParallelDims()
-# On a CPU, SGLang pads other sizes with zeros.
+# On a CPU, SGLang pads weights of other sizes with zeros.
 SIZES: dict[str, Any] = dict(intermediate_size=64)
 MOE_SIZES = SIZES | dict(moe_intermediate_size=32)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", MOE_SIZES | dict(mlp_only_layers=[])),  # SGLang has experts in every layer
     "glm4_moe": ("glm4_moe", MOE_SIZES),
     "deepseek_v3": ("deepseek_v3", MOE_SIZES),
-    "mixtral": ("mixtral", SIZES | dict(head_dim=8)),  # SGLang takes hidden_size / num_attention_heads
+    "mixtral": ("mixtral", SIZES | dict(head_dim=8)),  # SGLang ignores the field, and uses this ratio
 }
 TEMPERATURE = 0.8
 
@@ -180,7 +180,7 @@ def plain_rope(actor) -> None:
 
 
 def interleaved_rope(actor) -> None:
-    """Rotate the pairs (2i, 2i + 1). Changes the whole process, so it is the last fault of its family."""
+    """Rotate the pairs (2i, 2i + 1). This changes the whole process, so it must be the last fault of its family."""
     from megatron.core.transformer import attention
 
     rotate = attention.apply_rotary_pos_emb

@@ -1,4 +1,4 @@
-"""A run whose models share their devices gives the same numbers and weights as a run in which each model has its own."""
+"""A run whose models share devices gives the same numbers and weights as a run whose models have devices of their own."""
 
 import pytest
 from run_comparison import check_equal_weights
@@ -23,21 +23,21 @@ def run_placed(start_mrl, quickstart):
 
 
 def learning_metrics(run) -> list[dict]:
-    """The metrics that depend neither on time nor on the placement."""
+    """Return the metrics that depend neither on time nor on the placement."""
     kept = [{n: value for n, value in step.items() if n.split("/")[0] not in TIMING} for step in run.metrics()]
     assert kept and all("loss/policy" in step for step in kept)
     return kept
 
 
 def check_same_training(shared, apart) -> None:
-    """Both runs trained the same samples to the same weights, bit for bit."""
+    """Check that both runs have the same metrics and, bit for bit, the same weights."""
     assert learning_metrics(shared) == learning_metrics(apart)
     assert (shared.folder / "eval.jsonl").read_text() == (apart.folder / "eval.jsonl").read_text()
     check_equal_weights(shared.folder, apart.folder)
 
 
 def check_switches(run, least: int) -> None:
-    """Each step counts at least this many switches, and a sleeping model leaves nothing on its device."""
+    """Check that each step has at least `least` switches, and that an offloaded model leaves no memory on its device."""
     for step in run.metrics():
         assert step["placement/switches"] >= least and step["placement/switch_s"] > 0
         assert step["placement/residual_bytes"] == 0
@@ -45,7 +45,7 @@ def check_switches(run, least: int) -> None:
 
 
 def test_a_colocated_run_gives_the_same_metrics_and_weights(start_mrl, quickstart, recorded):
-    """Its checkpoints end while the actor is offloaded and its process groups are suspended."""
+    """The checkpoints of the colocated run are completed while the actor is offloaded and its process groups are suspended."""
     options = ["trainer.max_steps=5", "placement=colocated", "checkpoint.every=1"]
     run = start_mrl("train", *quickstart, *options).finish(400)
     assert run.process.returncode == 0, run.output()

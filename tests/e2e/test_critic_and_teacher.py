@@ -1,4 +1,4 @@
-"""A run with critic, teacher, reference and a role of another name: the advantage estimator gets their outputs."""
+"""A run with critic, teacher, reference and a role of another name: the advantage estimator gets the outputs of all models."""
 
 import os
 
@@ -79,14 +79,14 @@ def test_the_outputs_of_all_models_reach_the_advantage(run):
             assert len(np.unique(inputs["greedy"][inputs["groups"] == group])) == 1, (
                 "one greedy response for each prompt"
             )
-        # Teacher (on two ranks) and reference model have the same weights: those that the actor started from.
+        # The teacher (on two ranks) and the reference have the same weights: the initial weights of the actor.
         np.testing.assert_allclose(inputs["teacher_logprobs"], inputs["ref_logprobs"], atol=1e-5)
         moved = np.abs(inputs["old_logprobs"] - inputs["ref_logprobs"]).max()
         assert moved == 0 if number < 2 else moved > 1e-3, "in the first step only the critic is trained"
 
 
 def test_a_role_of_another_name_computes_its_column(run, inputs, warm):
-    """`roles.second` is another model than the actor. Transformers gives the same log-probabilities."""
+    """`roles.second` is another model than the actor. Transformers computes the same log-probabilities with this model."""
     finished, folder = run
     for number in range(3):
         recorded = dict(np.load(folder / f"{number}.npz"))

@@ -1,4 +1,4 @@
-"""Whole runs that distil toy teachers: divergences fall, engines may serve them, and a killed run is repeated exactly."""
+"""Whole runs that distil toy teachers: divergences fall, engines can serve teachers, and a killed run continues exactly."""
 
 import shutil
 from pathlib import Path
@@ -40,7 +40,7 @@ def distil(start_mrl, quickstart, inputs, warm):
 
 
 def divergences(run) -> list[float]:
-    """Return the divergence of each step. It must fall to less than two thirds, and every step must change the weights."""
+    """Return the divergence of each step. Checks that it falls to less than two thirds, and that every step has a gradient."""
     steps = run.metrics()
     found = [step["distill/divergence"] for step in steps]
     assert len(found) == STEPS and np.isfinite(found).all()
@@ -52,7 +52,7 @@ def divergences(run) -> list[float]:
 
 @pytest.fixture(scope="module")
 def whole(distil):
-    """A run that distils the whole vocabulary, on one rank of the actor and two of the teacher."""
+    """A run that compares distributions over the whole vocabulary, with one rank of the actor and two of the teacher."""
     return distil("distill_vocab", "roles.teacher.parallel.cp=2", "checkpoint.every=2", "checkpoint.asynchronous=false")
 
 
@@ -63,7 +63,7 @@ def test_a_policy_approaches_its_teacher_over_the_whole_vocabulary(whole):
 
 
 def test_a_run_with_layouts_has_the_same_divergences(distil, whole):
-    """Actor with tp 2, so a vocabulary of two shards, and two teachers' ranks in a pipeline."""
+    """The actor has tp 2, so its vocabulary has two shards. The teacher has two pipeline stages."""
     run = distil("distill_vocab", "parallel.tp=2", "roles.teacher.parallel.tp=1", "roles.teacher.parallel.pp=2")
     assert run.metrics()[0]["distill/divergence"] == pytest.approx(whole.metrics()[0]["distill/divergence"], rel=1e-4)
     divergences(run)
@@ -104,7 +104,7 @@ def test_a_policy_learns_from_the_forward_kl(distil, inputs, warm):
 
 @pytest.fixture(scope="module")
 def softer(warm, tmp_path_factory) -> Path:
-    """A second teacher: the model of `warm`, whose logits are halved."""
+    """A second teacher: the model of `warm` with halved logits."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("softer") / "model"

@@ -1,4 +1,4 @@
-"""Every command of the documentation runs as it is written, made short."""
+"""Every command of the documentation runs as it is written. Only training commands get overrides that make them short."""
 
 import os
 import shlex
@@ -39,7 +39,7 @@ def shortened(arguments: list[str]) -> list[str]:
 
 
 def run(command: str, folder) -> None:
-    """Run one command in a folder; fail with its output."""
+    """Run one command in a folder. If the command fails, the AssertionError contains its output."""
     arguments = mrl_arguments(command)
     if arguments is not None:
         line = [sys.executable, "-P", "-m", "mrl.cli", *shortened(arguments)]
@@ -56,13 +56,13 @@ def run(command: str, folder) -> None:
 
 @pytest.fixture(scope="module")
 def finished() -> set[str]:
-    """Commands that have run already; a command that stands on several pages runs once."""
+    """Commands that have already run. A command that is on several pages runs only once."""
     return set()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A working directory with the quickstart's run directories, as a reader has it after the first page."""
+    """A working directory for the commands of all pages, so that a command finds the run directories of earlier commands."""
     path = tmp_path_factory.mktemp("reader")
     for name in ("conf", "benchmarks", "tests", "slurm", "docs"):
         (path / name).symlink_to(ROOT / name)

@@ -1,4 +1,4 @@
-"""No tokens pass through the driver: its traffic is counted during a step of short and a step of long responses."""
+"""No tokens pass through the driver. The tests count its traffic during a step with short and a step with long responses."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def trainer(quickstart, tmp_path):
         "trainer.max_steps=2",
         "tracking.backends=[]",
         "tracking.timeline=true",  # neither spans nor samples pass through the driver
-        "algorithm.mini_batches=2",  # with the columns of old and reference log-probabilities
+        "algorithm.mini_batches=2",  # needs old log-probabilities; the next two lines need those of the reference
         "++algorithm.kl_in_loss.coef=0.01",
         "++algorithm.kl_in_reward.coef=0.01",
     ]
@@ -95,7 +95,7 @@ def cluster():
 
 
 def traffic_of(group: SimulatedGroup, prompts: int, tokens: int) -> Traffic:
-    """Count the driver's traffic for log-probabilities and an optimizer step of `prompts` groups; the ranks compute nothing."""
+    """Count the driver's traffic for log-probabilities and an optimizer step on `prompts` groups. The ranks compute nothing."""
     packing = Packing(max_tokens=4 * GROUP * tokens)
     responses = [[7] * tokens] * prompts * GROUP
     batch = TrainBatch.of(TokenBlock.from_lists([[5]] * len(responses), responses), np.arange(len(responses)) // GROUP)
@@ -120,10 +120,10 @@ def test_calls_grow_only_with_ranks_and_bytes_grow_with_ranks_plus_samples(clust
     for ranks in (16, 128):
         short, long = found[ranks, many, 16], found[ranks, many, 64]
         assert abs(long.bytes - short.bytes) < 200, "bytes do not grow with the length of responses"
-    bytes_per_rank = 2048  # in its two calls; columns [B] of `many` would be 49152 bytes in each call
+    bytes_per_rank = 2048  # limit for the two calls to a rank. Columns [B] of `many` would be 49152 bytes in each call
     for prompts in (few, many):
         assert found[128, prompts, 16].bytes - found[16, prompts, 16].bytes < 112 * bytes_per_rank
-    bytes_per_sample = 80  # in the two calls together
+    bytes_per_sample = 80  # limit for the two calls together
     more_samples = (many - few) * GROUP
     for ranks in (16, 128):
         assert found[ranks, many, 16].bytes - found[ranks, few, 16].bytes < more_samples * bytes_per_sample

@@ -1,4 +1,4 @@
-"""A real SGLang server: its results equal those of Transformers, its errors are reported, and no process survives its end."""
+"""A real SGLang server: results equal those of Transformers, errors are reported, and no process survives the server's end."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def port_is_bound(port: int) -> bool:
 @pytest.mark.extended
 @pytest.mark.parametrize("victim", ["starter", "supervisor"])
 def test_sigkill_leaves_no_process_no_port_and_no_shared_memory(qwen3_folder, tmp_path, victim):
-    """Neither the process that started the server nor its supervisor can clean up when it is killed."""
+    """A process that is killed cannot clean up, whether it has started the server or supervises the server."""
     line = [sys.executable, "-c", START_AND_WAIT, str(qwen3_folder), str(tmp_path / "engine.log")]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
         try:
@@ -104,7 +104,7 @@ def test_a_server_stopped_while_it_starts_leaves_no_process_and_no_scratch_folde
 
     server = EngineServer(default_server_args("float32", 512) | {"model_path": str(qwen3_folder)}, tmp_path / "log")
     server.start()
-    wait_until(lambda: len(server.processes()) > 1, 60)  # the supervisor has started SGLang, which loads for seconds
+    wait_until(lambda: len(server.processes()) > 1, 60)  # the supervisor has started SGLang, whose start takes seconds
     pids, scratch = [p.pid for p in server.processes()], server._scratch.path
     assert server.alive()
     server.stop()

@@ -19,7 +19,7 @@ EXPERTS = {"glm4_moe": dict(moe_intermediate_size=32), "deepseek_v3": dict(moe_i
 
 @torch.no_grad()
 def logprob_difference(client: EngineClient, folder) -> float:
-    """Largest difference between the log-probabilities of sampled tokens and those of Transformers."""
+    """Return the largest difference between log-probabilities of the engine and of Transformers, over sampled responses."""
     from transformers import AutoModelForCausalLM
 
     model, largest = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), 0.0
@@ -37,7 +37,7 @@ def test_an_engine_samples_from_its_model_and_from_pushed_weights(one_rank, tmp_
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
 
-    # On a CPU, SGLang pads other sizes with zeros and includes the zeros in its checksums.
+    # On a CPU, SGLang pads weights of other sizes with zeros, and includes the zeros in its checksums.
     sizes: dict[str, Any] = dict(intermediate_size=64)
     sizes |= EXPERTS.get(name, {})
     first = make_family(name, tmp_path / "first", **sizes)

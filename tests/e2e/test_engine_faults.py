@@ -1,4 +1,4 @@
-"""Real engines are killed or stopped while they sample: their responses are sampled again, and a run continues."""
+"""Real engines are killed or stopped while they sample: unfinished responses are sampled again, and a run continues."""
 
 import asyncio
 import signal
@@ -89,10 +89,10 @@ def test_responses_of_a_killed_or_stopped_engine_are_sampled_again_with_the_same
 
 
 def strike_when_busy(victim, other_url: str, sign: signal.Signals, num_requests: int) -> Callable[[], None]:
-    """Signal the victim's processes, except its supervisor, when it samples `num_requests` responses of 200 tokens.
+    """When the victim samples `num_requests` responses of 200 tokens, send a signal to its processes except the supervisor.
 
-    Both engines are slow until then: a response takes at least 40 s. The other engine is fast afterwards. Returns a function
-    that waits for the signal to be sent.
+    Until then, both engines are slow: a response takes at least 40 s. Afterwards, the other engine is fast. Returns a function
+    that waits until the signal has been sent.
     """
     client, other = EngineClient(victim.url), EngineClient(other_url)
     delay_forward_passes(client, 0.2)
@@ -112,7 +112,7 @@ def strike_when_busy(victim, other_url: str, sign: signal.Signals, num_requests:
 
 @pytest.mark.extended
 def test_a_run_continues_after_it_loses_all_engines_and_then_one(start_mrl, quickstart, user_module):
-    """In step 2 all engines are killed before rejected groups are sampled again; in step 3 one engine is stopped."""
+    """In step 2, all engines are killed before a rejected group is replaced. In step 3, one engine is stopped."""
     user_module("striking_filter", STRIKING_FILTER)
     own = ["rollout.filter._target_=striking_filter.Striking", "rollout.num_engines=2", "rollout.deterministic=true"]
     limits = [f"fault_tolerance.engine_stall_timeout_s={STALL_TIMEOUT_S}", "trainer.save=false", "trainer.max_steps=4"]

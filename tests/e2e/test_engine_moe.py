@@ -72,7 +72,7 @@ def test_routing_is_reported_only_if_it_is_requested(client):
 
 
 def test_pushed_experts_are_used_and_verified(one_rank, client, folders):
-    """SGLang stacks the matrices of all experts. After the push the engine equals the other model."""
+    """SGLang stacks the matrices of all experts. After the push, the engine computes the results of the other model."""
     from safetensors.torch import load_file
 
     tensors = load_file(folders[1] / "model.safetensors")

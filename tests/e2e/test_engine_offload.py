@@ -25,7 +25,7 @@ def no_push(version: int, engines_were_offloaded: bool) -> list:
 
 
 class Stream:
-    """A streamed greedy response, read by its own thread."""
+    """A streamed greedy response. A thread reads it."""
 
     def __init__(self, client) -> None:
         self.token_ids: list[int] = []
@@ -55,9 +55,9 @@ class Stream:
 
 @contextmanager
 def running_response(client) -> Iterator[Stream]:
-    """A response of which the engine has sampled at least 20 of 400 tokens.
+    """Context with a response of which the engine has sampled at least 20 of 400 tokens.
 
-    Until the block ends the engine samples at most 20 tokens per second, so that the block can pause it in time.
+    Inside the context, the engine samples at most 20 tokens per second, so that the test can pause the engine in time.
     """
     with slow_engines(client, pass_s=0.05):
         stream = Stream(client)
@@ -92,7 +92,7 @@ def test_a_response_continues_after_the_engine_is_offloaded_and_loaded_again(eng
 
 @pytest.mark.extended
 def test_an_engine_with_running_requests_can_be_offloaded(engine):
-    """EngineLifecycle pauses the engine first, because SGLang asserts that it is idle."""
+    """EngineLifecycle pauses an engine before it offloads the engine, because SGLang asserts that the engine is idle."""
     engines = scripted_lifecycle(no_push, urls=[engine.server.url], timeout_s=30)
     with running_response(engine.client) as stream:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""`mrl generate` and `mrl evaluate`: a killed generation is continued, and each reported number equals one computed here."""
+"""`mrl generate` and `mrl evaluate`: a killed generation is continued, and the tests compute each reported number again."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ def rows_of(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def keys(inputs, warm) -> list[str]:
-    """Overrides: four samples of each of some held-out prompts, from the model of `warm`."""
+    """Overrides with which the model of `warm` samples four responses to each of 192 held-out prompts."""
     return [
         "experiment=quickstart",
         f"data.inputs.folder={inputs}",
@@ -37,7 +37,7 @@ def keys(inputs, warm) -> list[str]:
 def continued(start_mrl, keys, tmp_path_factory):
     """Overrides and output folder of a generation that was killed with SIGKILL, continued and finished.
 
-    Until it is killed it has one request in flight, so that most of its 768 responses are missing on any machine.
+    The killed command had only one request in flight. So most of the 768 responses were missing on any machine.
     """
     folder = tmp_path_factory.mktemp("continued") / "answers"
     keys = [*keys, f"generate.output={folder}", "generate.prompts_per_file=8"]
@@ -60,7 +60,7 @@ def continued(start_mrl, keys, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def evaluated(start_mrl, keys):
-    """An evaluation that generates the same responses itself, in larger batches."""
+    """An evaluation that generates the same responses itself, with more requests in flight."""
     run = start_mrl("evaluate", *keys, "generate.requests_in_flight=512").finish()
     assert run.process.returncode == 0, run.output()
     assert run.leftovers(within_s=30) == []
@@ -78,7 +78,7 @@ def test_a_continued_generation_equals_an_uninterrupted_one(continued, evaluated
 
 
 def test_seeded_draws_follow_the_models_probabilities(evaluated):
-    """The likeliest first token is drawn as often as its probability says, within five standard errors."""
+    """The frequency of the likeliest first token agrees with its probability, within five standard errors."""
     rows = rows_of(evaluated.folder / "generated")
     first = np.exp([row["logprobs"][0] for row in rows]).reshape(ROWS, SAMPLES)
     likeliest = first.max(axis=1, keepdims=True)
@@ -86,7 +86,7 @@ def test_seeded_draws_follow_the_models_probabilities(evaluated):
     p = likeliest[certain]
     drawn = (np.abs(first[certain] - p) < 1e-4).sum()
     assert certain.sum() > ROWS / 2
-    # Prompts of which no sample drew the likeliest token are missing: at most 1 of 16 where its probability is 0.5.
+    # `certain` does not contain prompts for which no sample drew the likeliest token: at most 1 of 16 if its probability is 0.5.
     assert (
         abs(drawn - SAMPLES * p.sum())
         < 5 * np.sqrt(SAMPLES * (p * (1 - p)).sum()) + SAMPLES * ((1 - p) ** SAMPLES).sum()
@@ -94,7 +94,7 @@ def test_seeded_draws_follow_the_models_probabilities(evaluated):
 
 
 def metrics_over_all_subsets(rows: list[dict], k: int) -> tuple[float, float]:
-    """pass@k and maj@k of one prompt, averaged over all subsets of k of its responses."""
+    """Return pass@k and maj@k of one prompt: averages over all subsets of k responses."""
     passes, majorities = [], []
     for subset in combinations(rows, k):
         passes.append(any(row["response"].strip() == row["ground_truth"] for row in subset))
@@ -134,7 +134,7 @@ def test_a_finished_generation_is_evaluated_without_generating_again(start_mrl, 
 
 
 def engine_processes(run) -> list:
-    """Main processes of the engines of a command."""
+    """Return the main process of each engine of a command."""
     return [process for process in tagged(run.tag) if "mrl.rollout.engines.launch_sglang" in process.cmdline()]
 
 
@@ -145,7 +145,7 @@ def number_of_differences(found: list[dict], expected: list[dict]) -> int:
 
 
 def test_a_generation_on_two_engines_outlives_an_engine_and_is_continued(start_mrl, keys, evaluated, tmp_path):
-    """One of two engines is killed, and later the command; the continued generation has the same responses."""
+    """First one of two engines is killed, and later the command. The continued generation has the same responses."""
     folder = tmp_path / "answers"
     two = [*keys, f"generate.output={folder}", "generate.prompts_per_file=8", "rollout.num_engines=2"]
     run = start_mrl("generate", *two, "generate.requests_in_flight=2")
@@ -170,7 +170,7 @@ def test_a_generation_on_two_engines_outlives_an_engine_and_is_continued(start_m
 
 
 def test_engines_of_a_ray_cluster_sample_and_a_lost_node_is_survived(start_mrl, keys, evaluated, tmp_path):
-    """Two engines on two nodes of a cluster, which have one CPU each. A third node takes over when one is lost."""
+    """The two engines run on two of three nodes with one CPU each. When a node is lost, its engine starts on the third node."""
     from ray.cluster_utils import Cluster
 
     folder = tmp_path / "answers"
@@ -191,6 +191,6 @@ def test_engines_of_a_ray_cluster_sample_and_a_lost_node_is_survived(start_mrl, 
 
 
 def serving(node) -> bool:
-    """Whether the node's raylet has started an engine."""
+    """Return whether the node's raylet has started an engine."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     return any("mrl.rollout.engines.launch_sglang" in each.cmdline() for each in raylet.children(recursive=True))

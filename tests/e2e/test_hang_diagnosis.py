@@ -1,4 +1,4 @@
-"""Faults in a real run with trainer ranks, a rollout worker and an engine: the error names the process that hangs or died."""
+"""Faults in a real run with trainer ranks, a rollout worker and an engine: the error names the process that hangs or is dead."""
 
 import os
 import signal
@@ -31,12 +31,12 @@ from parallel.dims import ParallelDims
 pytestmark = pytest.mark.extended
 
 DEADLINE_S = 3.0
-REQUEST_DEADLINE_S = 8.0  # the rollout worker has to send its requests to the engine first
-DIAGNOSED_WITHIN_S = 60.0  # after the deadline; it takes about 5 s on a quiet machine
+REQUEST_DEADLINE_S = 8.0  # longer, because the rollout worker must first send its requests to the engine
+DIAGNOSED_WITHIN_S = 60.0  # after the deadline. On an idle machine, the diagnosis takes about 5 s
 
 
 class FaultyRun:
-    """The run under test: an actor of two pipeline stages, an engine, and a separate worker group of two data-parallel ranks."""
+    """The run under test: an actor with two pipeline stages, an engine, and another worker group with two data-parallel ranks."""
 
     def __init__(self, trainer, replicas, run_dir: Path, faults: Path) -> None:
         self.trainer, self.generator, self.stages = trainer, trainer.rollout, trainer.actor.group
@@ -71,14 +71,14 @@ class FaultyRun:
         return found.pid
 
     def deadline_s(self, group) -> float:
-        """Return a deadline in which every rank without a fault gets to where it waits: five times the time of an update."""
+        """Return a deadline before which all ranks without a fault wait for the faulty one: five times the time of an update."""
         start = time.monotonic()
         self.update(group)
         return max(DEADLINE_S, 5 * (time.monotonic() - start))
 
     @contextmanager
     def faults_hang(self):
-        """Until the block ends, ranks and rewards with a fault hang."""
+        """Context in which ranks and rewards with a fault hang. They continue when the context ends."""
         self.hang_file.touch()
         try:
             yield
@@ -86,7 +86,7 @@ class FaultyRun:
             self.hang_file.unlink()
 
     def check_stall(self, handle, call, name: str, *texts: str, deadline_s: float = DEADLINE_S) -> StalledError:
-        """The call fails after its deadline, and the error contains the name of the process and these texts.
+        """Check that the call fails after its deadline, and that the error contains the name of the process and these texts.
 
         `handle`: worker group or rollout worker whose timeout is the deadline. The deadline must be long enough for all
         processes except the faulty one to reach the place where they wait for it.
@@ -103,7 +103,7 @@ class FaultyRun:
 
 
 def check_error(error, name: str, *texts: str):
-    """The error blames the process `name`, contains these texts and names its hang report."""
+    """Check that the error blames the process `name`, contains these texts and names its hang report."""
     assert error.names == (name,), str(error)
     for text in (*texts, str(error.report)):
         assert text in str(error), str(error)
@@ -152,7 +152,7 @@ def run(inputs, tmp_path_factory):
 
 
 def test_a_slow_call_and_a_call_that_raises_write_no_hang_report(run):
-    """The slow call ends within its deadline. The exception of a rank is raised unchanged."""
+    """The slow call ends before its deadline. The exception of a rank is raised unchanged."""
     with run.faults_hang():
         run.stages.call(faulty_ranks.FaultyWorker.arm, 0, "data", "hang")
         slow = threading.Thread(target=run.update, args=[run.stages])
@@ -248,7 +248,7 @@ def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
 
 
 def test_a_rank_that_dies_before_a_collective_is_named(run):
-    """The error of its neighbour arrives first, but the dead rank is named, with the cause of its death."""
+    """The error of the neighbouring rank arrives first, but the report names the dead rank, with the cause of its death."""
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "data", "crash")
     start = time.monotonic()
     with pytest.raises(RankLostError) as caught:

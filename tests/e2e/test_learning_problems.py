@@ -1,4 +1,4 @@
-"""Runs of the quickstart that cannot learn: each problem is named within five steps, with its measured values and keys."""
+"""Runs of the quickstart that cannot learn: a message names the problem within five steps, with values and config keys."""
 
 import re
 

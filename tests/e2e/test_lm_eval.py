@@ -62,7 +62,7 @@ def lm_eval(tmp_path_factory):
 
 @pytest.fixture
 def tasks(inputs, tmp_path):
-    """Folder of two tasks over the same prompts of the quickstart: one samples answers, the other compares log-probabilities."""
+    """Folder with two tasks on the same prompts of the quickstart: one samples answers, one compares log-probabilities."""
     import pyarrow.parquet as pq
 
     rows = pq.read_table(inputs / "test.parquet").to_pylist()[:LIMIT]
@@ -77,7 +77,7 @@ def tasks(inputs, tmp_path):
 
 
 def test_lm_eval_runs_its_tasks_with_two_engines(start_mrl, lm_eval, tasks, warm, inputs, monkeypatch, tmp_path):
-    """The harness samples greedily, so its accuracy is that of the same responses, scored again from its sample files."""
+    """The harness samples greedily. So `mrl evaluate` computes the same accuracy from the harness's sample file."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     keys = ["experiment=quickstart", f"data.inputs.folder={inputs}", f"model.path={warm}"]
     line = f"{lm_eval} --tasks tiny,tiny_choices --include_path {tasks}"

@@ -1,4 +1,4 @@
-"""A cluster loses a node while a run uses it: the ranks of the node are started on another node, and the run continues."""
+"""A cluster loses a node that a run uses: the ranks of the lost node are started on another node, and the run continues."""
 
 import psutil
 import pytest
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture
 def cluster():
-    """A head without GPUs and three nodes with one GPU each: for the trainer rank, for the engine, and one spare."""
+    """A head without GPUs and three nodes with one GPU each: one for the trainer rank, one for the engine, and a spare node."""
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, num_gpus=0, include_dashboard=False))

@@ -1,4 +1,4 @@
-"""A run in which every part of the algorithm is a function of the user: the file of docs/concepts/algorithms.md."""
+"""A run in which every part of the algorithm is a user's function: the functions of docs/concepts/algorithms.md."""
 
 import numpy as np
 import own_parts
@@ -43,7 +43,7 @@ def test_every_part_is_a_function_of_the_user(run):
         rows = np.repeat(np.arange(len(lengths)), lengths)
         assert all(np.isfinite(inputs[name]).all() and inputs[name].shape == rows.shape for name in COLUMNS)
 
-        # The columns are those of the policy that is trained, whose metrics the update reports.
+        # The columns come from the trained policy, so they agree with the metrics that the update reports.
         assert inputs["entropies"].mean() == pytest.approx(metrics["policy/entropy_mean"], rel=1e-4)
         mismatch = np.abs(inputs["old_logprobs"] - rollout).max()
         assert mismatch == pytest.approx(metrics["mismatch/logprob_abs_max"], abs=1e-5) and mismatch < 1e-3

@@ -1,4 +1,4 @@
-"""Runs with a training step of the user's own: the ledger, the metrics, the samples and a resume work without its doing."""
+"""Runs with a user's own training step: ledger, metrics, samples and resume work although the step does nothing for them."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from safetensors import deserialize
 
 from mrl.core.sample_file import read_samples
 
-KEEP_ALL_SAMPLES = "tracking.samples_per_step=24"  # all responses of a step of the quickstart that the tests use
+KEEP_ALL_SAMPLES = "tracking.samples_per_step=24"  # the fixture `quickstart` has 24 responses in each step
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,11 @@ def above_the_others(rewards: np.ndarray) -> np.ndarray:
 
 
 SELECTED = {"best_of_n": two_best, "by_source": np.isfinite, "rewarded_only": above_the_others}
-"""Name of a step -> function that returns [G]: which responses of a group the step trains, given their rewards [G]."""
+"""Name of a step -> function of a group's rewards [G]. It returns [G]: on which responses of the group the step trains."""
 
 
 def check_updates(folder: Path, name: str) -> None:
-    """Check that the optimizer steps in the ledger train exactly the tokens of the responses that the training step selects."""
+    """Check that the optimizer steps in the ledger train on exactly the tokens of the responses that the step selects."""
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     all_samples, all_trained = [samples for _, samples in read_samples(folder)], []
@@ -102,7 +102,7 @@ def check_updates(folder: Path, name: str) -> None:
 
 
 def check_that_every_tensor_changed(run_dir: Path, initial: Path) -> None:
-    """Check that no tensor of the final model has the bytes of the model folder `initial`."""
+    """Check that every tensor of the final model differs from that in the model folder `initial`."""
     after, before = (
         dict(deserialize((folder / "model.safetensors").read_bytes())) for folder in (run_dir / "hf", initial)
     )

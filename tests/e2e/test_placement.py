@@ -32,7 +32,7 @@ pytestmark = pytest.mark.extended
 
 
 def bundles(*actors) -> list[tuple[str, set[str]]]:
-    """Return of each actor its placement group and the indices of its bundles in that group, as Ray tells the actor."""
+    """Return for each actor its placement group and the indices of its bundles in this group. Each actor asks Ray for them."""
 
     def bundle(_: object) -> tuple[str, set[str]]:
         held = ray._private.worker.global_worker.core_worker.resource_ids()  # the public call omits bundles
@@ -62,17 +62,15 @@ def test_each_process_of_a_run_with_two_pools_has_its_own_slot(quickstart, tmp_p
     assert train != serve and [held for _, held in ranks] == [{"0"}, {"1"}] and slot == {"0"}
 
 
-OF_NODES = dict(
-    NCCL_SOCKET_IFNAME="bond7", NCCL_IB_HCA="mlx5_0"
-)  # variables with which the nodes of `nodes` are started
+OF_NODES = dict(NCCL_SOCKET_IFNAME="bond7", NCCL_IB_HCA="mlx5_0")  # environment of the nodes in the fixture `nodes`
 OF_DRIVER = dict(NCCL_SOCKET_IFNAME="eth0", NCCL_IB_HCA="mlx5_1", NCCL_ALGO="Ring")
 
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """A Ray cluster with a head without GPUs and two nodes that claim one GPU each; this process is the driver.
+    """A Ray cluster with a head without GPUs and two nodes that claim one GPU each. This process is the driver.
 
-    The nodes are started with another interface and other settings of NCCL than the driver has.
+    The environment of the nodes names another network interface and other NCCL settings than the environment of the driver.
     """
     from ray.cluster_utils import Cluster
 

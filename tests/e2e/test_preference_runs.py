@@ -59,7 +59,7 @@ def test_every_objective_over_pairs_trains(train_on_pairs, objective):
 
 @pytest.fixture(scope="module")
 def labels(inputs, tmp_path_factory) -> Path:
-    """A file with one labelled response to each problem: a right one to every second problem, and a wrong one to the others."""
+    """A file with one labelled response to each problem. Every second problem has a right response, the others a wrong one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -101,7 +101,7 @@ def test_a_reward_model_learns_the_order_of_pairs(reward_model):
 
 
 def test_a_reward_model_learns_labels(train_on_pairs, inputs, labels):
-    """The scores are those of Transformers, of the responses that have no row in the file."""
+    """Transformers computes the scores of responses that are not in the training file."""
     import pyarrow.parquet as pq
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -129,9 +129,9 @@ def test_a_language_model_is_not_trained_from_a_reward_model(start_mrl, quicksta
 
 
 def test_a_trained_reward_model_is_the_reward_of_a_run(start_mrl, quickstart, reward_model):
-    """SGLang serves the folder. The rewards in the samples are the scores that transformers computes.
+    """SGLang serves the reward model. The rewards in the samples equal the scores that Transformers computes.
 
-    The run is not deterministic, so each group is scored as soon as it is sampled.
+    The run is not deterministic, so that each group is scored as soon as it is sampled.
     """
     import torch
     from transformers import AutoModelForSequenceClassification

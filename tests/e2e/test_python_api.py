@@ -60,9 +60,10 @@ print("RESULT", json.dumps(dict(
 def run_script(text, folder, *overrides):
     (folder / "script.py").write_text(text)
     line = [sys.executable, "script.py", *overrides, "run.dir=mine"]
-    # Without its own folder, ray.init connects to a Ray of another test. Its path is short, as it is part of socket names.
+    # Without a folder of its own, ray.init would connect to the Ray of another test. The path must be short, because it is a
+    # part of socket names.
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
-        # Without a token, Ray writes one into the home directory.
+        # Without a token, Ray would write a token into the home directory.
         env = os.environ | {"RAY_TMPDIR": ray_folder, "RAY_AUTH_TOKEN": "a" * 64}
         done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -77,7 +78,7 @@ def test_a_script_trains_evaluates_and_converts(quickstart, tmp_path):
 
 
 def test_a_run_joins_the_ray_that_a_script_has_initialised(quickstart, tmp_path):
-    """Its processes are actors of the script's Ray, which goes on with the script's own actors after the run."""
+    """The run's processes are actors of the script's Ray. After the run, this Ray still has the script's own actors."""
     result = run_script(IN_RAY, tmp_path, *quickstart)
     assert result["steps"] == 1
     record = json.loads((tmp_path / "mine" / RUN_RECORD).read_text())

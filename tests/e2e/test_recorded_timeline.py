@@ -1,4 +1,4 @@
-"""The timeline and the profiles of a run on four trainer ranks agree with the metrics of the run, and Perfetto reads them."""
+"""Timeline and profiles of a run with four trainer ranks: they agree with the run's metrics, and Perfetto can read them."""
 
 import gzip
 import json
@@ -52,7 +52,7 @@ def test_every_process_records_what_it_does(timelines):
 
 
 def test_the_spans_of_a_step_add_up_to_its_metrics(run, timelines):
-    """Phases equal time/*. Passes and optimizer steps of the slowest rank equal spent/megatron_s within 5%."""
+    """The phases take the times in time/*_s. Passes and optimizer steps of the slowest rank take spent/megatron_s, within 5%."""
     for metrics in run.metrics():
         step = metrics["step"]
         phases = [span for span in timelines["driver"].spans if span.step == step]

@@ -17,13 +17,13 @@ SMALLEST_TEXT = """() => {
   const scale = (svg) => (svg ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1);
   return Math.min(...texts.map((e) => parseFloat(getComputedStyle(e).fontSize) * scale(e.closest("svg"))));
 }"""
-"""Size of the smallest text of the page in pixels, with the scale of charts."""
+"""JavaScript that returns the size of the page's smallest text in pixels. It includes the scaling of charts."""
 CONTROLS = """() => {
   const all = [...document.querySelectorAll("a, button, input, select, summary, [tabindex='0']")];
   const visible = all.filter((e) => e.checkVisibility({ visibilityProperty: true, contentVisibilityAuto: true }));
   return visible.map((e, n) => { e.dataset.control = n; return String(n); });
 }"""
-"""Numbers the visible controls of the page, and returns the numbers."""
+"""JavaScript that gives a number to each visible control of the page, and returns these numbers."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def large(tmp_path_factory) -> Path:
 
 
 def open_page(browser, path: Path, scheme: str = "light", width: int = 1200):
-    """Open a page and collect its errors and its requests to the network."""
+    """Open a page, and return it with a list to which its errors and its network requests are added."""
     page, seen = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900}), []
     page.on("console", lambda message: seen.append(message.text))
     page.on("pageerror", lambda error: seen.append(str(error)))
@@ -115,7 +115,7 @@ def test_every_control_and_the_values_of_tokens_are_reachable_by_keyboard(browse
 
 
 def test_scrolling_10000_samples_keeps_only_the_visible_rows_in_the_page(browser, large):
-    """The work of a frame then does not grow with the number of samples."""
+    """The work for one frame must not grow with the number of samples."""
     page, _ = open_page(browser, large)
     page.wait_for_selector("[role=option]")
     most_rows, last = page.evaluate(

@@ -1,4 +1,4 @@
-"""A run resumed from a checkpoint equals an uninterrupted one: bit-exact under the same layout, else with the same losses."""
+"""A resumed run equals an uninterrupted run: bit by bit under the same layout, and in its losses under another layout."""
 
 import json
 import signal
@@ -14,7 +14,7 @@ from mrl.core.sample_file import read_samples
 def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(
     start_mrl, quickstart, recorded, tmp_path, user_module
 ):
-    """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2, which is complete by then."""
+    """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2, which is already complete."""
     user_module("killing_filter", KILLING_FILTER)
     kill = ["rollout.filter._target_=killing_filter.Killing", f"++rollout.filter.done={tmp_path / 'killed'}"]
     run = start_mrl(
@@ -74,7 +74,7 @@ def test_a_run_resumed_under_the_same_layout_is_bit_exact(replays, uninterrupted
 
 @pytest.mark.extended
 def test_a_run_resumed_under_another_layout_has_the_same_losses(replays, uninterrupted):
-    """From tp 2 x pp 2 to dp 2 x cp 2, with optimizer state, reference model and position in the data."""
+    """The layout changes from tp 2 x pp 2 to dp 2 x cp 2. Optimizer state, reference and position in the data are restored."""
     resume = f"resume={uninterrupted.folder / 'checkpoints/step_000002'}"
     resumed = replays(resume, "parallel.dp=2", "parallel.cp=2")
     found, expected = (learning_metrics(run.folder / "metrics.jsonl") for run in (resumed, uninterrupted))
@@ -98,7 +98,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, **args):
 
 @pytest.mark.extended
 def test_a_preempted_run_abandons_a_long_step_and_resumes(start_mrl, quickstart, tmp_path):
-    """SIGTERM arrives while rewards take a minute: the rollout log keeps the step's responses, the weights are unchanged."""
+    """SIGTERM arrives while the rewards of a step take a minute. The rollout log keeps the responses of this step."""
     (tmp_path / "slow.py").write_text(SLOW)
     slow = tmp_path / "slow"
     long = [

@@ -1,4 +1,4 @@
-"""Runs with actor, reference, critic, teacher and a served reward model: side by side, or one after another."""
+"""Runs with actor, reference, critic, teacher and a served reward model, which work side by side or one after another."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_the_reward_model_scores_while_other_models_work(start_mrl, five_models)
     assert run.process.returncode == 0 and run.leftovers() == [], run.output()
     steps = run.metrics()
     assert len(steps) == STEPS
-    # Responses of a step may be scored before the previous step has its responses; that step then counts the seconds.
+    # Responses of a step may be scored while the previous step still waits for responses. Then the previous step counts the time.
     assert sum(step["spent/reward_overlap_s"] for step in steps) > 0.05
 
 

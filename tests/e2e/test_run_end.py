@@ -1,4 +1,4 @@
-"""A run that ends leaves no process behind, also if rewards start daemons or if a process of Ray is stopped."""
+"""A run that ends leaves no process behind, even if rewards have started daemons or if a process of Ray is stopped."""
 
 import os
 import subprocess

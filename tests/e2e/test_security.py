@@ -1,4 +1,4 @@
-"""Processes of a run accept no request without a key, listen on loopback only, and write no secret to disk."""
+"""Processes of a run accept no request without a key, listen only on loopback, and write no secret to disk."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def test_an_engine_does_not_reveal_its_key(engine):
     ] == []
 
 
-LISTENERS = {"gcs_server", "raylet", "sglang::scheduler"}  # names of processes of a run that listen on some address
+LISTENERS = {"gcs_server", "raylet", "sglang::scheduler"}  # names of processes that listen on an address in every run
 QUERY_RAY = """
 import sys
 from ray._raylet import GcsClient
@@ -88,14 +88,14 @@ def ray_head(processes: list[psutil.Process]) -> tuple[str, Path]:
 
 
 def find_secrets(folder: Path, secrets: dict[str, str]) -> list[tuple[str, str]]:
-    """Return (file, name of a secret that the file contains)."""
+    """Return (file, name of the secret) for each secret in a file."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     return [(str(path), name) for path in files for name, text in secrets.items() if text.encode() in path.read_bytes()]
 
 
 @pytest.fixture(scope="module")
 def inspected(start_mrl, quickstart):
-    """A run with secrets in its environment and config and with verbose logs, and what was observed while it ran."""
+    """A run with verbose logs and with secrets in environment and config, and the observations while the run was alive."""
     planted = dict(
         JUDGE_API_KEY="planted-judge", MRL_ENGINE_KEY="planted-engine-key", RAY_AUTH_TOKEN="planted-" + "f" * 32
     )

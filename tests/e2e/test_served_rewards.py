@@ -1,4 +1,4 @@
-"""Rewards from real SGLang servers: a reward model scores as with Transformers, and a judge grades over HTTP and in a run."""
+"""Rewards from real SGLang servers: a reward model gives Transformers' scores, and a judge grades over HTTP and in a run."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +51,7 @@ def make_model(folder: Path, family: str, head: str):
 
 @contextmanager
 def served(folder: Path, log: Path, **more):
-    """The URL of an SGLang server of the model in `folder`. `more`: server arguments."""
+    """Context with the URL of an SGLang server that serves the model in `folder`. `more`: server arguments."""
     args = default_server_args("float32", 512) | {"model_path": str(folder), "random_seed": 0} | more
     with EngineServer(args, log) as server:
         server.wait_ready(timeout_s=480)
@@ -61,7 +61,7 @@ def served(folder: Path, log: Path, **more):
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 def test_a_reward_model_scores_as_with_transformers(tmp_path, family):
-    """Qwen2 and Qwen3 scores differ by a constant: in SGLang their heads have a bias, which no checkpoint sets."""
+    """For Qwen2 and Qwen3, the scores differ by a constant: in SGLang, the heads have a bias, which no checkpoint sets."""
     model = make_model(tmp_path / "model", family, "SequenceClassification")
     prompt = [dict(role="user", content="2 + 2?")]
     responses = [Response("s", text, "4", prompt=prompt) for text in TEXTS]
@@ -81,7 +81,7 @@ def test_a_reward_model_scores_as_with_transformers(tmp_path, family):
 
 
 def test_a_judge_grades_responses_over_http(tmp_path):
-    """A tiny random model answers nonsense, and the first pattern takes any digit as a grade."""
+    """The tiny random model answers nonsense. So the first pattern accepts any digit as a grade."""
     make_model(tmp_path / "model", "Qwen3", "CausalLM")
     responses = [Response("s", text, "4", prompt=[dict(role="user", content="2 + 2?")]) for text in TEXTS * 2]
     template = "Grade {response} as an answer to {prompt}."
@@ -111,8 +111,8 @@ JUDGE = [
 def make_judge(folder: Path):
     """Write a tiny model that answers every question with a digit, and return the model.
 
-    The output weights of the digits are five random vectors and their negatives, and all others are 0. So the largest logit is
-    always that of a digit.
+    In the output layer, the rows of the digits are five random vectors and their negatives, and all other rows are 0. So the
+    largest logit is always that of a digit.
     """
     model, digits = make_model(folder, "Qwen3", "CausalLM"), byte_tokenizer().convert_tokens_to_ids(list("0123456789"))
     rows = torch.randn(len(digits) // 2, SIZES["hidden_size"])
@@ -125,7 +125,7 @@ def make_judge(folder: Path):
 
 @torch.no_grad()
 def greedy_digit(model, question: str) -> int:
-    """Return the digit with which a model of `make_judge` answers a question, as Transformers computes it."""
+    """Return the digit with which a model of `make_judge` answers a question. Transformers computes the digit."""
     tokenizer, message = byte_tokenizer(), dict(role="user", content=question)
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

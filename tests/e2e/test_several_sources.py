@@ -1,4 +1,4 @@
-"""A run with two data sources that have different rewards, and with held-out sets that are sampled in different ways."""
+"""A run whose two data sources have different rewards, and whose held-out sets have different sampling settings."""
 
 import json
 from itertools import combinations
@@ -29,7 +29,7 @@ REWARDS = {
 
 
 def as_override(value) -> str:
-    """A value in Hydra's grammar."""
+    """Return a value in the grammar of Hydra's overrides."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{as_override(inner)}" for key, inner in value.items()) + "}"
     return f"'{value}'" if isinstance(value, str) else json.dumps(value)
@@ -37,7 +37,7 @@ def as_override(value) -> str:
 
 @pytest.fixture(scope="module")
 def two_sources(inputs, tmp_path_factory):
-    """Training rows of the doubling task: every second row is of the source `any form`, whose ability is `form`."""
+    """Training rows of the doubling task. Every second row has the data source `any form` and the ability `form`."""
     rows = pq.read_table(inputs / "train.parquet").slice(0, 200).to_pylist()
     for row in rows[::2]:
         row |= {"data_source": "any form", "ability": "form"}
@@ -138,7 +138,7 @@ def test_the_numbers_of_an_evaluation_are_those_of_the_recorded_responses(run, i
 
 
 def test_a_set_may_have_its_own_reward_limit_and_stop_text(run):
-    """Greedy decoding with a stop text gives the beginning of the greedy response without it."""
+    """Greedy decoding with a stop text returns the beginning of the greedy response without a stop text."""
     for step, metrics in evaluations(run).items():
         greedy, cut = recorded(run, step, 1), recorded(run, step, 4)
         assert {line["set"] for line in cut} == {"cut"} and {line["sampling"] for line in cut} == {"greedy"}

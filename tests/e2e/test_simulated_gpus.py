@@ -1,7 +1,7 @@
-"""A colocated run on two nodes of two GPUs each, as far as the kernels: the GPUs are simulated (tests/gpu_stand_in.py).
+"""A colocated run on two nodes with two GPUs each. The GPUs are simulated, so GPU kernels do not run (tests/gpu_stand_in.py).
 
 The run uses Transformer Engine's modules and optimizer. Actor and engines share every GPU. Each engine rank gets its weights from
-the trainer rank on its own GPU, and cannot open memory of another GPU. Checkpoints are written while the actor is offloaded.
+the trainer rank on the same GPU, and cannot open memory of another GPU. Checkpoints are written while the actor is offloaded.
 """
 
 import json
@@ -52,7 +52,7 @@ class Killing:
 
 
 def engines_of(folder: Path) -> list[list[str]]:
-    """Return (host, visible GPUs) of each server of a run."""
+    """Return [host, visible GPUs, name] of each engine of a run."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -65,7 +65,7 @@ def engines_of(folder: Path) -> list[list[str]]:
 
 
 def learned(path: Path) -> list[dict]:
-    """Return the metrics of each step that do not depend on time."""
+    """Return, for each step, the metrics that depend neither on time nor on faults nor on the placement."""
     lines = reproducible_metrics(path)
     return [{name: value for name, value in line.items() if not name.startswith("placement/")} for line in lines]
 

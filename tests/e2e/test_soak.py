@@ -1,4 +1,4 @@
-"""Processes of a run are killed at random points: its ledger, metrics and weights equal those of an undisturbed run."""
+"""Processes of a run are killed at random times: ledger, metrics and weights equal those of an undisturbed run."""
 
 import json
 import os
@@ -32,14 +32,14 @@ def num_steps(folder) -> int:
 
 
 class Soak:
-    """A run whose processes are killed one after another: three in four while it trains, the others also while it starts."""
+    """A run whose processes are killed one after another. About a quarter of the kills may come while the run still starts."""
 
     def __init__(self, start, folder, seed: int, pause_s: float) -> None:
         self.start, self.folder, self.rng, self.pause_s = start, folder, random.Random(seed), pause_s
         self.run, self.starts, self.killed, self.reached = start(), 1, [], 0
 
     def kill_next(self, kind: str) -> None:
-        """Kill a process of this kind; in three of four cases only after the run has trained a step since the last kill."""
+        """Kill a process of this kind. With a probability of 3/4, first wait until a step has ended since the last kill."""
         training, end = self.rng.random() < 0.75, time.monotonic() + 600 * PATIENCE
         while training and num_steps(self.folder) <= self.reached and self.keep_running() and time.monotonic() < end:
             time.sleep(0.05)
@@ -67,7 +67,7 @@ class Soak:
 
 @pytest.fixture
 def run_twice(start_mrl, tmp_path):
-    """`run_twice(overrides, kinds, ...)`: directories of an undisturbed and a disturbed run, and the Soak of the latter."""
+    """`run_twice(overrides, kinds, ...)` -> (undisturbed run directory, disturbed run directory, Soak of the disturbed run)."""
 
     def run(overrides: list[str], kinds: list[str], seed: int, pause_s: float):
         folders = [tmp_path / "undisturbed", tmp_path / "disturbed"]
@@ -85,7 +85,7 @@ def run_twice(start_mrl, tmp_path):
 
 
 def check_ledger_of_sync_run(folder, per_step: int) -> None:
-    """Every row that was drawn from the prompt stream was trained once, in the step that drew it."""
+    """Check that each step trained on exactly the rows that it drew from the prompt stream."""
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert [line["drawn"] for line in lines] == [[per_step * line["step"]] for line in lines]

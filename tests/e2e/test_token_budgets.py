@@ -1,4 +1,4 @@
-"""PPO with token budgets of their own for actor, critic and reference, and with fewer checkpoints of the critic."""
+"""PPO runs in which actor, critic and reference have different token budgets, and only the last checkpoint keeps the critic."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ KEPT = ["checkpoint.every=1", "checkpoint.keep_last=3", "checkpoint.keep_last_cr
 
 @pytest.fixture(scope="module")
 def ppo(start_mrl, quickstart, recorded):
-    """`ppo(override, ...)`: a run of three steps on the recorded rollouts. The reference has processes of its own."""
+    """`ppo(override, ...)`: a run of three steps with the recorded rollouts. The reference has processes of its own."""
 
     def run(*overrides: str, steps: int = 3, folder=None):
         done = start_mrl(

@@ -1,4 +1,4 @@
-"""Training runs started from the command line: what they write, how they end, and that the quickstart learns."""
+"""Training runs that start from the command line: which files they write, how they end, and that the quickstart learns."""
 
 import signal
 
@@ -14,7 +14,7 @@ PHASES = ("rollout", "score", "advantage", "update", "weight_sync")
 
 
 def served_logprob_difference(folder, model, prompt: list[int]) -> float:
-    """Largest difference between the log-probabilities of a new SGLang server that serves `folder` and those of `model`."""
+    """Return the largest difference between log-probabilities of `model` and of a new SGLang server that serves `folder`."""
     import torch
 
     from mrl.rollout.client import EngineClient, SamplingParams
@@ -32,7 +32,7 @@ def served_logprob_difference(folder, model, prompt: list[int]) -> float:
 
 
 def check_samples(folder, mean_rewards: list[float]) -> None:
-    """Check the tokens of samples.jsonl. All responses of a step are kept if a step has at most 8."""
+    """Check samples.jsonl, which contains 8 responses of each step."""
     found = dict(read_samples(folder))
     assert list(found) == list(range(1, len(mean_rewards) + 1))
     for step, samples in found.items():
@@ -120,7 +120,7 @@ def test_no_process_is_left_after_a_signal(start_mrl, quickstart, sign):
 
 @pytest.mark.extended
 def test_real_text_reaches_the_engine_unchanged(start_mrl, tmp_path):
-    """With long prompts, quotes, dollar signs and unicode, the tokens of a prompt decode to the text of its row."""
+    """The tokens of long prompts with quotes, dollar signs and unicode decode to the text of their rows."""
     import orjson
     from transformers import AutoTokenizer
 
@@ -158,7 +158,7 @@ def test_real_text_reaches_the_engine_unchanged(start_mrl, tmp_path):
 
 
 def test_the_quickstart_learns(start_mrl, inputs, warm):
-    """From its supervised warm start, the reward rises to 0.9, and the accuracy on held-out problems rises too."""
+    """After the supervised warm start, training raises the reward to 0.9, and also the accuracy on held-out problems."""
     import orjson
 
     start = [f"data.inputs.folder={inputs}", "sft.train=null", f"model.path={warm}"]

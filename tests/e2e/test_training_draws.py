@@ -1,4 +1,4 @@
-"""What a run draws: the engine's sampling and its log-probabilities, a sampler, group sizes, epochs and rows of a file."""
+"""Draws of a run: tokens under sampling settings, prompts from a user's sampler, groups of different sizes, and offline rows."""
 
 import json
 
@@ -19,12 +19,12 @@ TOLERANCE = 1e-4
 
 @torch.no_grad()
 def next_logits(model, prompt, response) -> torch.Tensor:
-    """Logits that predict each token of the response, [R, V]."""
+    """Return the logits [R, V] that predict each token of the response."""
     return model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
 
 
 def kept(probs: torch.Tensor, top_p=1.0, top_k=32, min_p=0.0) -> torch.Tensor:
-    """Whether each token is kept, [R, V], as the papers define it (Fan et al. 2018; Holtzman et al. 2020; Nguyen et al. 2024)."""
+    """Return [R, V]: whether a token can be sampled (Fan et al. 2018; Holtzman et al. 2020; Nguyen et al. 2024)."""
     ordered, index = probs.sort(-1, descending=True)
     inside = (ordered.cumsum(-1) - ordered <= top_p + 1e-5) & (torch.arange(probs.shape[-1]) < top_k)
     inside &= ordered >= min_p * ordered[:, :1] - 1e-6
@@ -52,7 +52,7 @@ def test_the_engine_returns_logprobs_with_the_repetition_penalty(engine):
         logits = next_logits(engine.model, prompt, done.token_ids)
         penalised = logits.clone()
         for position in range(len(done.token_ids)):
-            earlier = sorted(set(done.token_ids[:position]))  # of the response only
+            earlier = sorted(set(done.token_ids[:position]))  # tokens of the response only
             values = logits[position, earlier]
             penalised[position, earlier] = torch.where(values < 0, values * 1.8, values / 1.8)
         tokens = torch.tensor(done.token_ids)[:, None]
@@ -86,7 +86,7 @@ def seldom_drawn(inputs, killed=""):
 
 @pytest.fixture(scope="module")
 def files(inputs, tmp_path_factory):
-    """Twelve training rows, and ten responses of a file to five of their prompts, some with log-probabilities."""
+    """Folder with twelve training rows, and with ten offline rows for five of their prompts, some with log-probabilities."""
     folder = tmp_path_factory.mktemp("draws")
     rows = pq.read_table(inputs / "train.parquet").slice(0, 12).to_pylist()
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
@@ -134,14 +134,14 @@ def test_a_killed_run_with_a_sampler_group_sizes_top_p_and_rows_of_a_file_equals
     written = [run.folder / "checkpoints/step_000004/state.json" for run in (whole, killed)]
     states = [json.loads(file.read_text())["state"] for file in written]
     for state in states:
-        del state["prompts"]["sampler"]  # it names the file of the kill
+        del state["prompts"]["sampler"]  # contains the argument `killed`, which only one of the runs has
     assert states[0]["prompts"] == states[1]["prompts"] and states[0]["prompts"]["history"]["rows"] == list(range(12))
     assert "rollout.top_p=0.9: the engines leave out unlikely tokens" in " ".join(whole.output().split())
     check_steps(whole)
 
 
 def check_steps(run) -> None:
-    """The run ended after two passes over 12 rows in steps of 6, with all that the config asks for."""
+    """Check that the run ended after two passes over 12 rows in steps of 6, and that its steps follow the config."""
     metrics, ledger = (
         run.metrics(),
         [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()],

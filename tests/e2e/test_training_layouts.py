@@ -1,6 +1,6 @@
 """Training runs in several layouts, and `mrl certify`, which compares a layout with one process.
 
-tests/e2e/test_train.py and tests/learning test that the reward rises, the latter for every algorithm and more layouts.
+tests/e2e/test_train.py tests that the reward rises. tests/learning tests it for every algorithm and more layouts.
 """
 
 import json
@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-GOAL = 0.3  # mean reward; 0.15 after the warm start. A wrong gradient stays far below the goal.
+GOAL = 0.3  # mean reward. It is 0.15 after the warm start, and stays far below the goal if gradients are wrong.
 
 
 def check_learned(run) -> None:

@@ -1,4 +1,4 @@
-"""A mistake of the user ends a command before it starts anything: a few lines say what to do, and the exit status is 2."""
+"""If the user makes a mistake, a command ends before it starts anything. A few lines say what to do. The exit status is 2."""
 
 import shutil
 import uuid
@@ -195,7 +195,7 @@ CORE = {
 
 @pytest.fixture(scope="module")
 def commands():
-    """A process that has imported `mrl train`, and runs each command in a fork."""
+    """Client of a process that has imported `mrl train` and runs each command in a fork."""
     with forked_commands() as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""Weights pushed to real SGLang servers: the engines use and verify them, and never sample from an incomplete push."""
+"""Weights are pushed to real SGLang servers: engines verify and use the weights, and never sample from an incomplete push."""
 
 import copy
 import os
@@ -37,7 +37,7 @@ def connect(engine, one_rank):
 
 
 def check_sglang_checksums(engine, client, topology) -> None:
-    """Compare SGLang's own checksums of whole parameters, not ours of chunks, with the Transformers model."""
+    """Compare SGLang's own checksums of whole parameters with the Transformers model. mrl's checksums cover only chunks."""
     weights = UnshardedModel(engine.folder, dict(engine.model.state_dict()))
     expected = ExpectedChecksums(EngineLayout.of(weights.family, weights.arch, topology), torch.float32)
     for _ in expected.observe(weights.tensors.items()):
@@ -82,7 +82,7 @@ def test_a_push_with_a_lower_version_is_refused(connect):
 
 
 def corrupt_a_byte(monkeypatch, times: int):
-    """In the next `times` pushes, flip one bit of a bucket after the sender has hashed it and before engines read it."""
+    """In the next `times` pushes, flip one bit of a bucket after the sender has hashed the bucket and before engines read it."""
     remaining = [times]
 
     def fill_and_flip(slot, bucket, read):
@@ -169,7 +169,7 @@ with connected([url], folder, dict(model.state_dict())) as sync:
 
 @pytest.mark.extended
 def test_a_new_trainer_takes_over_an_engine_whose_trainer_died_during_a_push(engine, connect):
-    """The engine is paused, has half of the weights, and its update session is open, so that it refuses to begin another."""
+    """When the trainer dies, the engine is paused and has half of the weights. Its open update session blocks a new session."""
     perturb(engine.model)
     line = [sys.executable, "-c", DYING_TRAINER, engine.server.url, str(engine.folder), str(next(VERSIONS))]
     died = subprocess.run(line, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, timeout=400)
@@ -184,7 +184,7 @@ def test_a_new_trainer_takes_over_an_engine_whose_trainer_died_during_a_push(eng
 @pytest.mark.extended
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
 def test_running_requests_are_paused_in_the_configured_mode(engine, connect, mode):
-    """In the modes retract and in_place they continue with the new weights; in the mode abort they end."""
+    """In the modes retract and in_place, requests continue with the new weights. In the mode abort, requests end."""
     done: list = []
     params = SamplingParams(max_new_tokens=400, ignore_eos=True)
     with connect(pause_mode=mode) as sync:
@@ -235,7 +235,7 @@ UP_THEN_GATE = ("up_proj.weight", "gate_proj.weight")
 def test_weights_are_pushed_to_an_engine_with_data_parallel_attention(one_rank, engine, tmp_path):
     """Each group of ranks has all attention weights. On a CPU, SGLang cannot sample in this layout, but it can load weights.
 
-    First, a family that swaps two matrices of one shape is refused, because it contradicts the weights that the engine loaded.
+    Before the push, a family that swaps two matrices of one shape is refused: it contradicts the weights that the engine loaded.
     """
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
@@ -305,7 +305,7 @@ def test_an_engine_killed_during_a_push_is_replaced_and_the_others_get_the_weigh
 
 @pytest.mark.extended
 def test_an_external_engine_loads_weights_from_disk(start_mrl, quickstart, warm, tmp_path):
-    """The server has none of our plug-ins. It serves the last weights after the run has ended."""
+    """The server has no plug-ins of mrl. After the end of the run, it still serves the last weights."""
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
 
@@ -332,7 +332,7 @@ def test_an_external_engine_loads_weights_from_disk(start_mrl, quickstart, warm,
 
 @pytest.mark.extended
 def test_a_run_continues_after_it_loses_engines_during_pushes(start_mrl, quickstart, user_module):
-    """One of two engines is stopped before the push of step 2 and killed during it; one is stopped for good in step 3."""
+    """In step 2, one of two engines is stopped before the push and killed during the push. In step 3, one engine is stopped."""
     user_module("stopping_advantage", STOPPING_ADVANTAGE)
     advantage = "algorithm.advantage._target_=stopping_advantage.Stopping"
     layout = ["parallel.dp=2", "rollout.num_engines=2", "weight_sync.timeout_s=5", "trainer.save=false"]

@@ -1,10 +1,10 @@
-"""Programs that run on both devices: on the CPU in `make test-all`, and on GPUs with `make test-gpu`.
+"""Programs that run on the CPU (`make test-all`) and on GPUs (`make test-gpu`).
 
 A program is a function of a test file. It asks `parallel.device` for the device. Statements that need CUDA, such as those about
-GPU memory, are under `if has_cuda():`. So a change that breaks a program fails on a machine without a GPU.
+GPU memory, are under `if has_cuda():`. So a machine without a GPU runs all other statements of the program.
 
-A test needs one device for each rank of its layout `dims`, or one if it has no `dims`. tests/device_scheduler.py gives it these
-devices.
+A test with a layout `dims` needs one device for each rank. A test without `dims` needs one device. tests/device_scheduler.py
+assigns the devices.
 """
 
 import multiprocessing
@@ -22,14 +22,14 @@ sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # for models_fo
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Declare one device for each rank."""
+    """Declare that a test with a layout `dims` needs one device for each rank."""
     if "dims" in item.fixturenames:
         item.add_marker(pytest.mark.devices(item.callspec.params["dims"].world_size))
 
 
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.extended), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device_type(request) -> str:
-    """Device on which the programs of the test run."""
+    """Type of the devices on which the programs of the test run: cpu or cuda."""
     if request.param == "cuda":
         request.getfixturevalue("devices")  # skips the test if there are too few
         if not torch.cuda.device_count():

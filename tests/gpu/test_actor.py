@@ -1,4 +1,4 @@
-"""The actor on each device: log-probabilities equal those of transformers, an update lowers the loss, reductions may overlap."""
+"""The actor on CPU and GPU: log-probabilities equal transformers', an update lowers the loss, and reductions may overlap."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def block_of_six() -> TokenBlock:
 
 
 def logprobs_and_losses(rank: int, path: str, dims: ParallelDims):
-    """Return (row -> its log-probabilities, loss before and after an update). Only the last stage has them."""
+    """Return (row -> log-probabilities, losses before and after an update). Only the last pipeline stage has these values."""
     from mrl.workers.actor_critic import MegatronActor
 
     actor = MegatronActor(ModelSpec(path, dims, "float32", OptimConfig(lr=1e-3), {}))

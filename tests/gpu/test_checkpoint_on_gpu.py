@@ -1,4 +1,4 @@
-"""A checkpoint that is written in the background holds what the device held when the checkpoint began, also after an offload."""
+"""A checkpoint that is written in the background contains the state at its beginning, even if the model is then offloaded."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def save_and_load(rank: int, path: str, folder: str, dims: ParallelDims) -> None
     actor = MegatronActor(ModelSpec(path, dims, "bfloat16", OptimConfig(lr=1e-3), {}))
     weights = [tensor.clone() for tensor in actor._weights()]
     torch.cuda.manual_seed(7)
-    actor.begin_save(folder, asynchronous=True)  # a fork writes what was copied to the host
+    actor.begin_save(folder, asynchronous=True)  # a fork writes the copies in host memory
     number = torch.rand((), device=device()).item()
     with torch.no_grad():
         for tensor in actor._weights():

@@ -1,6 +1,6 @@
-"""Slots of a sender that another process on the same device reads, and checksums that the device computes.
+"""A process reads the slots of a sender on the same device, and the device computes checksums.
 
-On a GPU, the slots are in GPU memory and are opened through CUDA IPC. On the CPU, they are in shared memory.
+On a GPU, the slots are in GPU memory, and the process opens them through CUDA IPC. On the CPU, the slots are in shared memory.
 """
 
 import pickle
@@ -47,7 +47,7 @@ def send(folder: Path) -> None:
     for bucket in buckets:
         slot = send_endpoint.slots[bucket.index % 2]
         hashes = fill_buffer(slot, bucket, lambda name, box, bucket=bucket: tensors[name] + bucket.index)
-        if has_cuda():  # the checksum of a CPU is another function
+        if has_cuda():  # on a CPU, the checksum is another function
             sent = [(tensors[p.name] + bucket.index).bfloat16().view(-1).view(torch.uint8).cpu() for p in chunks]
             assert hashes == tuple(map(_weighted_sum, sent))
         send_endpoint.send(bucket.index, bucket.nbytes, [0])

@@ -1,4 +1,4 @@
-"""Attention, log-probabilities, and a whole step on each device."""
+"""Attention, log-probabilities, and a whole step, on the CPU and on GPUs."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from parallel.trainer_config import OptimConfig
 
 
 def attention_in_bfloat16_and_float64(rank: int) -> None:
-    """On a GPU, bfloat16 uses the variable-length kernel. On a CPU, both use torch's scaled_dot_product_attention."""
+    """Compare attention in bfloat16 with attention in float64. Only bfloat16 on a GPU uses the variable-length kernel."""
     import torch
 
     from parallel.attention import PackedAttention

@@ -1,6 +1,6 @@
-"""Planned GPU memory of an update equals the most that torch allocates in it, within 5 %.
+"""The planned GPU memory of an update equals the peak of the memory that torch allocates during the update, within 5 %.
 
-torch does not count the memory of a CPU. There, the update runs with a smaller model, and the plan is only computed.
+On a CPU, torch does not count memory. There, the update runs with a smaller model, and the test only computes the plan.
 """
 
 import json
@@ -33,7 +33,7 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 
 
 def planned_and_allocated_bytes(rank: int, folder: str, sequence_tokens: int, overrides: dict) -> tuple[int, int]:
-    """Return (planned bytes, allocated bytes) of an update; on a CPU, 0 allocated bytes."""
+    """Return (planned bytes, allocated bytes) of an update. On a CPU, the allocated bytes are 0."""
     import torch
 
     from models.families import family_of

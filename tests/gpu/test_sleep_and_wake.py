@@ -1,4 +1,4 @@
-"""An offloaded trainer and an offloaded engine: the GPU memory that they release, and that they continue afterwards."""
+"""A trainer and an engine release their GPU memory when they are offloaded, and continue after they are loaded again."""
 
 import importlib.util
 import threading
@@ -50,7 +50,7 @@ def offload_and_load_trainer(rank: int, path: str, dims: ParallelDims) -> None:
 
     train()
     total = torch.ones(1, device=device())
-    torch.distributed.all_reduce(total)  # NCCL has its buffers
+    torch.distributed.all_reduce(total)  # so that NCCL has allocated its buffers
     weights = sum(p.numel() * p.element_size() for p in actor.chunks[0].module.parameters())
     state = sum(t.numel() * t.element_size() for t in optimizer_tensors(actor.optimizer))
     before, loaded = everything(), free()
@@ -94,7 +94,7 @@ def offload_and_load_engine(folder: str, log: str) -> None:
         control.pause(PauseMode.retract)
         control.release_memory(["kv_cache", "weights", "cuda_graph"])
         total = torch.cuda.mem_get_info()[1] if has_cuda() else 0
-        if has_cuda():  # on a CPU, nothing is freed; weights and KV cache are 0.3 of the GPU's memory
+        if has_cuda():  # on a CPU, nothing is freed. On a GPU, weights and KV cache use 0.3 of the memory
             assert free() - loaded > 0.2 * total, (loaded, free(), total)
         done = []
         asking = threading.Thread(target=lambda: done.append(client.generate([[5, 6, 7]], sampling)))
@@ -112,7 +112,7 @@ def offload_and_load_engine(folder: str, log: str) -> None:
 
 @pytest.fixture
 def folder(device_type, tmp_path) -> str:
-    """A model; on a GPU, it has about 50 million parameters."""
+    """Folder with a model. For a GPU, the model has about 50 million parameters."""
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, head_dim=128, num_hidden_layers=4)
     make_family("qwen3", tmp_path, max_position_embeddings=512, **(sizes if device_type == "cuda" else {}))
     return str(tmp_path)

@@ -1,6 +1,6 @@
-"""Every algorithm in conf/algorithm raises the quickstart's reward. Run with `-m learning`; each takes minutes.
+"""Every algorithm in conf/algorithm raises the quickstart's reward. Run the tests with `-m learning`; each takes minutes.
 
-The reward curves and a table of them are written to outputs/learning; docs/concepts/algorithms.md shows an example.
+The tests write the reward curves and a table to outputs/learning. docs/concepts/algorithms.md shows an example.
 """
 
 import json
@@ -31,7 +31,7 @@ def teacher(start_mrl, inputs, warm) -> Path:
 
 @pytest.fixture(scope="module")
 def curves():
-    """Algorithm -> metrics of each step of its run. Table and curves are written when all have run."""
+    """Algorithm -> metrics of each step of its run. After all runs, the fixture writes the table and the curves."""
     metrics: dict[str, list[dict]] = {}
     yield metrics
     OUTPUT.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def test_every_algorithm_raises_the_reward(start_mrl, inputs, warm, request, cur
 
 
 def table(curves: dict[str, list[dict]]) -> str:
-    """Return a Markdown table: rewards of the first 3, 20th, 40th and last 5 steps, number of steps, seconds per step."""
+    """Return a Markdown table: mean rewards of the first 3 steps, around steps 20 and 40, and of the last 5; times."""
     lines = [
         "| algorithm | layout | first 3 | step 20 | step 40 | last 5 | steps | s per step |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
-"""A run with actor, critic and engines learns in every placement and every rollout mode. Run with `-m learning`.
+"""A run with actor, critic and engines learns in every placement and every rollout mode. Run the tests with `-m learning`.
 
-Metrics of synchronous runs are bit-equal in all placements, except times and the mismatch of log-probabilities between trainer
-and engines. A table is written to outputs/learning.
+The metrics of synchronous runs are bit-equal in all placements, except times and the mismatch of log-probabilities between
+trainer and engines. The tests write a table to outputs/learning.
 """
 
 import json
@@ -25,7 +25,7 @@ NOT_LEARNING = ("time/", "spent/", "throughput/", "weight_sync/", "placement/", 
 
 @pytest.fixture(scope="module")
 def runs():
-    """(model, mode, placement) -> metrics of each step. The table is written when all have run."""
+    """(model, mode, placement) -> metrics of each step. After all runs, the fixture writes the table."""
     metrics: dict[tuple[str, str, str], list[dict]] = {}
     yield metrics
     OUTPUT.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """The training steps of mrl/controller/example_steps.py raise the quickstart's reward.
 
-Run with `-m learning`; each takes minutes. The rewards are written to outputs/learning; docs/concepts/loop.md shows an example.
+Run the tests with `-m learning`; each takes minutes. They write the rewards to outputs/learning. docs/concepts/loop.md shows an
+example.
 """
 
 import json
@@ -12,7 +13,7 @@ from test_every_algorithm_learns import GOAL, MAX_STEPS, OUTPUT, common_override
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(1200)]
 
-LEAST_RISE = 0.4  # of the reward of each data source, and of the reward of held-out prompts
+LEAST_RISE = 0.4  # smallest increase of the reward that passes, for each data source and for held-out prompts
 
 
 @pytest.mark.parametrize("name", ["best_of_n", "by_source"])

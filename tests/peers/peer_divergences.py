@@ -1,4 +1,4 @@
-"""Calls of the divergences of verl and trl. They run in the process that `peer_functions.install` prepares.
+"""Functions that call the divergences of verl and trl. They run in the process that `peer_functions.install` prepares.
 
 Hidden states and output layers are arrays with the shapes of parallel.distillation. T is the number of positions, and V the
 number of tokens in the vocabulary.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Models(NamedTuple):
-    """Inputs of the output layers of a policy and of its teacher."""
+    """Inputs and weights of the output layers of a policy and of its teacher."""
 
     hidden: NDArray  # [T, H]
     weight: NDArray  # [V, H]
@@ -22,7 +22,7 @@ class Models(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Divergences, and the gradients of their sum, in which position i has the weight `slopes[i]`."""
+    """Divergences, and the gradients of their weighted sum. The weight of position i is `slopes[i]`."""
 
     values: NDArray  # [T]
     d_hidden: NDArray  # [T, H]
@@ -43,7 +43,7 @@ def found(values: Tensor, slopes: NDArray, hidden: Tensor, weight: Tensor) -> Fo
 
 
 def events(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probabilities [T, k + 1] of the tokens `ids` [T, k], and of any other token."""
+    """Return the log-probabilities [T, k + 1] of the tokens `ids` [T, k] and of the event "any other token"."""
     logprobs = logits.log_softmax(-1)
     others = logprobs.scatter(1, ids, float("-inf")).logsumexp(1, keepdim=True)
     return torch.cat([logprobs.gather(1, ids), others], 1)
@@ -64,7 +64,7 @@ def trl_divergence(
 
 
 def trl_chunked_divergence(models: Models, slopes: NDArray, beta: float, temperature: float) -> Found:
-    """Return what trl's DistillationTrainer computes from hidden states, which it does in float32."""
+    """Return what trl's DistillationTrainer computes from hidden states. trl computes in float32."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     hidden, weight, teacher_hidden, teacher_weight = tensors(models, torch.float32)

@@ -1,7 +1,7 @@
-"""Calls of the algorithms of verl and trl on ragged batches. They run in a process of their own, which `install` prepares.
+"""Functions that call the algorithms of verl and trl with ragged batches. They run in a process that `install` prepares.
 
-Batches are the `Case` of loss_cases.py or the AdvantageInputs of mrl: arrays [R] of the tokens of B responses, one after another.
-The functions pad them to [B, T], call the function of the peer, and return arrays [R].
+A batch is a `Case` of loss_cases.py or an AdvantageInputs of mrl. Its arrays [R] contain the tokens of B responses, one response
+after another. The functions pad the arrays to [B, T], call the function of the peer, and return arrays [R].
 """
 
 import inspect
@@ -37,7 +37,7 @@ def install() -> None:
 
 
 class Padded:
-    """Arrays [R] of B responses as tensors [B, T], and the mask of their tokens.
+    """Converts arrays [R] of B responses to tensors [B, T] and back, and has the mask of the tokens.
 
     `gaps` [R]: number of masked tokens before each token, such as tokens of tool results, which the policy did not sample.
     """
@@ -244,10 +244,10 @@ def trl_loss(case: Any, settings: Mapping[str, Any], weights: NDArray | None = N
 def trl_entropy_steps(
     case: Any, entropies: NDArray, settings: Mapping[str, Any]
 ) -> tuple[list[float], list[float], list[NDArray]]:
-    """Return what trl's entropy bonus does in steps whose tokens have the `entropies` [steps, R].
+    """Return three lists with one element for each step of trl: loss, coefficient after the step, gradient [R].
 
-    The results are, for each step, its loss, the coefficient after it, and the gradient [R] with respect to the entropies.
-    `settings`: fields of GRPOConfig. The log-probabilities are the same in all steps.
+    The coefficient is that of the entropy bonus. The gradient is with respect to the entropies. `entropies` [steps, R]: entropies
+    of the tokens in each step. `settings`: fields of GRPOConfig. All steps have the same log-probabilities.
     """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -269,7 +269,7 @@ def trl_entropy_steps(
 
 
 def _trl_trainer(settings: Mapping[str, Any], logprobs: Tensor, entropies: Tensor) -> SimpleNamespace:
-    """Return what the loss of trl's GRPOTrainer reads of the trainer. Log-probabilities and entropies replace the model."""
+    """Return a stand-in for trl's GRPOTrainer, for its loss. Log-probabilities and entropies replace the model."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     given = {
@@ -335,7 +335,7 @@ def _trl_inputs(case: Any, pad: Padded) -> dict[str, Tensor]:
 
 
 def _one_process() -> SimpleNamespace:
-    """Return what accelerate's Accelerator does in a run with one process."""
+    """Return a stand-in for accelerate's Accelerator in a run with one process."""
     same: Callable = lambda values, *args, **kwargs: values  # noqa: E731
     return SimpleNamespace(num_processes=1, sync_gradients=True, gather=same, reduce=same, pad_across_processes=same)
 
@@ -343,7 +343,7 @@ def _one_process() -> SimpleNamespace:
 def trl_weights(case: Any, settings: Mapping[str, Any]) -> NDArray:
     """Return the importance weights [R] of trl's GRPOTrainer. `settings`: its attributes vllm_importance_sampling_*.
 
-    As in `trl_advantages`, the statements that compute them are run alone.
+    As in `trl_advantages`, only those statements of a method run that compute the result.
     """
     from trl.trainer import grpo_trainer
 
@@ -364,7 +364,7 @@ def trl_weights(case: Any, settings: Mapping[str, Any]) -> NDArray:
 def trl_advantages(rewards: NDArray, group_size: int, settings: Mapping[str, Any]) -> NDArray:
     """Return the advantages [B] of trl's GRPOTrainer. `rewards` [B, number of reward functions] are in groups of equal size.
 
-    trl computes them inside of a method that also samples. The statements that compute them are run alone.
+    trl computes the advantages in a method that also samples. Here, only the statements that compute the advantages run.
     """
     from trl.trainer import grpo_trainer
 
@@ -386,7 +386,7 @@ def trl_advantages(rewards: NDArray, group_size: int, settings: Mapping[str, Any
 def trl_rloo_advantages(rewards: NDArray, group_size: int, case: Any, beta: float) -> NDArray:
     """Return the advantages [B] of trl's RLOOTrainer, with a KL penalty of weight `beta` in the reward.
 
-    As in `trl_advantages`, the statements that compute them are run alone.
+    As in `trl_advantages`, only those statements of a method run that compute the result.
     """
     from trl.trainer import rloo_trainer
 
@@ -406,7 +406,7 @@ def trl_rloo_advantages(rewards: NDArray, group_size: int, case: Any, beta: floa
 
 
 def _run_statements(module: Any, trainer: type, start: str, end: str, names: dict[str, Any]) -> None:
-    """Run the statements of a trainer's method that samples and scores, from the text `start` to the text `end`."""
+    """Run the statements from the text `start` to the text `end` in the method of a trainer that samples and scores."""
     source = inspect.getsource(trainer._generate_and_score_completions)
     first = source.index(start)
     exec(textwrap.dedent(source[first : source.index(end, first)]), vars(module), names)

@@ -85,7 +85,7 @@ def test_losses_and_gradients_are_those_of_trl(peer, name, seed):
 @pytest.mark.parametrize("name", ["dapo", "gspo", "cispo", "sapo", "vespo"])
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 0.55])
 def test_the_tokens_with_the_largest_entropy_are_those_of_trl(peer, name, fraction):
-    """In trl the quantile is over a micro-batch of all ranks. If the step is one micro-batch, the tokens are the same."""
+    """trl takes the quantile over a micro-batch of all ranks, mrl over a step. Here, the step is one micro-batch."""
     inner, aggregation, settings = LOSSES[name]
     loss, case = TopEntropy(inner, fraction), case_with_entropies(0)
     batch = AdvantageInputs(np.zeros(30), np.zeros(10, int), case.lengths, {"entropies": case.columns["entropies"]})
@@ -117,7 +117,7 @@ def test_importance_weights_and_their_losses_are_those_of_trl(peer, level, mode,
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_vespo_with_the_ratio_to_the_engine_is_that_of_trl(peer, seed):
-    """trl multiplies w by the token ratios pi_old / pi_rollout. mrl takes the engine's policy as old policy."""
+    """trl multiplies a response's ratio by pi_old / pi_rollout of its tokens. In mrl, the engine's policy is the old policy."""
     case = case_with_entropies(seed)
     total, slope = peer(trl_loss, case, {"loss_type": "vespo"}, np.exp(case.old - case.rollout))
     objective = Objective(VESPO(), rollout_logprobs_as_old=True)

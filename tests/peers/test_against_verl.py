@@ -1,6 +1,6 @@
 """Advantages, losses, KL estimates, aggregations, corrections and policy filtration give verl's values and gradients.
 
-Where mrl differs on purpose, a test shows the difference that the documentation names.
+Where mrl differs from verl on purpose, a test shows the difference. The documentation names all these differences.
 """
 
 import math
@@ -139,9 +139,10 @@ def test_advantages_are_those_of_verl(peer, name, seed, turns):
 @pytest.mark.parametrize("ratio_bound", [None, 1.3])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_optimal_token_baseline_of_several_turns_is_that_of_verl(peer, zero_tail, ratio_bound, seed):
-    """Tokens of tool results lie between the sampled tokens. verl has an estimator of its own for such responses.
+    """Tokens of tool results are between the sampled tokens. verl has an estimator of its own for such responses.
 
-    verl's estimator for responses of one turn compares tokens at the same position, and not with the same index.
+    For tool results, verl's other estimator gives other values: it compares tokens at the same position, and also counts the
+    tokens of tool results for this position.
     """
     batch, rng = make_batch(seed, turns=True), np.random.default_rng(seed)
     total = len(batch.token_rewards)
@@ -163,7 +164,7 @@ def test_the_optimal_token_baseline_of_several_turns_is_that_of_verl(peer, zero_
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "rloo_vectorized"])
 def test_a_response_alone_in_its_group_has_advantage_zero_and_in_verl_its_reward(peer, name):
-    """verl's vectorized RLOO also gives 0. All other responses have the same advantage."""
+    """verl's vectorized RLOO also gives 0. All other responses have the same advantage in mrl and in verl."""
     batch = make_batch(0, sizes=(1, 3))
     estimator, _, verl_name, settings = ESTIMATORS[name]
     found, expected = estimate(estimator, batch), peer(verl_advantages, verl_name, batch, settings)
@@ -175,7 +176,10 @@ def test_a_response_alone_in_its_group_has_advantage_zero_and_in_verl_its_reward
 
 
 def test_gpg_counts_groups_of_equal_rewards_and_verl_responses_with_reward_zero(peer):
-    """Only the common factor differs: B / (B - M) in mrl, and B / (number of rewards other than 0) in verl."""
+    """Only the common factor differs.
+
+    mrl: B / (number of responses in groups with different rewards). verl: B / (number of rewards other than 0).
+    """
     batch = make_batch(1, sizes=(3, 2, 4))
     equal = np.isin(batch.groups, [1])
     batch.token_rewards[np.cumsum(batch.lengths) - 1] = np.where(equal, 0.5, np.arange(9) % 2)
@@ -254,7 +258,7 @@ def test_losses_and_gradients_are_those_of_verl(peer, name, seed):
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_covariances_select_the_tokens_of_verl(peer, loss, mode, policy_loss, seed):
-    """verl reads the current log-probabilities, and mrl the old ones. A constant shift between both changes no covariance."""
+    """verl reads current log-probabilities, and mrl old ones. Here, they differ by a constant, which changes no covariance."""
     case = make_case(seed)
     case.logprobs[:] = case.old + 0.1
     batch = AdvantageInputs(np.zeros(15), np.zeros(5, int), case.lengths, {"old_logprobs": case.old})
@@ -267,7 +271,7 @@ def test_covariances_select_the_tokens_of_verl(peer, loss, mode, policy_loss, se
 
 
 def test_the_covariances_of_verl_change_within_a_step(peer):
-    """mrl selects once, with the log-probabilities before the first optimizer step, so micro-batches do not matter."""
+    """mrl selects the tokens of a step once, by the log-probabilities before its first optimizer step."""
     case = make_case(0)
     case.logprobs[:] = case.old[::-1]
     batch = AdvantageInputs(np.zeros(15), np.zeros(5, int), case.lengths, {"old_logprobs": case.old})
@@ -338,7 +342,7 @@ def test_the_adaptive_coefficient_is_that_of_verl(peer):
 
 
 def correction_case(seed: int, spread: float = 0.5):
-    """Return 40 responses whose log-ratios have a standard deviation of about `spread`, or 0 in some responses."""
+    """Return 40 responses. The standard deviation of log-ratios in a response is about 0, 0.2, 1 or 2 times `spread`."""
     case = make_case(seed, lengths=(3, 1, 5, 2) * 10)
     scale = np.repeat(np.random.default_rng(seed).choice([0.0, 0.2, 1.0, 2.0], 40), case.lengths)
     case.rollout[:] = case.old + (case.rollout - case.old) * scale * spread / 0.5
@@ -400,7 +404,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_importance_weights_are_those_of_verl(peer, level, threshold, normalize, seed):
-    """With batch normalization, verl's mean is over the tokens or the responses of the whole step, as in mrl."""
+    """With batch normalization, verl divides by a mean over the tokens or the responses of the whole step, as mrl does."""
     case = correction_case(seed)
     settings = {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": normalize}
     expected, _ = peer(verl_correction, case, None, settings)
@@ -429,7 +433,7 @@ def test_presets_have_the_weights_of_verl(peer, name, spread):
 def test_presets_of_the_bypass_mode_have_the_loss_and_the_gradient_of_verl(peer, name, spread):
     """verl leaves rejected tokens out of the denominator of the loss, and mrl does not."""
     case = correction_case(0, spread)
-    case.logprobs[:] = case.old  # so that the ratio of the current policy to the engine's has this spread
+    case.logprobs[:] = case.old  # so that the ratio of the current policy to the engine's policy has this spread
     expected, slope, kept = peer(verl_bypass_loss, case, name, TOKEN)
     value, gradient = loss_and_gradient(preset_objective(name), case, np.full(len(case.old), 1 / kept))
     assert value == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -1,6 +1,7 @@
 """Divergences between teacher and policy have the values and gradients of trl's GKDTrainer and DistillationTrainer, and of verl.
 
-verl's forward_kl_topk leaves out the event "any other token". Tests show that nothing else differs, and what follows from it.
+verl's forward_kl_topk has no term for the event "any other token". The tests show the consequences, and that nothing else
+differs.
 """
 
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from parallel.trainer_config import Divergence
 pytestmark = pytest.mark.extended
 POSITIONS, VOCAB = 12, 23
 SLOPES = np.linspace(-1.0, 2.0, POSITIONS)  # weights of the positions in the loss
-ONE_PROCESS = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # what the functions read of a process group
+ONE_PROCESS = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # stand-in for a process group
 # mrl's divergence -> trl's beta
 BETAS = {
     Divergence("forward_kl"): 0.0,
@@ -40,7 +41,7 @@ each_temperature = pytest.mark.parametrize("temperature", [0.7, 1.0, 1.8])
 
 
 def make_models(seed: int = 0, scale: float = 0.8) -> Models:
-    """Return random output layers; the hidden sizes of policy and teacher differ."""
+    """Return random output layers and hidden states. The hidden sizes of policy and teacher differ."""
     rng = np.random.default_rng(seed)
     shapes = (POSITIONS, 8), (VOCAB, 8), (POSITIONS, 6), (VOCAB, 6)
     return Models(*(rng.normal(size=shape) * scale for shape in shapes))
@@ -82,7 +83,7 @@ def test_divergences_of_the_whole_vocabulary_are_those_of_the_gkd_trainer(peer, 
 
 @each_divergence
 def test_divergences_of_hidden_states_are_those_of_the_distillation_trainer(peer, divergence):
-    """trl computes them in float32, so mrl does the same here."""
+    """trl computes the divergences in float32. mrl computes them in float32 and in float64 here."""
     models = make_models(seed=1)
     theirs = peer(trl_chunked_divergence, models, SLOPES, BETAS[divergence], 0.7)
     check_equal(whole_vocabulary(models, divergence, 0.7, torch.float32), theirs, rtol=1e-4, atol=1e-5)
@@ -108,13 +109,13 @@ def test_with_all_tokens_top_k_is_the_gkd_trainers_divergence_of_the_whole_vocab
 
 
 def term_of_any_other_token(log_t: Tensor, log_s: Tensor) -> Tensor:
-    """Return the term [T] of forward_kl that verl leaves out."""
+    """Return the term [T] of forward_kl that verl does not have."""
     return log_t[:, -1].exp() * (log_t[:, -1] - log_s[:, -1])
 
 
 @pytest.mark.parametrize("k", [1, 5, 20])
 def test_forward_kl_of_k_tokens_is_that_of_verl_and_the_term_of_any_other_token(peer, k):
-    """verl computes in float32. It also bounds log-probabilities from below by -10 unless the config changes that."""
+    """verl computes in float32. By default, it also raises log-probabilities below -10 to -10."""
     models = make_models(seed=4)
     log_t, log_s, ids, *inputs = buckets(models, k)
     theirs, teacher_mass, policy_mass = peer(verl_forward_kl_topk, models, SLOPES, ids.numpy())
@@ -127,7 +128,7 @@ def test_forward_kl_of_k_tokens_is_that_of_verl_and_the_term_of_any_other_token(
 
 
 def test_without_the_event_of_any_other_token_the_loss_of_a_sharper_policy_is_negative(peer):
-    """verl then replaces the loss of the token by 0, which has no gradient."""
+    """In training, verl replaces a negative loss of a token by 0, so the token has no gradient."""
     models = make_models(seed=5)
     sharper = models._replace(hidden=2 * models.teacher_hidden, weight=models.teacher_weight)
     log_t, log_s, ids, *_ = buckets(sharper, 3)
@@ -150,7 +151,7 @@ def test_without_the_event_of_any_other_token_equal_models_have_a_gradient(peer)
 def gradient_of_equal_models(models: Models, ids: Tensor, mass: NDArray) -> NDArray:
     """Return verl's gradient [T, H] of the hidden states if both models are equal.
 
-    For the logit of token j it is (mass - 1) s_j if the token is one of the k tokens, and mass s_j otherwise.
+    The gradient of the logit of token j is (mass - 1) s_j if the token is one of the k tokens, and mass s_j otherwise.
     """
     s = (torch.tensor(models.hidden) @ torch.tensor(models.weight).T).softmax(-1)
     is_chosen = torch.zeros_like(s).scatter(1, ids, 1.0)

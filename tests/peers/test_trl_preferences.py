@@ -1,7 +1,7 @@
 """Losses over preferences equal those of TRL's own code on the same log-probabilities or scores.
 
-TRL needs packages that mrl does not have, so its modules cannot be imported. The tests compile single methods of its trainers
-from the source, unchanged, and call them with tensors in place of a model and of a distributed run.
+TRL needs packages that mrl does not have, so this process cannot import TRL's modules. The tests compile single methods of its
+trainers from the unchanged source, and call them with tensors in place of a model and of a distributed run.
 """
 
 import __future__
@@ -48,7 +48,7 @@ def method(file: str, trainer: str, name: str) -> Callable:
 
 
 def trainer(**attributes: Any) -> SimpleNamespace:
-    """Return an object in place of a trainer on one process."""
+    """Return a stand-in for a trainer in a run with one process."""
     accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
     common = dict(accelerator=accelerator, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0)
     common |= dict(model=SimpleNamespace(training=True), aux_loss_enabled=False, _tp_size=1, precompute_ref_logps=True)
@@ -85,7 +85,7 @@ class Padded:
         return self.logprobs.grad.numpy()
 
     def sums(self, mean: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the (mean) log-probabilities of the chosen and of the rejected responses."""
+        """Return the sums, or with `mean` the means, of the log-probabilities of chosen and of rejected responses."""
         sums = self.log_probs.sum(1)
         sums = sums / self.completion_mask.sum(1) if mean else sums
         return sums.chunk(2)
@@ -127,7 +127,7 @@ def test_losses_of_the_dpo_trainer(loss, loss_type, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_dpo_with_the_likelihood_of_the_chosen_response(seed):
-    """TRL averages over the tokens of all chosen responses, and mrl over responses: they agree if all have one length."""
+    """TRL averages over the tokens of all chosen responses, mrl over responses. Here, all chosen responses are equally long."""
     case = make_case(seed, (4, 3, 4, 2, 4, 7))
     padded = Padded(case, pair_order(case))
     chosen, rejected = padded.reference.chunk(2)
@@ -155,11 +155,11 @@ def test_the_loss_of_the_kto_trainer(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_odds_ratio_loss_of_the_orpo_trainer(seed):
-    """TRL's other term is the cross-entropy of prompt and chosen response, which mrl computes for the response only."""
+    """TRL's other term is not tested: it is the cross-entropy of prompt and chosen response, in mrl only of the response."""
     case = case_of(seed)
     padded = Padded(case, pair_order(case))
     chosen, rejected = padded.sums(mean=True)
-    # TRL computes in float32 here; its method is called in float64.
+    # TRL converts the log-probabilities to float32. The test replaces `float`, so that the method computes in float64.
     compute = method("experimental/orpo/orpo_trainer.py", "ORPOTrainer", "odds_ratio_loss")
     in_float64 = [keeping_float64(x) for x in (chosen, rejected)]
     losses, *_ = compute(trainer(beta=0.4), *in_float64)

@@ -1,7 +1,7 @@
 """A real Slurm cluster on one machine: each node is a set of namespaces with its own network, processes and /tmp.
 
-The kernel kills the first process of each namespace when this process ends, in whatever way, and with it the namespace. So
-nothing is left on the machine, and several clusters on one machine do not see each other.
+When this process ends, for whatever reason, the kernel kills the first process of each namespace, and with it the namespace. So
+no process is left on the machine. Several clusters on one machine do not see each other.
 """
 
 import ctypes
@@ -63,7 +63,7 @@ while kill -0 $daemon 2>/dev/null; do wait $daemon || true; done # as the first 
 
 
 def missing_requirement() -> str:
-    """Say why no cluster can be made on this machine; "" if it can. Installs missing Debian packages."""
+    """Return why no cluster can be made on this machine, or "" if it can. Installs missing Debian packages."""
     if os.geteuid():
         return "making namespaces and devices needs root"
     if subprocess.run(["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true"]).returncode:
@@ -86,7 +86,7 @@ def _die_with_parent() -> None:
 
 
 class SlurmCluster:
-    """A cluster with `nodes` nodes n1, n2, ... of `gpus` GPUs each, and two partitions: `high` preempts `main`.
+    """A cluster with `nodes` nodes (n1, n2, ...) of `gpus` GPUs each. Jobs of the partition `high` preempt those of `main`.
 
     `shared`: folders under /tmp that all nodes see. The rest of /tmp is separate on each node.
     """
@@ -120,7 +120,7 @@ class SlurmCluster:
         (folder / "hosts").write_text("\n".join(lines) + "\n")
         fields = dict(host=host, net=NET, folder=folder, nodes=nodes, gpus=gpus)
         (folder / "slurm.conf").write_text(CONF.format(**fields))
-        for gpu in range(gpus):  # devices like /dev/null: Slurm drains a node whose GPUs are not devices
+        for gpu in range(gpus):  # copies of the device /dev/null: Slurm drains a node whose GPUs are not devices
             os.mknod(folder / f"gpu{gpu}", 0o20666, os.makedev(1, 3))
         (folder / "gres.conf").write_text(f"NodeName=n[1-{nodes}] Name=gpu File={folder}/gpu[0-{gpus - 1}]\n")
         (folder / "munge.key").write_bytes(os.urandom(128))
@@ -191,14 +191,14 @@ class SlurmCluster:
         return dict(word.partition("=")[::2] for word in words if "=" in word)
 
     def wait(self, condition, within_s: float) -> None:
-        """Wait until the condition is true; fail after `within_s` seconds with the daemons' logs."""
+        """Wait until the condition is true. After `within_s` seconds, fail with the daemons' logs."""
         end = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < end, f"the condition did not become true within {within_s} s:\n{self.logs()}"
             time.sleep(0.2)
 
     def finish(self, job_id: str, within_s: float) -> dict[str, str]:
-        """Wait for a job to end and to release its nodes; return its fields."""
+        """Wait until a job has ended, and return its fields."""
         final_states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         self.wait(lambda: self.job(job_id).get("JobState") in final_states, within_s)
         return self.job(job_id)
@@ -222,7 +222,7 @@ def _names(nodes: int) -> list[str]:
 
 
 def _child(process: subprocess.Popen) -> psutil.Process:
-    """Return the first process inside the namespaces that this `unshare` process makes."""
+    """Return the first process inside the namespaces that an `unshare` process has made."""
     end = time.monotonic() + 30
     while not (found := psutil.Process(process.pid).children()):
         assert time.monotonic() < end, "unshare made no namespace"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurm_cluster import SlurmCluster
 
-LONG_S = 900.0  # deadline for what takes a minute on an idle machine
+LONG_S = 900.0  # deadline for a run that takes a minute on an idle machine
 
 SETTINGS = dict(MRL_RAY_OPTIONS="--object-store-memory=200000000", MRL_JOIN_S="600", WANDB_MODE="offline")
 """Environment of the jobs, for a small and busy machine."""
@@ -47,7 +47,7 @@ class SubmittedRun:
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in (self.folder / "logs").glob("*.log"))
 
     def leftovers(self) -> dict[str, list[str]]:
-        """Return node -> processes and files of any job that are still there."""
+        """Return node -> remaining processes and files of all jobs, for the nodes that have any."""
         processes = {node: [" ".join(p.cmdline()) for p in self.cluster.processes(node)] for node in self.cluster.nodes}
         files = {
             node: [str(f) for f in (self.cluster.folder / node / "tmp").glob("mrl-[0-9]*")]
@@ -57,7 +57,7 @@ class SubmittedRun:
 
 
 def submitter(cluster: SlurmCluster, overrides: list[str], base: Path) -> Callable[..., SubmittedRun]:
-    """Return a function that submits runs with these overrides; their run directories are in `base`."""
+    """Return a function that submits runs with these overrides. The run directories are in `base`."""
     made: list[SubmittedRun] = []
 
     def run(*more: str, **variables: str) -> SubmittedRun:

@@ -1,4 +1,4 @@
-"""The batch scripts on a real Slurm cluster: steps, signals, requeues and lost nodes. A script stands in for Ray and mrl."""
+"""The batch scripts on a real Slurm cluster: steps, signals, requeues and lost nodes. A script replaces Ray and mrl."""
 
 import sys
 from pathlib import Path
@@ -43,7 +43,7 @@ elif module == "mrl.cli":
 
 @pytest.fixture
 def job(cluster, tmp_path):
-    """`job(waits, option, ...)` -> id of a job whose first `waits` starts do not end. It writes notes to tmp_path."""
+    """`job(waits, option, ...)` -> id of a job whose first `waits` starts do not end. The job writes notes to tmp_path."""
     (python := tmp_path / "python").write_text(PYTHON.format(python=sys.executable))
     python.chmod(0o755)
 
@@ -131,7 +131,7 @@ def test_all_components_of_a_heterogeneous_job_are_requeued(cluster, job, note, 
 
 
 def test_the_tasks_of_an_array_are_requeued_one_by_one(cluster, job, tmp_path):
-    """SLURM_JOB_ID of one of the tasks is the id of the array."""
+    """One of the tasks has the id of the array as its SLURM_JOB_ID."""
     job_id = job(1, "--nodes=1", "--array=0-1")
     tasks = [f"{job_id}_{number}" for number in (0, 1)]
     cluster.wait(lambda: len(list(tmp_path.glob("*.driver"))) == 2, WITHIN_S)
@@ -155,7 +155,7 @@ def test_a_cancelled_job_ends_and_is_not_requeued(cluster, job, note, tmp_path):
 
 @pytest.mark.parametrize("lost", ["n1", "n2"])
 def test_a_job_that_loses_a_node_is_requeued_on_other_nodes(cluster, job, note, tmp_path, lost):
-    """n1 runs the batch script."""
+    """The batch script runs on n1."""
     job_id = job(1, "--nodes=2")
     assert note(job_id, "driver") == "n1\n"
     cluster.kill(lost)

@@ -1,4 +1,4 @@
-"""Training runs on a real Slurm cluster: on several nodes, preempted, with a lost node, and sharing a node with another run."""
+"""Training runs on a real Slurm cluster: on several nodes, with preemption, with a lost node, and with two runs on one node."""
 
 import sys
 

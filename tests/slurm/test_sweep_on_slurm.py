@@ -1,4 +1,4 @@
-"""A sweep as an array job on a real Slurm cluster: concurrent points, one of which fails, and the table of all points."""
+"""A sweep as an array job on a real Slurm cluster. Points run at the same time, and one point fails."""
 
 import csv
 import json

@@ -51,7 +51,10 @@ def folder_of(model: str, folder: Path) -> Path:
 
 
 def config_of(model: str | None, folder: Path, *overrides: str, experiment: str = "gsm8k") -> Config:
-    """Return the config of `mrl plan experiment=... model.path=... OVERRIDES`. `model=None`: of the experiment."""
+    """Return the config of `mrl plan experiment=... model.path=... OVERRIDES`.
+
+    With `model=None`, the model is that of the experiment.
+    """
     keys = hydra_entry.check_overrides([f"experiment={experiment}", "run.dir=out", *overrides])
     path = [f"++model.path={folder_of(model, folder)}"] if model else []
     return hydra_entry.compose_config([*keys, *path])

@@ -247,7 +247,7 @@ def test_a_response_alone_in_its_group_has_advantage_zero(name):
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7])
 @pytest.mark.parametrize("size", [3, 7, 10])
 def test_equal_rewards_give_exactly_zero(name, reward, size):
-    """The advantage must be exactly 0, because training skips only these responses."""
+    """The advantage must be exactly 0, because training skips only responses of advantage 0."""
     batch = AdvantageInputs(np.full(size, reward), np.zeros(size, int), np.ones(size, int), policy_columns(0, size))
     assert (estimate(name, batch) == 0).all()
 
@@ -259,7 +259,7 @@ def test_grpo_of_right_and_wrong_answers():
 
 
 def test_the_std_of_the_batch_keeps_the_order_of_groups_with_different_spread():
-    """The groups have the rewards (0, 1) and (0, 4). With its own standard deviation, each group gets the same advantages."""
+    """The groups have the rewards (0, 1) and (0, 4). Divided by its own standard deviation, each gives the same advantages."""
     batch = AdvantageInputs(np.array([0.0, 1.0, 0.0, 4.0]), np.array([0, 0, 1, 1]), np.ones(4, int))
     np.testing.assert_allclose(GRPO(eps=0.0)(batch)[[1, 3]], [math.sqrt(0.5)] * 2)
     scaled = GRPO(eps=0.0, scale_rewards="batch")(batch)
@@ -340,7 +340,7 @@ def test_opo_has_less_variance_than_the_mean_as_baseline():
 def test_gpg_keeps_the_gradient_scale_when_groups_have_equal_rewards():
     rewards, groups = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1, 2, 2])
     found = GPG()(AdvantageInputs(rewards, groups, np.ones(6, int)))
-    np.testing.assert_allclose(found, [1.5, -1.5, 0, 0, 0, 0])  # 6 responses / (6 - 4 without a difference) * 0.5
+    np.testing.assert_allclose(found, [1.5, -1.5, 0, 0, 0, 0])  # 0.5 * 6 / 2, as 2 of 6 rewards differ
     scaled = GPG(normalize_std=True, eps=1e-12)(AdvantageInputs(rewards, groups, np.ones(6, int)))
     np.testing.assert_allclose(scaled[:2], 3 * np.array([0.5, -0.5]) / math.sqrt(0.5))
 

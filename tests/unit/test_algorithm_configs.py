@@ -30,7 +30,7 @@ CORRECTIONS = sorted(path.stem for path in Path("conf/correction").glob("*.yaml"
 
 
 def load(name):
-    """Return the sections of a file in conf/algorithm, for each of the two packages that such a file may declare."""
+    """Return the sections of a file in conf/algorithm. Its package is `algorithm` or `_global_`."""
     text = FILES[name].read_text()
     found = OmegaConf.to_container(OmegaConf.create(text))
     package = text.splitlines()[0]

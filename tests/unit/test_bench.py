@@ -62,7 +62,7 @@ def run(tmp_path, monkeypatch):
     def show(line: str) -> None:
         shown.append(line)
         if "hanging" in line:
-            late[0] = 301.0  # only now its 300 s are over, so a slow start of the process does no harm
+            late[0] = 301.0  # only now the 300 s of the section are over, so a slow start of its process does no harm
 
     def run_named(*names: str, **rates: float):
         chosen = [Section(name, f"title of {name}", f"bench_cases:{name}", 1.0) for name in names]
@@ -124,7 +124,7 @@ def test_the_report_has_numbers_with_units_and_what_was_left_out(run, tmp_path, 
 
 @pytest.mark.parametrize("deadline_s", [60.0, 0.0])
 def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
-    """A program prints the lines of pytest. At a deadline of 0 s, it is ended, and the report says what was left out."""
+    """A program prints the lines of pytest. With a deadline of 0 s, the program is ended and the rest left out."""
     lines = [
         "tests/gpu/test_kernels.py::test_attention[cuda] PASSED                                   [ 25%]",
         "tests/gpu/test_actor.py::test_update[tp-cuda] SKIPPED (2 ranks need 2 GPUs (of 1))      [ 50%]",

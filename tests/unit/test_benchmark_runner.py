@@ -1,4 +1,4 @@
-"""`make bench` calls a measurement worse only beyond its noise, calls a real slowdown, and ends programs at their deadline."""
+"""`make bench` calls a measurement worse only beyond its noise, reports a real slowdown, and ends programs at their deadline."""
 
 import random
 import re

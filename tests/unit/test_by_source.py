@@ -257,7 +257,7 @@ def test_a_default_that_is_no_reward_is_refused():
 
 
 def test_the_rehearsal_calls_each_reward_with_rows_of_its_source():
-    """MultipleChoice raises if the ground truth is test cases of code. No row has the source `absent`, so it is not called."""
+    """MultipleChoice raises if the ground truth is test cases of code. The reward `absent` has no rows and is not called."""
     rewards = {"letters": MultipleChoice(), "code": CodeExecution(), "absent": Fragile()}
     responses = [Response("letters", "B", "B"), Response("code", "no program", DOUBLE, group=1)]
     rehearse_reward(BySource(rewards), responses, ScoringConfig())

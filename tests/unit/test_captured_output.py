@@ -1,4 +1,4 @@
-"""Code that configures logging in the process of the tests leaves pytest's files of captured output open."""
+"""Code that configures logging in the process of the tests does not close pytest's files of captured output."""
 
 import os
 import subprocess

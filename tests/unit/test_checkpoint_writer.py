@@ -82,7 +82,7 @@ def test_a_writer_dies_with_its_parent():
 
 
 class _GpuTensor:
-    """Stands in for a GPU tensor. torch makes a non-blocking copy in pinned memory, and never returns it to the system."""
+    """Stands in for a GPU tensor. torch makes non-blocking copies in pinned memory, which it never returns to the system."""
 
     def to(self, device: str, non_blocking: bool = False) -> str:
         return f"{'pinned' if non_blocking else 'pageable'} copy on the {device}"

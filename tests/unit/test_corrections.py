@@ -1,4 +1,4 @@
-"""Corrections equal plain loops, and pass no gradient through their weights. Mismatch metrics and group filters."""
+"""Corrections equal plain loops, and pass no gradient through their weights. Also tests mismatch metrics and group filters."""
 
 import math
 from dataclasses import dataclass, replace

@@ -109,7 +109,7 @@ class Worker:
 
 @pytest.fixture
 def scheduling(tmp_path):
-    """(scheduler with two devices, its two workers, finished tests); tests a, b and c need one device each."""
+    """Return (scheduler with two devices, its two workers, finished tests). Tests a, b and c need one device each."""
     config = SimpleNamespace(getvalue=lambda name: ["popen"] * 2, getoption=lambda name: None)
     scheduler = DeviceScheduling(config, SimpleNamespace(loadsched=print), ["x", "y"], uses := [])
     workers = [Worker(tmp_path / name, [1, 1, 1]) for name in ("first", "second")]

@@ -23,7 +23,7 @@ apply_umask(Path("single.safetensors"))
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
 def test_modes_follow_the_umask(tmp_path, umask):
-    """Without a change, mkdtemp and safetensors create private files. The program is a process of its own, to set its umask."""
+    """By default, mkdtemp and safetensors create private files. The program has its own process, because it sets the umask."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", PROGRAM, oct(umask)], cwd=tmp_path, env=environment, check=True, timeout=120)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}

@@ -223,7 +223,7 @@ def test_no_more_than_max_concurrency_responses_are_sampled_at_once(serve_calls,
 
 
 def test_hundreds_of_responses_are_sampled_at_once(serve_calls, conversation):
-    """One after the other they would take 15 minutes."""
+    """One after the other, the responses would take 15 minutes."""
     server = serve_calls(delay_s=1.5)
     wide = replace(conversation, agent=replace(conversation.agent, max_concurrency=500))
     start = time.perf_counter()

@@ -207,7 +207,7 @@ def start(monkeypatch, tmp_path):
 
 
 def test_a_replacement_that_ends_before_it_is_ready_is_replaced_again(start):
-    """The cause of its end does not matter, because engines with these arguments have run before."""
+    """The replacement may end for any reason, because engines with the same arguments have run before."""
     pool, starts = start([READY, READY, FAILED, KILLED, FAILED])
     before = pool.wait_ready(10)
     after = pool.replace([before[1]], 10)

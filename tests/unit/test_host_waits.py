@@ -1,4 +1,4 @@
-"""No loss, correction or metric makes the host wait for the GPU, and tests/host_waits.py finds every operation that would."""
+"""No loss, correction or metric makes the host wait for the GPU. tests/host_waits.py finds operations that make it wait."""
 
 from dataclasses import replace
 

@@ -85,7 +85,7 @@ def test_k3_has_the_gradient_of_the_other_direction():
 
 
 def test_abs_has_twice_the_gradient_of_the_total_variation_distance():
-    """The expected gradient is from differences of sum |p - q| / 2, where p is the softmax of the policy's logits."""
+    """The expected gradient is a finite difference of sum |p - q| / 2, where p is the softmax of the policy's logits."""
     mean, gradient, p, q, _ = expected("abs")
     assert mean == pytest.approx(sum(x * abs(math.log(x / y)) for x, y in zip(p, q, strict=True)))
 

@@ -39,7 +39,7 @@ HEALTHY = {
     "optim/grad_norm": 0.5,
     "rollout/samples": 512.0,
 }
-UNTRAINED = HEALTHY | {"reward/mean": 0.05}  # the first steps of a run that learns
+UNTRAINED = HEALTHY | {"reward/mean": 0.05}  # metrics in the first steps of a run that learns
 NO_ADVANTAGE = {"batch/zero_advantage_fraction": 1.0, "optim/grad_norm": 0.0}
 NO_GROUPS = replace(SETTINGS, advantage="GAE", group_relative=False)
 

@@ -199,7 +199,7 @@ def test_the_cases_reach_every_branch():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_metric_clip_fraction_marks_the_tokens_whose_loss_the_clip_changes(seed):
-    """As verl's pg_clipfrac: a ratio above the upper bound counts only if A > 0, and one below the lower bound if A < 0."""
+    """As in verl's pg_clipfrac, a ratio above the upper bound counts if A > 0, a ratio below the lower bound if A < 0."""
     case = make_case(seed)
     ratio = np.exp(case.logprobs - case.old)
     sums = np.bincount(case.rows, case.logprobs - case.old, len(case.lengths))

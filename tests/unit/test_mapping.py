@@ -19,7 +19,7 @@ many = settings(max_examples=25)
 
 @st.composite
 def drawn_sizes(draw) -> dict[str, int]:
-    """Sizes of a model that tp=4 can split, with multi-head or grouped-query attention and any vocabulary size."""
+    """Draw the sizes of a model that tp=4 can split, with multi-head or grouped-query attention and any vocabulary size."""
     groups, per_group = 4 * draw(st.integers(1, 2)), draw(st.integers(1, 4))
     head_dim = 2 * draw(st.integers(1, 4))
     return dict(
@@ -60,7 +60,7 @@ def test_hf_to_megatron_to_hf_is_the_identity(family, sizes):
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_table_has_exactly_the_tensors_that_transformers_saves(tmp_path, name):
-    """With tied and untied embeddings, with and without biases; `check_hf_folder` compares names and shapes."""
+    """Models have tied or untied embeddings, and biases or none. `check_hf_folder` compares names and shapes."""
     config = check_hf_folder(make_family(name, tmp_path))
     rows = family_of(config).param_mappings(family_of(config).read(config))
     assert len({row.megatron for row in rows}) == len(rows), "one row per Megatron parameter"

@@ -28,7 +28,7 @@ many = settings(max_examples=60)
 
 @st.composite
 def blocks(draw) -> tuple[TokenBlock, np.ndarray]:
-    """(a block whose tokens are all different, except in shared prompts; [B] groups)."""
+    """Draw (a block, its [B] groups). All tokens of the block are different, except in shared prompts."""
     groups = np.array(draw(st.lists(st.integers(0, 3), min_size=1, max_size=8)))
     prompts = [[1000 * group + place for place in range(draw(st.integers(1, 6)))] for group in range(4)]
     responses = [[10_000 + 100 * row + place for place in range(draw(st.integers(1, 7)))] for row in range(len(groups))]
@@ -42,7 +42,7 @@ def blocks(draw) -> tuple[TokenBlock, np.ndarray]:
 
 
 def sampled_tokens(block: TokenBlock, row: int) -> list[int]:
-    """The tokens of a row's response that the policy sampled."""
+    """Return the tokens of a row's response that the policy sampled."""
     if block.sampled is None:
         return block.response(row).tolist()
     return block.tokens[block.cu_seqlens[row] : block.cu_seqlens[row + 1]][
@@ -51,7 +51,7 @@ def sampled_tokens(block: TokenBlock, row: int) -> list[int]:
 
 
 def predecessors(block: TokenBlock) -> dict[int, int]:
-    """Response token -> the token before it in its sequence."""
+    """Return response token -> the token before it in its sequence."""
     result = {}
     for row in range(len(block.lengths)):
         whole = [*block.prompt(row).tolist(), *block.response(row).tolist()]
@@ -118,7 +118,7 @@ def test_an_empty_micro_batch_is_one_token_without_weight(made, cp_size, tp_mult
 
 
 class Surprising(PPOClip):
-    """A user's loss, with two metrics of its own. One has the name of a sum that mrl reports."""
+    """A user's loss with two metrics of its own. One of them has the name of a sum that mrl reports."""
 
     def __call__(self, inputs):
         loss, found = super().__call__(inputs)
@@ -141,7 +141,7 @@ def test_metrics_of_a_users_loss_get_the_prefix_own_and_metrics_of_mrl_do_not():
 
 
 def test_a_row_of_a_file_without_logprobs_counts_as_a_sample_of_the_actor_and_not_as_one_of_the_engine():
-    """Tokens 0 and 1 are sampled, 2 and 3 are from a file, 3 with its log-probability; the correction weighs 3 alone."""
+    """Tokens 0 and 1 are sampled. Tokens 2 and 3 are from a file; only token 3 has a log-probability, and is corrected."""
     logprobs = torch.tensor([-1.0, -3.0, -2.0, -1.5], requires_grad=True)
     old = torch.tensor([-1.1, -2.9, -2.1, -1.5])
     rollout = torch.tensor([-1.1, -2.9, math.nan, -1.0])

@@ -18,7 +18,7 @@ from parallel.trainer_config import OptimConfig
 
 
 class Group:
-    """Stand-in for a worker group: partitions the steps, and makes up the reports."""
+    """Stands in for a worker group. Partitions the steps, and makes up the reports."""
 
     def begin_update(self, steps, packing, *, weighting, lrs, loss, temperature):
         self.steps, self.lrs = steps, lrs
@@ -43,7 +43,7 @@ def update(
     rejected: tuple[int, ...] = (),
     counts: list[int] | None = None,
     rows: np.ndarray | None = None,
-    all_filtered: bool = False,  # then the update gets no estimates
+    all_filtered: bool = False,  # if true, the update gets no estimates
 ):
     count = len(advantages)
     lengths = np.arange(1, count + 1)
@@ -144,7 +144,7 @@ def test_the_row_that_measures_the_mismatch_is_not_rejected():
 
 
 def test_statistics_of_a_loss_are_averaged_over_the_weight_of_the_trained_tokens():
-    """Half of the weight was skipped; the metric describes the other half."""
+    """Training has skipped half of the weight. The metric describes only the other half."""
     reports = [
         UpdateReport(
             dict(zip(MISMATCH_SUMS, (4.0, 0.0, 4.0, 4.0, 0.0, 0.0), strict=True)) | own,

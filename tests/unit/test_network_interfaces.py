@@ -1,4 +1,4 @@
-"""The interfaces that NCCL and gloo choose, and the probe of a host's interfaces."""
+"""The interfaces that NCCL and gloo choose, and the probe of the interfaces of a host."""
 
 import shutil
 import subprocess

@@ -26,7 +26,7 @@ DRIVER = {
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch, tmp_path):
-    """An environment of this process without network variables. The test may change it."""
+    """Give this process an environment without network variables. The test may change this environment."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(NETWORK_PREFIXES)}
     monkeypatch.setattr(os, "environ", kept)
     monkeypatch.setattr(ray_cluster, "private_ray_folder", lambda: tmp_path)
@@ -37,14 +37,14 @@ def environment(monkeypatch, tmp_path):
 
 @pytest.fixture
 def of_worker(monkeypatch):
-    """`of_worker(address, node)` -> environment of a worker process of Ray. `node`: variables with which Ray was started."""
+    """`of_worker(address, node)` -> environment of a worker process of Ray. Ray was started with the variables `node`."""
 
     def found(address: str | None, node: Mapping[str, str] = {}, variables: Mapping[str, str] = {}) -> dict[str, str]:
         worker: dict[str, str] = {}
 
         def init(**options) -> None:
             if address is None:
-                worker.update(os.environ)  # Ray's processes inherit it
+                worker.update(os.environ)  # Ray's processes inherit the environment
             else:
                 worker.update({**node, **options["runtime_env"]["env_vars"]})
                 with monkeypatch.context() as inside:

@@ -1,4 +1,4 @@
-"""Overrides that mrl writes are read by Hydra as what they were."""
+"""Hydra reads the overrides that mrl writes as the original values."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser

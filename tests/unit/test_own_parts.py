@@ -27,7 +27,7 @@ from mrl.rollout.worker import RolloutWorker
 
 @pytest.fixture
 def user_file(tmp_path, monkeypatch):
-    """`user_file(name, source)`: the source can be imported as the module `name`."""
+    """`user_file(name, source)` makes a file that can be imported as the module `name`."""
 
     def write(name: str, source: str) -> Path:
         (tmp_path / f"{name}.py").write_text(source)
@@ -47,7 +47,7 @@ def algorithm(*overrides: str) -> AlgorithmParts:
 
 @pytest.fixture
 def own(user_file) -> AlgorithmParts:
-    """The algorithm of the documentation, after the pickling that Ray needs."""
+    """Return the algorithm of the documentation, pickled and unpickled as Ray does it."""
     user_file("my_parts", own_parts.SOURCE)
     return pickle.loads(pickle.dumps(algorithm(*own_parts.overrides())))
 

@@ -22,13 +22,13 @@ OF_EXTRAS = {
     "tensorboard",
     "mlflow",
     "wandb_workspaces",
-}  # declared in `gpu`, `optuna`, `trackers`
+}  # modules of the extras `gpu`, `optuna` and `trackers`
 TESTED = ("train", "dev", "optuna", "trackers")  # extras that both locks hold
 
 
 @pytest.fixture(scope="module")
 def setup_arguments():
-    """What setup.py says, read by running it."""
+    """Run setup.py, and return the arguments with which it calls setup()."""
     said = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setuptools, "setup", said.update)
@@ -38,19 +38,19 @@ def setup_arguments():
 
 
 def locked(name) -> dict[str, Version]:
-    """Package -> version of a lock file."""
+    """Return package -> version of a lock file."""
     pins = [Requirement(first) for first, *_ in entries(name)]
     return {str(canonicalize_name(pin.name)): Version(str(pin.specifier).removeprefix("==")) for pin in pins}
 
 
 def entries(name):
-    """Of each package of a lock file: its pin, then its hashes."""
+    """Return, for each package of a lock file, a list of its pin and its hashes."""
     text = (ROOT / name).read_text().replace("\\\n", " ")
     return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def cuda_only():
-    """The packages that the CPU lock leaves out."""
+    """Return the packages that are missing in the CPU lock."""
     lines = (ROOT / "requirements/overrides-cpu.txt").read_text().splitlines()
     return {canonicalize_name(Requirement(line).name) for line in lines if not line.startswith("#")}
 
@@ -60,7 +60,7 @@ def source_files():
 
 
 def imported_names(file):
-    """Top-level modules that a file imports, at its top or inside functions."""
+    """Yield the top-level modules that a file imports, at its top or inside functions."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -100,7 +100,7 @@ def test_a_lock_is_versions_and_hashes_and_names_no_index_url_or_path(lock):
 
 
 def test_the_locks_hold_what_setup_py_needs_and_no_package_besides(setup_arguments):
-    """Each package is asked for by setup.py, or by another one of the lock."""
+    """Each package of a lock is a requirement of setup.py, or of another package of this lock."""
     extras = setup_arguments["extras_require"]
     wanted = chain(setup_arguments["install_requires"], *(extras[extra] for extra in TESTED))
     reached, queue = set(), [Requirement(line) for line in wanted]
@@ -115,7 +115,7 @@ def test_the_locks_hold_what_setup_py_needs_and_no_package_besides(setup_argumen
 
 
 def needs(name):
-    """What an installed package asks for; none of one that is not for this machine."""
+    """Return the requirements of a package. A package that is not for this machine is not installed, and has none."""
     try:
         return [Requirement(line) for line in distribution(name).requires or ()]
     except PackageNotFoundError:
@@ -148,7 +148,7 @@ def test_every_folder_with_code_is_a_package():
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-# Header that the compilation of Transformer Engine's extension includes, directly or through another header -> its package
+# Header -> its package. The extension of Transformer Engine includes these headers, directly or through other headers.
 HEADERS = {
     "cuda_runtime.h": "nvidia-cuda-runtime",
     "crt/host_defines.h": "nvidia-cuda-crt",
@@ -185,13 +185,13 @@ def test_all_locked_binaries_are_for_the_cuda_of_torch():
     pins = locked("requirements-gpu.txt")
     of_torch = str(pins["cuda-toolkit"].major)
     built_for = {name: found[1] for name in pins if (found := re.search(r"-cu(\d\d)$", name))}
-    built_for.pop("nvidia-cutlass-dsl-libs-cu12")  # nvidia-cutlass-dsl installs both and loads the one that fits
+    built_for.pop("nvidia-cutlass-dsl-libs-cu12")  # nvidia-cutlass-dsl installs cu12 and cu13, and loads what fits
     assert len(built_for) > 6 and set(built_for.values()) == {of_torch}, built_for
 
 
 @pytest.mark.parametrize("name", ["torch", "sglang"])
 def test_the_gpu_lock_has_the_versions_that_torch_and_sglang_are_built_for(name):
-    """The wheels that compile kernels (flashinfer, deep-gemm, triton) and that contain them (sglang-kernel) fit each other."""
+    """Wheels that compile kernels (flashinfer, deep-gemm, triton) fit the wheel with compiled kernels (sglang-kernel)."""
     pins = locked("requirements-gpu.txt")
     wanted = [requirement for requirement in needs(name) if applies(requirement, ())]
     unfit = {str(one): str(pins.get(canonicalize_name(one.name))) for one in wanted if not fits(one, pins)}
@@ -204,7 +204,7 @@ def fits(requirement, pins):
 
 
 def test_engines_accept_the_locked_kernels_when_they_start():
-    """SGLang ends with an error if these packages are older than the versions in its source."""
+    """At its start, SGLang refuses packages with kernels that are older than the versions in its source."""
     source = Path(str(distribution("sglang").locate_file("sglang/srt/entrypoints/engine.py"))).read_text()
     least = dict(re.findall(r'assert_pkg_version\(\s*"([\w-]+)",\s*"([\w.]+)"', source))
     assert {"flashinfer_python", "sglang-kernel"} <= least.keys()
@@ -227,7 +227,7 @@ mkdir "$folder" && echo "$*" >"$folder/arguments" && env >"$folder/environment" 
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_packages_are_installed_with_hashes_and_transformer_engine_is_compiled_last(tmp_path, lock):
-    """Without a CUDA toolkit and without a wheel that is not in the lock."""
+    """The compilation needs no CUDA toolkit, and downloads no wheel that is not in the lock."""
     (tmp_path / "uv").write_text(FAKE_UV)
     (tmp_path / "uv").chmod(0o755)
     command = [ROOT / "scripts/install_lock.sh", tmp_path / "uv", sys.executable, lock, "--offline"]

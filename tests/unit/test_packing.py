@@ -25,7 +25,7 @@ many = settings(max_examples=60)
 
 @st.composite
 def trees(draw, most: int = 8, parents: bool = True) -> list[Segment]:
-    """A pack of up to `most` segments in trees of depth up to 3."""
+    """Draw a pack of up to `most` segments, in trees with a depth of up to 3."""
     segments: list[Segment] = []
     for number in range(draw(st.integers(1, most))):
         above = [s for s in range(number) if len(ancestors(segments, s)) < 2] if parents else []
@@ -41,7 +41,7 @@ def all_ranks(segments: list[Segment], cp_size: int, tp_multiple: int) -> list[P
 
 
 def seen(packs: list[PackedSequences], rank: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield (row of a query of `rank`, rows of its keys) from the calls; rows count over all ranks in order."""
+    """Yield (row of a query of `rank`, rows of its keys) as the attention calls say. Rows are numbered over all ranks."""
     packed, local = packs[rank], len(packs[rank].source)
     queries = range(local) if packed.query_index is None else packed.query_index.tolist()
     keys = range(local * len(packs)) if packed.key_index is None else packed.key_index.tolist()
@@ -71,7 +71,7 @@ def test_ranks_have_equal_token_counts_and_little_padding(segments, cp_size, tp_
     packs = all_ranks(segments, cp_size, tp_multiple)
     (local,) = {len(packed.source) for packed in packs}
     assert local % tp_multiple == 0
-    # a segment is padded by less than its number of chunks; the last one also up to the next common multiple
+    # A segment gets less padding than it has chunks. The last segment is also padded to the next common multiple.
     chunks = 2 * cp_size if cp_size > 1 else 1
     most = (chunks - 1) * len(segments) + lcm(chunks, cp_size * tp_multiple) - chunks
     assert 0 <= local * cp_size - packs[0].num_tokens <= most
@@ -104,7 +104,7 @@ def test_local_of_is_the_inverse_of_source(segments, cp_size, tp_multiple):
 @given(trees(), cp_sizes, tp_multiples)
 def test_attention_calls_list_exactly_the_tokens_that_each_token_attends_to(segments, cp_size, tp_multiple):
     packs = all_ranks(segments, cp_size, tp_multiple)
-    source = [token for packed in packs for token in packed.source.tolist()]  # real token of every gathered row
+    source = [token for packed in packs for token in packed.source.tolist()]  # token of each gathered row
     expected = [set(row.nonzero()[0].tolist()) for row in visible(segments)]
     ends = [sum(s.length for s in segments[: number + 1]) - 1 for number in range(len(segments))]
     whole = {
@@ -273,7 +273,7 @@ def test_gradients_of_shared_keys_are_summed_in_float32_on_gpus():
 
 
 def test_attention_sums_the_gradients_of_keys_and_values_in_that_dtype(monkeypatch):
-    """Gradients in float64 that were summed in float32 have the digits of float32."""
+    """If float64 gradients are summed in float32, the sums have only the precision of float32."""
     from parallel import attention
 
     monkeypatch.setattr(attention, "_gradient_sum_dtype", lambda rows: torch.float32)

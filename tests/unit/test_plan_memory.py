@@ -17,7 +17,7 @@ from mrl.planner.run_memory import GIB
 
 GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
 FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_entry.CONF / group).glob("*.yaml"))
-BLANKS = {  # values that a file of conf leaves to the user
+BLANKS = {  # file of conf -> overrides for the values that the user must set
     "algorithm=distill": ["roles.teacher.path=${model.path}"],
     "algorithm=distill_top_k": ["roles.teacher.path=${model.path}"],
     "algorithm=distill_vocab": ["roles.teacher.path=${model.path}"],
@@ -27,7 +27,7 @@ BLANKS = {  # values that a file of conf leaves to the user
     "reward=served_judge": ["roles.judge.path=${model.path}"],
     "reward=served_reward_model": ["roles.reward_model.path=${model.path}"],
 }
-# Experiments without a published model; test_experiment_recipes.py and test_sums_task.py plan the others
+# Experiments without a published model. test_experiment_recipes.py and test_sums_task.py plan all other experiments.
 EXPERIMENTS = sorted(
     path.stem
     for path in (hydra_entry.CONF / "experiment").glob("*.yaml")
@@ -113,7 +113,7 @@ def test_too_few_nodes_are_a_problem(tmp_path):
 
 
 def test_no_sequence_is_longer_than_the_context(tmp_path):
-    """By default a prompt is as long as a response, limited by the rest of the context."""
+    """By default, the plan assumes that prompts are as long as responses, or fill the rest of the context if that is shorter."""
     config = config_of("Qwen3-8B", tmp_path, "cluster=h100", "rollout.max_response_tokens=30000")
     assert memory_of(config).longest_sequence == 40_960
     assert memory_of(config_of("Qwen3-8B", tmp_path, "rollout.max_response_tokens=1000")).longest_sequence == 2000
@@ -160,7 +160,7 @@ def test_a_critic_and_a_reference_are_counted(tmp_path):
 
 
 def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
-    """Teachers of the hidden sizes 4096 and 2560 differ in the bytes of their output layers and of their hidden states."""
+    """Teachers with the hidden sizes 4096 and 2560 have output layers and hidden states of different sizes in bytes."""
 
     def config(algorithm: str, teacher: str, *overrides: str) -> Config:
         layout = ["cluster=h100", "parallel.tp=4", "parallel.dp=2", f"algorithm={algorithm}"]

@@ -52,7 +52,7 @@ def test_the_second_signal_ends_the_process_at_once():
 
 
 def test_a_duplicate_signal_counts_once():
-    """Slurm signals all processes of a job step, and the supervisor among them forwards the signal."""
+    """The driver gets a signal twice: Slurm signals all processes of a job step, and the supervisor forwards its signal."""
     with PreemptionHandler(lambda: False) as preemption:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Losses over preferences: equal to float64 references from the papers, and independent of the division into micro-batches."""
+"""Losses over preferences equal float64 references from the papers, however the batch is divided into micro-batches."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ def sums(case: Case, values: np.ndarray) -> list[float]:
 
 
 def over_pairs(term):
-    """Make a reference: the mean over pairs, chosen (c) and rejected (r), of term(h_c, h_r, log pi_c, log pi_r, |y_c|, |y_r|)."""
+    """Return a reference: the mean over pairs (chosen c, rejected r) of term(h_c, h_r, log pi_c, log pi_r, |y_c|, |y_r|)."""
 
     def reference(case: Case, logprobs: np.ndarray) -> float:
         ratios, own = sums(case, logprobs - case.columns["ref_logprobs"]), sums(case, logprobs)
@@ -93,7 +93,7 @@ def pairs_case(seed: int, lengths=LENGTHS) -> Case:
 
 
 def weights_of(case: Case, num_responses: int | None = None) -> np.ndarray:
-    """Return the token weights [R] of sequence_mean over a batch of `num_responses` (default: those of the case)."""
+    """Return the token weights [R] of sequence_mean in a batch of `num_responses` (default: the number in the case)."""
     weights = TokenWeighting(sequence_mean)(case.lengths, np.arange(len(case.lengths)))
     scale = len(case.lengths) / (num_responses or len(case.lengths))
     return (weights * scale).repeat(case.lengths)
@@ -134,7 +134,7 @@ def test_a_pair_with_an_empty_response_has_the_weight_of_a_pair(name, lengths):
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_empty_micro_batch_has_the_loss_0_and_can_be_differentiated(name):
-    """A replica without rows computes one token without a response, as every other replica computes a micro-batch."""
+    """While other replicas compute a micro-batch, a replica without rows computes one token that is in no response."""
     case = replace(pairs_case(0, (1,)).at(np.empty(0, int)), lengths=np.array([0]))
     total, gradient = loss_and_gradient(CASES[name][0], case, np.empty(0))
     assert total == 0 and gradient.shape == (0,)

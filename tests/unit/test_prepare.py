@@ -1,4 +1,4 @@
-"""Recipes for known data sets: the answer is extracted, and rows without one are reported."""
+"""Recipes for known data sets: the answer is extracted, and rows without an answer are reported."""
 
 import orjson
 import pyarrow.parquet as pq

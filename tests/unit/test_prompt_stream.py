@@ -1,4 +1,4 @@
-"""The order of prompts: sources in proportion to their weights, epochs complete, and positions that resume exactly."""
+"""The order of prompts: sources get shares by their weights, epochs are complete, and positions resume exactly."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_a_stream_restored_at_any_position_continues_identically(shares, batch_s
     whole = draw(stream(shares, batch_size, seed, shuffle), before + after)
     first = stream(shares, batch_size, seed, shuffle)
     draw(first, before)
-    state = json.loads(json.dumps(first.state_dict()))  # as a checkpoint would keep it
+    state = json.loads(json.dumps(first.state_dict()))  # as a checkpoint stores it
     second = stream(shares, batch_size, seed, shuffle)
     draw(second, 3)  # move it to another position
     second.load_state_dict(state)

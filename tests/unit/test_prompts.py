@@ -43,7 +43,7 @@ def test_prompts_are_encoded_and_responses_decoded(inputs, tmp_path):
     assert len(data) == 2
     assert data.decode([data.encode(1)]) == ["1+2="]
     with_special = [*data.encode(1), 0, *data.encode(1)]
-    for _ in range(2):  # the second time, all texts are known
+    for _ in range(2):  # the second call decodes nothing
         assert data.token_texts(with_special) == data.decode([[token] for token in with_special])
     assert (data.ground_truth(0), data.data_source(0), data.extra_info(0)) == ("3", "sums", {"index": 0})
 

@@ -47,7 +47,7 @@ def test_tests_and_their_markers_are_read_from_the_source(tmp_path):
 
 @pytest.fixture
 def record(tmp_path):
-    """`record(name, **content)`: writes a file of results; `read_runs(tmp_path)` reads it."""
+    """`record(name, **content)` writes a file of results. `read_runs(tmp_path)` reads this file."""
     (tmp_path / "benchmarks/results").mkdir(parents=True)
 
     def write(name: str, **content) -> None:

@@ -169,7 +169,7 @@ GLM45_AIR = dict(
     use_qk_norm=False,
     vocab_size=151552,
 )
-DEEPSEEK_V3 = dict(  # without quantization_config
+DEEPSEEK_V3 = dict(  # the published config without its quantization_config
     architectures=["DeepseekV3ForCausalLM"],
     attention_bias=False,
     auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
@@ -225,7 +225,7 @@ DEEPSEEK_V3 = dict(  # without quantization_config
         (QWEN3_8B, 8_190_735_360),
         (QWEN3_30B_A3B, 30_532_122_624),
         (MIXTRAL_8X7B, 46_702_792_704),
-        (GLM45_AIR, 106_852_251_264),  # without 3_616_573_568 parameters for multi-token prediction
+        (GLM45_AIR, 106_852_251_264),  # multi-token prediction has 3_616_573_568 more parameters
         (DEEPSEEK_V3, 671_026_419_200),
     ],
     ids=[

@@ -1,8 +1,12 @@
-"""Published training setups fit in memory by our account, and do not fit on half of the smallest number of GPUs.
+"""By mrl's estimate, published training setups fit in memory, but do not fit on half of the smallest number of GPUs.
 
-All cases assume bfloat16 with fp32 gradients, main weights and moments on the GPUs (some published runs keep Adam's state on the
-CPU, which mrl does not do); full recomputation; colocated actor and engines; a reserve of 2 GiB per process; prompts of 1,024
-and responses of 8,192 tokens; packs of 16,384 tokens.
+All cases assume:
+
+- bfloat16, with fp32 gradients, main weights and moments on the GPUs (some published runs keep Adam's state on the CPU);
+- full recomputation;
+- colocated actor and engines;
+- a reserve of 2 GiB per process;
+- prompts of 1,024 tokens, responses of 8,192 tokens and packs of 16,384 tokens.
 """
 
 import pytest
@@ -12,14 +16,14 @@ LENGTHS = ["plan.prompt_tokens=1024", "rollout.max_response_tokens=8192", "train
 QWEN_235B = ["megatron.num_layers_in_first_pipeline_stage=11", "megatron.num_layers_in_last_pipeline_stage=11"]
 DEEPSEEK = ["megatron.num_layers_in_first_pipeline_stage=3", "megatron.num_layers_in_last_pipeline_stage=2"]
 
-# model, hardware, GPUs, tp, pp, ep, ranks of an engine, more overrides
+# (model, hardware, number of GPUs, tp, pp, ep, number of ranks of an engine, further overrides)
 FIT = [
     ("Qwen3-30B-A3B", "h100", 8, 4, 1, 8, 8, []),
     ("Qwen3-30B-A3B", "h200", 8, 4, 1, 8, 8, []),
     ("Qwen3-30B-A3B", "h100", 16, 4, 1, 8, 8, []),
     ("Qwen3-30B-A3B", "h100", 32, 4, 1, 8, 8, []),
     ("Qwen3-235B-A22B", "h100", 128, 4, 8, 16, 8, QWEN_235B),
-    ("Qwen3-235B-A22B", "h100", 64, 4, 8, 8, 8, QWEN_235B),  # 72.5 of 79.6 GiB
+    ("Qwen3-235B-A22B", "h100", 64, 4, 8, 8, 8, QWEN_235B),  # needs 72.5 of 79.6 GiB
     ("DeepSeek-V3", "h200", 256, 8, 16, 16, 16, DEEPSEEK),
     ("DeepSeek-V3", "h100", 512, 8, 16, 32, 32, DEEPSEEK),
     ("DeepSeek-V3", "h100", 256, 8, 16, 16, 32, DEEPSEEK),

@@ -1,4 +1,4 @@
-"""Imports that a trainer process without a GPU avoids."""
+"""Imports that a trainer process without a GPU avoids, and imports that a generation without a cluster avoids."""
 
 import subprocess
 import sys

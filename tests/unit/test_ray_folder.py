@@ -12,7 +12,7 @@ from mrl.placement.ray_folder import private_ray_folder
 
 @pytest.fixture
 def short_folder(monkeypatch, tmp_path_factory):
-    """A folder with a short path, in which private_ray_folder creates its folder, because others can enter it."""
+    """Make a folder with a short path. Others can enter it, so private_ray_folder creates a private folder inside."""
     import tempfile
 
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="m") as folder:
@@ -29,13 +29,13 @@ def test_the_folder_of_ray_is_private_and_is_used_again(short_folder):
         os.umask(previous)
     assert folder == short_folder / f"mrl-ray-{os.getuid()}/r"
     assert stat.filemode(folder.parent.stat().st_mode) == "drwx------"
-    try_to_create_directory(str(folder))  # what Ray does: it gives the folder the mode 777
+    try_to_create_directory(str(folder))  # Ray calls this function, which gives the folder the mode 777
     assert folder.is_dir() and private_ray_folder() == folder
     assert stat.filemode(folder.parent.stat().st_mode) == "drwx------"
 
 
 def test_a_folder_that_only_its_user_can_enter_is_used_itself(short_folder, monkeypatch):
-    """A site gives each job a private folder, whose path may leave no room for one more name."""
+    """A site may give each job a private folder. Its path may be so long that there is no room for one more name."""
     chosen = short_folder / "job_12345678".ljust(ray_folder.MAX_PATH_BYTES - len(f"{short_folder}//r"), "x")
     chosen.mkdir(mode=0o700)
     monkeypatch.setenv("RAY_TMPDIR", str(chosen))
@@ -74,7 +74,7 @@ def test_a_long_ray_tmpdir_is_refused_and_a_long_tmpdir_is_replaced(monkeypatch,
 
 
 def test_a_local_cluster_writes_into_the_private_folder(short_folder, monkeypatch):
-    """Without starting Ray: its first call gets the folder."""
+    """ray.init gets the folder. The test does not start Ray."""
     given = {}
 
     def init(**options):

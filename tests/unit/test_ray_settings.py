@@ -1,4 +1,4 @@
-"""The key cluster.ray: names and types of Ray's own signatures, refusals, and the way into ray.init and `ray start`."""
+"""The key cluster.ray: its names and types are those of Ray, others are refused, and ray.init and `ray start` get them."""
 
 import inspect
 import os
@@ -68,7 +68,7 @@ def test_a_setting_that_cannot_be_is_refused(keys, message):
 
 def test_settings_of_the_driver_may_be_set_for_a_cluster_that_runs_already():
     check_cluster(ClusterConfig(address="10.0.0.1:6379", ray=dict(log_to_driver=True, namespace="mine")))
-    # The driver of a Slurm job gets the same keys, and the address of the job's own cluster.
+    # The driver of a Slurm job reads the same keys, and the address of the cluster that the job has started.
     check_cluster(ClusterConfig(**SLURM, address="10.0.0.1:6379", ray=dict(object_store_memory=10**9)))
 
 

@@ -11,7 +11,7 @@ from mrl.core.run_errors import ProcessesLostError
 
 
 class FakeProcesses:
-    """Records what is done to the processes of a run; `trainers_alive`: the trainer ranks answer."""
+    """Records what is done to the processes of a run. `trainers_alive`: whether the trainer ranks answer."""
 
     def __init__(self, trainers_alive: bool = True) -> None:
         self.done: list = []

@@ -1,4 +1,4 @@
-"""The rehearsal calls the reward and the agent before a run starts; a mistake in the user's code names its file and line."""
+"""The rehearsal calls the reward and the agent before a run starts. Errors name the file and the line of the user's code."""
 
 import pickle
 import threading
@@ -22,7 +22,7 @@ RESPONSES = [Response("set", "24", "24", group=0), Response("set", "This is a ma
 
 @pytest.fixture
 def function(tmp_path):
-    """`function(body)`: a reward that calls a function of the user with this body, which begins in line 2 of mine.py."""
+    """`function(body)` -> a reward that calls a user's function with this body. The body begins in line 2 of the file."""
 
     def make(body: str, signature: str = "def compute_score(data_source, solution_str, ground_truth, extra_info):"):
         path = tmp_path / f"mine_{abs(hash(body))}.py"
@@ -64,7 +64,7 @@ def test_a_mistake_in_a_reward_function_is_found_before_the_start(function, mist
 
 
 def test_a_reward_that_hangs_is_ended_at_its_time_limit_with_a_warning(function, caplog):
-    """Its first call may be slow, for example because it loads a model, so the run still starts."""
+    """The first call of a reward may be slow, for example because it loads a model. So the run still starts."""
     start = time.monotonic()
     rehearse_reward(function("import time; time.sleep(600)"), RESPONSES, ScoringConfig(sample_timeout_s=0.3))
     assert "no score within 0.3 s; the worker process was ended" in caplog.text
@@ -86,7 +86,7 @@ def test_a_service_that_is_not_up_yet_is_a_warning(function, caplog):
 
 @dataclass
 class Remote:
-    """Stands for a judge: it must not be called before the run starts."""
+    """Stands in for a judge, which must not be called before the run starts."""
 
     in_process: ClassVar[bool] = True
     needs_server: ClassVar[bool] = True
@@ -147,7 +147,7 @@ def test_a_reward_that_cannot_be_sent_to_the_rollout_worker_is_an_error_before_t
 
 
 class Parser:
-    """A user's parser of tool calls, which fails."""
+    """A user's parser of tool calls. It raises an error."""
 
     stops: ClassVar[tuple[str, ...]] = ()
 
@@ -156,7 +156,7 @@ class Parser:
 
 
 class LetterTokenizer:
-    """One token per character; the rehearsal needs no more of a tokenizer."""
+    """A tokenizer with one token per character. It has only the methods that the rehearsal needs."""
 
     eos_token_id = 0
 
@@ -191,6 +191,6 @@ def test_the_location_of_an_error_is_the_innermost_line_of_the_users_code(tmp_pa
     try:
         raise RuntimeError("rows cannot be read") from raised.value
     except RuntimeError as outer:
-        outer.__traceback__ = None  # as for an exception that comes from another process
+        outer.__traceback__ = None  # as in an exception from another process
         assert describe_error(outer) == f"RuntimeError: rows cannot be read ({path}:4, in read)"
     assert user_location(ValueError("nowhere")) is None

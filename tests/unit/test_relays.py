@@ -48,7 +48,7 @@ def plan_of(family, axes, topology, num_engines, bucket_bytes=400):
 
 
 def locations(num_engine_ranks, nodes, seed):
-    """Trainer ranks fill the GPUs of the nodes; engine ranks are on some of these GPUs, in any order."""
+    """Return (locations of trainer ranks, locations of engine ranks). The engine ranks share GPUs with trainer ranks."""
     trainers = [ProcessLocation(f"node {rank * nodes // 8}", f"gpu {rank}") for rank in range(8)]
     return trainers, random.Random(seed).sample(trainers, num_engine_ranks)
 
@@ -117,9 +117,9 @@ def test_a_chain_begins_with_the_sender_and_enters_each_host_at_most_once(number
 @pytest.mark.parametrize("number", range(0, len(CASES), 5))
 @pytest.mark.parametrize("dead", [(), (0,)], ids=["all alive", "one engine rank dead"])
 def test_relays_cannot_wait_for_each_other_in_a_circle(number, dead):
-    """Sends block until the next rank receives, which is the strictest case. Dead engine ranks acknowledge nothing."""
+    """In the strictest case, each send blocks until the next rank receives. Dead engine ranks acknowledge nothing."""
     _, _, _, steps = steps_of(CASES[number], nodes=2, seed=2)
-    position = [0] * len(steps)  # steps that each rank has finished
+    position = [0] * len(steps)  # number of steps that each rank has finished
     holding = [False] * len(steps)  # whether the rank has the bytes of its current step
     acknowledged = [set() for _ in steps]
     moved = True
@@ -193,7 +193,7 @@ def test_plans_and_runs_refuse_engines_of_which_only_a_part_shares_gpus_with_the
 
 
 def test_a_plan_of_a_run_with_shared_memory_is_one_of_cpus(monkeypatch):
-    """Without other settings, plans have nodes with GPUs, on which shared memory cannot be the transport."""
+    """Without other settings, a plan assumes GPUs. With GPUs, shared memory cannot be the transport."""
     made = make_pools(SHARED, {"actor": SlotDemand(1), "engines": SlotDemand(2)})
     monkeypatch.setattr(plan, "plan_placement", lambda config, weights: made)
     weight_sync = WeightSyncConfig(transport=Transport.shared_memory)

@@ -1,4 +1,4 @@
-"""Judge and reward model against a local HTTP server: answers, errors, timeouts and concurrency."""
+"""Judge and reward model with a local HTTP server: answers, errors, timeouts and concurrency."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from mrl.rewards.scorer import Scorer, check_reward
 
 @contextmanager
 def service(answer):
-    """A server whose POST answers are `answer(path, body, headers) -> (status, JSON or bytes)`; gives its URL."""
+    """Start a server that answers a POST with `answer(path, body, headers) -> (status, JSON or bytes)`. Yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -126,7 +126,7 @@ def test_a_failing_server_is_a_failure_after_the_last_attempt():
 
 
 def test_a_server_that_does_not_answer_times_out():
-    """A server that trickles bytes keeps a connection alive, but not a call."""
+    """A call without an answer in time is a failure, but the other response gets its score."""
 
     def answer(path, body, headers):
         time.sleep(12.0 if "slow" in body["messages"][0]["content"] else 0)
@@ -190,7 +190,7 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         monkeypatch.setenv("JUDGE_KEY", "secret")
         judge = Judge(url=url, model="m", api_key_env="JUDGE_KEY")
         scores_of(judge, "x")
-        monkeypatch.setenv("JUDGE_KEY", "secret\n")  # as it may be where rewards are computed
+        monkeypatch.setenv("JUDGE_KEY", "secret\n")  # the process that computes rewards may have another value
         (score,) = Scorer(judge)([Response("source", "x", "1")])
     assert "JUDGE_KEY" in score.failure and "secret" not in score.failure
     assert keys == ["Bearer secret"] and "secret" not in repr(judge)

@@ -1,4 +1,4 @@
-"""The page of `mrl report`: what it says about runs, and that no content of a run can break it."""
+"""The page of `mrl report`: what it says about runs, and that no content of a run can break the page."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def make_run(folder: Path, steps: int = 3, config=None, samples=(), **metrics) -
 
 
 def answer(data, question: str) -> str:
-    """Return the answer whose question contains a text."""
+    """Return the answer to the question that contains a text."""
     return next(each["text"] for each in data["answers"] if question in each["question"])
 
 
@@ -415,7 +415,7 @@ def test_a_sweep_says_how_results_are_averaged_whether_the_lead_is_clear_and_whi
 
 
 def write_rewards(run: Path, rewards: list[float], truncated: float = 0.0) -> None:
-    """Replace the metrics of a run."""
+    """Replace the metrics of a run by steps with these rewards."""
     (run / "metrics.jsonl").unlink()
     (run / ".metrics.jsonl.hashes").unlink(missing_ok=True)
     file = JsonLinesFile(run / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Resource pools: roles and sizes of pools, error messages, and groups of slots on one node."""
+"""Resource pools: their roles, their sizes, error messages, and groups of slots on one node."""
 
 import pytest
 from hypothesis import given

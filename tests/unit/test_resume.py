@@ -49,7 +49,7 @@ def with_key(section, names: list[str], value):
 
 
 def begin(config, command: str = "train", step: int | None = None, **state) -> None:
-    """Leave the files of a run with this config."""
+    """Write the files that a run with this config leaves."""
     folder = Path(config.run.dir)
     with lock_run_dir(folder, command, config_as_json(config)):
         pass
@@ -103,7 +103,7 @@ def test_the_folders_own_checkpoint_is_preferred_to_a_named_one_of_another_run(t
     target = config_of(tmp_path, **{"resume": source.run.dir, "run.dir": f"{tmp_path}/second"})
     found = find_resume_point(target)
     assert found.checkpoint and found.checkpoint.step == 4
-    begin(target, step=5)  # it was preempted, and is started with the same command
+    begin(target, step=5)  # the second run was preempted, and is started again
     found = find_resume_point(target)
     assert found.checkpoint and found.checkpoint.step == 5
     with pytest.raises(ValueError, match="no such folder"):
@@ -290,7 +290,7 @@ def test_a_folder_that_a_live_process_writes_to_is_refused_before_the_run_is_pla
 
 
 class Harm:
-    """Its pickle makes a folder when it is loaded."""
+    """An object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -371,7 +371,7 @@ FINISHED = dict(step=3, window=[0.5, 1.0, 0.75], before={"eval/reward_greedy": 0
 
 
 def export_weights(run_dir: Path, step: int) -> None:
-    """Leave the folder hf/ of a run that was finished after `step` steps."""
+    """Write the folder hf/ as a run leaves it that was finished after `step` steps."""
     (run_dir / "hf").mkdir(exist_ok=True)
     (run_dir / "hf/mrl_step.json").write_text(json.dumps({"step": step}))
 
@@ -392,8 +392,8 @@ def test_a_finished_run_is_recognised_without_starting_a_process(tmp_path, monke
 @pytest.mark.parametrize(
     "progress, keys",
     [
-        (FINISHED, {"trainer.max_steps": 4}),  # more steps are left
-        (FINISHED | dict(after={}), {}),  # the last evaluation is left
+        (FINISHED, {"trainer.max_steps": 4}),  # a step is left
+        (FINISHED | dict(after={}), {}),  # the last evaluation is missing
         (FINISHED, {"resume": "never"}),
         (FINISHED | dict(window=[0.5] * 5), {"trainer.max_steps": 9, "trainer.stop_reward": 0.75}),
     ],
@@ -414,7 +414,7 @@ def test_a_run_that_reached_its_reward_is_finished(tmp_path):
 
 
 def test_a_run_that_has_used_its_epochs_is_finished(tmp_path):
-    """Two epochs of 10 rows end after 20 prompts. Prompts that wait for a step are not used."""
+    """Two epochs of 10 rows end after 20 prompts. A prompt that waits for a step does not count as used."""
     config = config_of(tmp_path, **{"trainer.max_steps": 9, "trainer.epochs": 2.0})
     for step, waiting, is_finished in ((5, [[19, 3, 0]], False), (6, [], True)):
         state = dict(prompts=dict(rows=[10], drawn=[20]), rollouts=dict(waiting=waiting))

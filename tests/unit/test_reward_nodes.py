@@ -17,7 +17,7 @@ from mrl.rewards.rule_based import GSM8K, ExactMatch
 from mrl.rewards.scorer import Scorer, check_reward
 from mrl.rewards.user_function import Function
 
-# The form of verl's own verl/utils/reward_score/gsm8k.py and of the functions that its users write.
+# This file has the form of verl/utils/reward_score/gsm8k.py in verl, and of the functions that users of verl write.
 VERL = """
 import re
 
@@ -272,7 +272,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_file_in_conf_reward_makes_a_reward(name, file, tmp_path):
-    """Also in place of the reward that an experiment chooses."""
+    """The file replaces the reward that the experiment chooses."""
     byte_tokenizer().save_pretrained(tmp_path)
     hydra_entry.register_schema()
     overrides = [o.format(file=file, tokenizer=tmp_path) for o in CHOICES[name]]
@@ -285,5 +285,5 @@ def test_every_file_in_conf_reward_makes_a_reward(name, file, tmp_path):
 
 
 def test_every_file_in_conf_reward_is_tested():
-    others = {"code"}  # has tests of its own
+    others = {"code"}  # tested in test_code_reward.py
     assert {path.stem for path in (hydra_entry.CONF / "reward").glob("*.yaml")} - others == CHOICES.keys()

@@ -136,7 +136,7 @@ def of_length(start: str, filling: str, length: int = 4000) -> str:
 
 
 def test_no_response_takes_long_to_parse():
-    """Long runs of what the forms skip; the time would grow with the third power of their length, or worse."""
+    """Responses are long runs of characters that the parsers skip. Backtracking would take cubic time, or more."""
     fillings = [
         " ",
         "\n",
@@ -236,7 +236,7 @@ def test_the_length_reward_decreases_from_one_to_zero():
     [(0, 0), (16384, 0), (16385, -1 / 4096), (18432, -0.5), (20480, -1), (20481, -1), (99999, -1)],
 )
 def test_overlong_is_equation_13_of_dapo(num_tokens, expected):
-    """With the paper's L_max = 20480 and L_cache = 4096 tokens."""
+    """The values are L_max = 20480 and L_cache = 4096 tokens, as in the paper."""
     assert value(Overlong(20480, 4096), "", num_tokens=num_tokens) == pytest.approx(expected)
 
 

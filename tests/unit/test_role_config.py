@@ -212,7 +212,7 @@ def test_keys_that_a_run_does_not_use_get_a_warning(own_records, overrides, warn
 
 
 class Model:
-    """A model of the MemoryScheduler that records its calls."""
+    """A model for the MemoryScheduler. Records the calls that it gets."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls
@@ -249,7 +249,7 @@ def test_engines_and_served_models_stay_loaded_together():
 
 
 class FakeServer:
-    """Stand-in for an EngineServer."""
+    """Stands in for an EngineServer."""
 
     def __init__(self, url: str) -> None:
         self.url, self.running = url, True
@@ -259,7 +259,7 @@ class FakeServer:
 
 
 class FakeServers:
-    """Stand-in for EngineServers, whose replacements get new URLs."""
+    """Stands in for EngineServers. Its replacements get new URLs."""
 
     def __init__(self, group: ServerGroup) -> None:
         self.group, self.count = group, 0
@@ -366,7 +366,7 @@ def test_a_replacement_that_is_not_ready_in_time_is_used_as_soon_as_it_is_ready(
 
 
 class FakeControl:
-    """Stand-in for EngineControl that records which servers release and allocate their memory."""
+    """Stands in for EngineControl. Records which servers release and allocate their memory."""
 
     calls: list[tuple[str, str]]
 

@@ -58,7 +58,7 @@ def group(row: int, responses: list[Trajectory], found: list[Score], greedy: Sco
 
 
 def step_of(*groups: Group, filtered: tuple[Group, ...] = ()) -> StepGroups[Group]:
-    """A step that took these groups, drawn one after another."""
+    """Return a step with these groups, which were drawn one after another."""
     numbers = list(range(40, 40 + len(groups) + len(filtered)))
     return StepGroups(numbers[: len(groups)], list(groups), numbers[len(groups) :], list(filtered), [])
 
@@ -103,7 +103,7 @@ def test_batches_from_the_log_are_the_same_arrays(tmp_path):
 
 
 def test_the_first_writer_of_a_step_wins(tmp_path):
-    """A process that outlives its run must not change what the next one trains on."""
+    """A process that outlives its run must not change the responses on which the next process trains."""
     log = RolloutLog(tmp_path, "key")
     first, late = step_of(plain(1, 5)), step_of(plain(1, 6))
     assert log.put(4, first) == first
@@ -154,7 +154,7 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 def test_steps_before_a_checkpoint_are_deleted_and_cached_completions_stay(tmp_path):
-    """The completions may belong to prompts that no step has taken."""
+    """The completions may belong to prompts on which no step has trained yet."""
     log = RolloutLog(tmp_path, "key")
     for step in (3, 4, 5):
         log.put(step, step_of(plain(step, 5)))
@@ -175,7 +175,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
 
 
 def test_samples_of_other_settings_are_not_read_and_stay_until_a_checkpoint(tmp_path):
-    """A user who mistypes a setting and starts again with the right one loses nothing."""
+    """A user who mistypes a setting, and then starts again with the right setting, loses no samples."""
     ours, mistyped = step_of(plain(1, 5)), step_of(plain(1, 6))
     RolloutLog(tmp_path, "ours").put(4, ours)
     other = RolloutLog(tmp_path, "mistyped")

@@ -1,4 +1,4 @@
-"""RolloutManager: lost engines are replaced, and the call is repeated, but not for ever."""
+"""RolloutManager replaces lost engines and repeats the call, but only a limited number of times."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from mrl.rollout.worker import RolloutWorker
 
 
 class WorkerThatLosesEngines:
-    """Stands for the worker's handle and the engine supply: all engines are lost in the first `losses` calls."""
+    """Stands in for the rollout worker's handle and the supply of engines. The first `losses` calls lose all engines."""
 
     def __init__(self, losses: int) -> None:
         faults = SimpleNamespace(max_response_attempts=3)

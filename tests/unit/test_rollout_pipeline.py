@@ -24,7 +24,7 @@ SIZE = 2
 
 
 class SlowEngine(HttpEngine):
-    """Takes as many hundredths of a second as the first token of the prompt says."""
+    """An engine that needs n hundredths of a second for a prompt whose first token is n."""
 
     async def generate(self, request):
         body = await request.json()
@@ -33,7 +33,7 @@ class SlowEngine(HttpEngine):
 
 
 class PipelineOnServers:
-    """A pipeline over HTTP servers. Rows are delays in hundredths of a second; the reward is 1, for rows in `bad` 0."""
+    """A pipeline over HTTP servers. A row is a delay in hundredths of a second. The reward is 0 for rows in `bad`, else 1."""
 
     def __init__(self, engines, buffer, bad=(), before_scoring=None) -> None:
         self.scored: list[list[int]] = []
@@ -227,12 +227,12 @@ def test_waiting_requests_are_recognised_by_number_and_row(start):
 
 
 def test_the_rollout_worker_has_no_coroutine():
-    """Ray would let the calls of an actor with coroutines overlap, each in another thread."""
+    """If an actor has coroutines, its calls overlap, because Ray runs each call in another thread."""
     assert not [name for name, value in vars(RolloutWorker).items() if inspect.iscoroutinefunction(value)]
 
 
 def test_a_call_of_sample_that_raises_and_is_repeated_counts_as_one_round():
-    """As when the last engine is lost and replaced."""
+    """This happens when the last engine is lost and replaced."""
     worker, groups = object.__new__(RolloutWorker), StepGroups([0], ["group"], [], [], [])
     worker.spec, worker._rounds, worker._logged = SimpleNamespace(replay=None, request_timeout_s=1.0), 0, None
     worker._cache, worker._log, worker.served = Mock(), Mock(get=Mock(return_value=None)), Mock()

@@ -1,4 +1,4 @@
-"""The rollout simulator: compared with schedules worked out by hand, with sums of phases, and with the lower bound."""
+"""The rollout simulator agrees with schedules worked out by hand, with sums of phases, and with the lower bound."""
 
 from dataclasses import replace
 
@@ -34,12 +34,12 @@ def test_synchronous_steps_are_the_sums_of_their_phases():
 
 
 def test_one_step_off_samples_a_step_while_the_previous_one_is_trained():
-    """One engine; the four groups of the first two steps start together and need 4, 9, 2 and 5 s."""
+    """There is one engine. The four groups of the first two steps start together, and need 4, 9, 2 and 5 s."""
     prediction = simulate(groups_of(4, 9, 2, 5, 1, 7), speeds_of(), RolloutSetup(2, 1, staleness=1), 3)
-    # Step 0 waits for two groups: 2 and 0 finish at 2 and 4 s. It trains until 7 and pushes until 7.5. Then groups 4 and 5
-    # (1 and 7 tokens) start; group 1 has 2 of its 9 tokens left. Step 1 must train groups 1 and 3, the last of which finishes at
-    # 9.5. It trains until 12.5 and pushes until 13. Step 2 trains group 4, finished at 8.5, and group 5, finished at 15: it had
-    # 5 of its 7 tokens by 12.5, and decodes 2 more after 13.
+    # Step 0 waits for two groups: groups 2 and 0 finish at 2 and 4 s. Step 0 trains until 7 and pushes until 7.5. Then groups 4
+    # and 5 (1 and 7 tokens) start, and group 1 has 2 of its 9 tokens left. Step 1 must train groups 1 and 3. The last of them,
+    # group 1, finishes at 9.5. Step 1 trains until 12.5 and pushes until 13. Step 2 trains groups 4 and 5. Group 4 has finished
+    # at 8.5. Group 5 has 5 of its 7 tokens at 12.5, decodes 2 more after 13, and finishes at 15.
     assert prediction.step_s.tolist() == pytest.approx([7.5, 13 - 7.5, 15 + 3.5 - 13])
     assert prediction.ages == {0: 2, 1: 4}
 
@@ -59,12 +59,12 @@ def test_over_sampling_drops_the_longest_groups():
 
 
 def test_a_push_makes_running_requests_prefill_their_tokens_again():
-    """A response of 10 tokens runs beside one of 2. After the push its prompt and its own tokens are prefilled again."""
+    """Responses of 2 and 10 tokens run together. After the push, the prompt and the tokens of the second are prefilled again."""
     prediction = simulate(
         groups_of(2, 10, prompt_tokens=5), speeds_of(train_s=1.0, prefill_s=0.1), RolloutSetup(1, 1, staleness=1), 2
     )
     first = 2 * 0.5 + 2 + 1.0 + 0.5  # both prompts, 2 tokens, training, push
-    again = (5 + 3) * 0.1 + 0.5  # 3 tokens by then; the next group's prompt is prefilled after it
+    again = (5 + 3) * 0.1 + 0.5  # the second response has 3 tokens by then; the next prompt comes later
     assert prediction.step_s.tolist() == pytest.approx([first, again + 7 + 1.5])
 
 
@@ -77,7 +77,7 @@ def test_a_push_makes_running_requests_prefill_their_tokens_again():
     ids=["as groups are admitted", "as groups are dropped"],
 )
 def test_a_response_that_finishes_by_rounding_at_the_present_moment_is_not_lost(groups, setup):
-    """Times that are not exact in binary: a response may finish at the moment at which groups are admitted or dropped."""
+    """Times are not exact in binary, so a response may finish at the moment at which groups are admitted or dropped."""
     lengths = GroupLengths(np.array(groups), np.array([[0, 4, 0], [3, 1, 4]][setup.extra][: len(groups)]), seed=522)
     speeds = speeds_of(train_s=0.3, push_s=0.1, fixed_step_s=0.1)
     if setup.extra:

@@ -70,7 +70,7 @@ def test_frequencies_and_amplitude_equal_those_of_transformers(parameters, dim):
 @pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("parameters", KNOWN, ids=lambda p: p["rope_type"])
 def test_float64_frequencies_equal_those_of_transformers(monkeypatch, parameters, dim):
-    """transformers uses torch.float and torch.float32 by name; the test replaces both by float64."""
+    """The code of transformers names torch.float and torch.float32, so the test replaces both by float64."""
     found = rope_from_parameters(parameters, dim).inv_freq(torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch, "float32", torch.float64)
@@ -82,14 +82,14 @@ def test_float64_frequencies_equal_those_of_transformers(monkeypatch, parameters
 
 @pytest.mark.parametrize("parameters", [p for p in KNOWN if not p.keys() & {"attention_factor", "mscale"}], ids=str)
 def test_sglang_uses_the_same_angles(parameters):
-    """SGLang has another name for `attention_factor` and does not accept None for beta_fast."""
+    """Some parameters are not compared: SGLang has another name for `attention_factor`, and refuses beta_fast=None."""
     from sglang.srt.layers.rotary_embedding import get_rope
 
     theirs = get_rope(64, 64, 256, parameters["rope_theta"], rope_scaling=dict(parameters)).cos_sin_cache[:256]
     rope = rope_from_parameters(parameters, 64)
     angles = torch.outer(torch.arange(len(theirs)).float(), rope.inv_freq())
     ours = torch.cat([angles.cos(), angles.sin()], -1) * rope.amplitude
-    atol = 1e-5 if parameters["rope_type"] == "linear" else 0  # for linear scaling SGLang divides the positions instead
+    atol = 1e-5 if parameters["rope_type"] == "linear" else 0  # SGLang then divides positions, not frequencies
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
@@ -114,7 +114,7 @@ def test_an_unsupported_parameter_is_named_in_the_error(parameters, dim, message
 
 
 def test_a_partial_rotation_changes_only_the_first_components_of_a_head():
-    """Compares with GLM-4.5 in transformers; each token is rotated by its position in its own sequence."""
+    """The reference is GLM-4.5 in transformers. Each token is rotated by its position in its own sequence."""
     from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 
     from parallel import device

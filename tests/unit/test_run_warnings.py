@@ -1,4 +1,4 @@
-"""Warnings of every process of a run reach the terminal once, with a count, and the end lists them."""
+"""A warning of any process of a run reaches the terminal once. At the end, a list has all warnings with their counts."""
 
 import io
 import logging
@@ -139,12 +139,13 @@ def test_warnings_of_other_processes_reach_the_terminal(tmp_path):
         subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=True)
     first, title, counted = terminal.getvalue().splitlines()
     assert first == "warning: trainer rank 3: saved by another layout" and title == "warnings of this run (200):"
-    assert counted == "  200x trainer rank 3: saved by another layout"  # written one by one, and then by the hundred
+    # The file has a line for each of the first 100 warnings, and then a line for every hundred.
+    assert counted == "  200x trainer rank 3: saved by another layout"
     assert len((tmp_path / run_warnings.WARNINGS_FILE).read_text().splitlines()) == 102
 
 
 def test_warnings_of_a_users_reward_reach_the_terminal(tmp_path):
-    """The reward runs in a worker process of another process; each call warns."""
+    """The reward runs in a worker process that another process owns. Each call warns."""
     (tmp_path / "logs").mkdir()
     source = (
         "import warnings\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"

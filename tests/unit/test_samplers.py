@@ -1,4 +1,4 @@
-"""Samplers: the default draws as before, curricula and mixtures follow difficulty, and every position resumes exactly."""
+"""Samplers: the default order stays the same, curricula and mixtures follow difficulty, and positions resume exactly."""
 
 import json
 from functools import partial
@@ -39,7 +39,7 @@ def stream(sampler=None, *, sizes=(10, 4), weights=None, levels=None, seed=3, gr
 
 
 def train(prompts, steps, count=6, reward_of=lambda row: row % 3 / 2):
-    """Draw and learn as a run does; return all drawn rows."""
+    """Draw rows and record their rewards, as a run does. Returns all drawn rows."""
     drawn = []
     for _ in range(steps):
         rows = prompts.take(count).tolist()
@@ -122,7 +122,7 @@ def test_a_mixture_uses_recent_rewards_and_the_weights_of_the_config():
 
 
 def own_sampler(inputs: SamplerInputs, factor: int = 1):
-    """Prefers rows with few draws and low rewards, and remembers how often it was called."""
+    """A user's sampler, which prefers rows with few draws and low rewards, and counts its calls."""
     inputs.state["calls"] = inputs.state.get("calls", 0) + factor
     history = inputs.history
     score = history.times_drawn + np.nan_to_num(history.mean_reward) + inputs.rng.random(inputs.prompts.num_rows) / 9
@@ -140,7 +140,7 @@ def test_a_restored_stream_draws_the_same_rows_and_has_the_same_state(sampler, b
     first, second = stream(sampler), stream(sampler)
     drawn = train(first, before, count)
     state = json.dumps(first.state_dict())
-    train(second, 2, 5)  # at another position
+    train(second, 2, 5)  # moves it to another position
     second.load_state_dict(json.loads(state))
     assert json.dumps(second.state_dict()) == state
     assert drawn + train(second, after, count) == expected
@@ -184,7 +184,7 @@ def test_prompts_of_medium_difficulty_get_more_responses():
     rows = np.arange(4)
     assert prompts.group_sizes(rows, 8) == [8, 8, 8, 8], "without rewards, all prompts are alike"
     prompts.record_rewards([(0, 0.0), (1, 1.0), (2, 0.5), (3, 0.1)])
-    # p (1 - p) is 0, 0, 0.25 and 0.09. 24 responses are left after two to each: 17.6 and 6.4.
+    # p (1 - p) is 0, 0, 0.25 and 0.09. Each prompt gets two responses, and the other 24 are divided into 17.6 and 6.4.
     assert prompts.group_sizes(rows, 8) == [2, 2, 20, 8]
     by_column = stream(
         group_sizes=ByDifficulty(least=1, most=40, column="deep.rate"), sizes=(4,), levels=[0, 5, 10, 10]

@@ -37,7 +37,7 @@ def sample(reward, **fields):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Three steps; the responses of each step have the rewards step + 0.9, step + 0.5, step + 0.1."""
+    """Write three steps. The responses of a step have the rewards step + 0.9, step + 0.5 and step + 0.1."""
     file = SampleFile(tmp_path)
     for step in (1, 2, 3):
         file.write(step, [sample(step + part) for part in (0.9, 0.5, 0.1)])
@@ -173,7 +173,7 @@ def test_samples_of_another_step_are_not_shown(run_dir, tmp_path):
 
 
 def worker_data(source=""):
-    """Stands for a PromptDataset whose tokens decode to their numbers."""
+    """Return a stand-in for a PromptDataset, whose tokens decode to their numbers."""
     return SimpleNamespace(
         decode=lambda rows: [" ".join(map(str, row)) for row in rows],
         token_texts=lambda token_ids: list(map(str, token_ids)),
@@ -225,7 +225,7 @@ def test_samples_of_older_versions_of_mrl_are_read(run_dir):
 
 @pytest.fixture
 def token_run(tmp_path):
-    """One step: group 0 has the rewards 1 and 0, and group 1 has two equal rewards."""
+    """Write one step. Group 0 has the rewards 1 and 0, and group 1 has two equal rewards."""
     lists = dict(tokens=["2", "0\n"], trained=[1, 1], logprobs=[-2.0, -1.0], trainer_logprobs=[-2.5, None])
     lists |= dict(advantages=[1.0, 1.0], versions=[3, 4])
     samples = [sample(reward, group=number, source=source, **lists) for reward, number, source in SAMPLES]

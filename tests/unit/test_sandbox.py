@@ -30,7 +30,7 @@ def nothing_left(tmp_path, monkeypatch):
 
 
 def _runs_program_of(process: psutil.Process, parent: int) -> bool:
-    """Whether the process `parent` started this sandbox; other tests may run programs at the same time."""
+    """Return whether the process `parent` started this sandbox. Other tests may run programs at the same time."""
     command = process.cmdline()
     return sandbox_child.__file__ in command and marshal.loads(bytes.fromhex(command[-1]))["parent"] == parent
 
@@ -202,7 +202,7 @@ time.sleep(PAUSE)
 
 
 def test_a_removed_file_cannot_hide_in_memory():
-    """Neither a removed nor a replaced file is hidden; a mapped file that still has its name is counted like others."""
+    """A file that was removed or replaced is found. A mapped file that still has its name counts like any other file."""
     for remove in ('os.remove("a")', 'open("b", "w").close(); os.replace("b", "a")'):
         outcome = short(MAPPED.replace("REMOVE", remove).replace("PAUSE", "19"))
         assert outcome.failure == "too much on disk: a removed file is still mapped into memory"
@@ -249,7 +249,7 @@ def test_a_program_that_hides_its_open_files_is_stopped(monkeypatch):
 def test_many_open_files_of_the_parent_are_harmless():
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1300:
         pytest.skip("a process may not have so many files here")
-    kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]  # select() would end at 1024
+    kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]  # more than select() could handle
     try:
         assert short("print(1)").stdout == "1\n"
     finally:
@@ -288,7 +288,7 @@ except RuntimeError:
 
 
 def test_no_ending_of_a_program_leaves_a_file_open():
-    """The count is made in a process of its own: in this one, threads of other tests may open files at any time."""
+    """A separate process counts, because in this process threads of other tests may open files at any time."""
     counted = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, timeout=300)
     assert (counted.stdout, counted.stderr) == ("no ending left a file open\n", "")
 
@@ -391,7 +391,7 @@ def test_a_secret_outside_cannot_be_read(tmp_path, way):
     secret = tmp_path / "secret"
     secret.write_text("do-not-tell")
     outcome = short(way.format(str(secret)))
-    assert outcome.reason == "forbidden" or "cross-device link" in outcome.detail  # what Landlock says of hard links
+    assert outcome.reason == "forbidden" or "cross-device link" in outcome.detail  # Landlock's error for hard links
     assert str(secret) in outcome.detail and "do-not-tell" not in outcome.stdout + outcome.stderr
 
 

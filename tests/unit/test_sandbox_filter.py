@@ -21,12 +21,12 @@ pytestmark = pytest.mark.skipif(sandbox.unavailable_reason() is not None, reason
 MACHINE = os.uname().machine
 COLUMN = ARCHITECTURES[MACHINE][1] if MACHINE in ARCHITECTURES else 0
 REFUSED = {errno.EPERM, errno.ENOSYS}
-LAST_NUMBER = 480  # above all system calls of Linux 6.18
+LAST_NUMBER = 480  # larger than the number of any system call of Linux 6.18
 
 
 @pytest.fixture
 def outside(tmp_path) -> Path:
-    """A file that does not belong to the program, but that it may read, like the files of the Python installation."""
+    """Create a file that the program may read but does not own, like the files of the Python installation."""
     folder = tmp_path / "readable"
     folder.mkdir()
     (folder / "outside").write_bytes(b"outside" * 1000)
@@ -36,8 +36,8 @@ def outside(tmp_path) -> Path:
 def attempt(calls: list[tuple], outside: Path) -> list[tuple[int, int]]:
     """Return (result, errno) of raw system calls (number, arguments...) in one program.
 
-    In the arguments, "file" is a descriptor of `outside`, open for reading, "page" is the address of a mapped page of it, and
-    "own" is the address of a buffer.
+    In the arguments, "file" is a descriptor of `outside` that is open for reading, "page" is the address of a mapped page of
+    `outside`, and "own" is the address of a buffer.
     """
     source = f"""
 import ctypes, mmap, os
@@ -70,10 +70,10 @@ def run_beside(source: str, outside: Path, **limits) -> SandboxResult:
 
 
 def test_every_system_call_that_is_not_listed_is_refused(outside):
-    """More than 300 calls by number, with the arguments that harm most: a file outside, a mapped page of it, the parent."""
+    """Each call gets the arguments that could harm most: a file outside, a page of this file, or the parent process."""
     known = {*numbers_of(ALLOWED, COLUMN).values(), *numbers_of(IGNORED, COLUMN).values()}
     known |= {rule.numbers[COLUMN] for rule in RULES}
-    # uretprobe and uprobe of x86_64, which the kernel handles before the filter: they crash a program that has no such probe.
+    # The kernel of x86_64 handles uretprobe and uprobe before the filter. They crash a program that has no such probe.
     known |= {335, 336} if MACHINE == "x86_64" else set()
     others = [number for number in range(LAST_NUMBER) if number not in known]
     calls = [(number, first, 0, 0, 0, 0, 0) for number in others for first in ("file", "page", "parent")]
@@ -156,7 +156,7 @@ def _conditions(name: str) -> tuple[sandbox_filter.ArgumentCondition, ...]:
 
 
 def state_of(path: Path) -> tuple[int, ...]:
-    """Return the attributes of a file that reading does not change; the time of the last access is not among them."""
+    """Return the attributes of a file that reading does not change. So the time of the last access is missing."""
     found = path.stat()
     return found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
@@ -257,7 +257,7 @@ time.sleep(PAUSE)
 
 @pytest.mark.parametrize("abi", [1, None])
 def test_no_attack_changes_reads_stalls_or_outlives_anything(outside, monkeypatch, tmp_path, abi):
-    """The first Landlock protects less, so the filter must protect more. While the program runs, others use the file."""
+    """Version 1 of Landlock protects less, so the filter must protect more. During the attacks, the test uses the file."""
     if abi:
         older = tmp_path / "sandbox_child.py"
         source = Path(sandbox.sandbox_child.__file__).read_text()
@@ -273,7 +273,7 @@ def test_no_attack_changes_reads_stalls_or_outlives_anything(outside, monkeypatc
     program.start()
     while (
         program.is_alive()
-    ):  # an innocent process opens and locks the file all the time; it would fail at a lease or lock
+    ):  # this process opens and locks the file again and again; a lease or a lock of the program would stop it
         with open(outside, "rb+", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -289,7 +289,7 @@ def test_no_attack_changes_reads_stalls_or_outlives_anything(outside, monkeypatc
 
 
 def _file_attributes(path: Path) -> bytes:
-    """Return the flags that chattr changes; empty if the file system has none."""
+    """Return the flags that chattr changes, or nothing if the file system has no such flags."""
     with open(path, "rb") as file:
         try:
             return fcntl.ioctl(file, 0x80086601, bytes(8))
@@ -338,7 +338,7 @@ print(sorted(opened), sorted(others))
 
 
 def test_no_race_between_threads_opens_a_file_outside_or_creates_a_process(tmp_path, outside):
-    """The filter checks only values, which no thread can change later. Landlock checks the file that was really opened."""
+    """The filter checks only values, which no thread can change afterwards. Landlock checks the file that is in fact opened."""
     secret = tmp_path / "secret"
     secret.write_text("do-not-tell")
     clone = {"x86_64": 56, "aarch64": 220}[MACHINE]
@@ -479,7 +479,7 @@ def test_system_call_numbers_equal_those_of_the_kernel_headers(header, column):
         pytest.skip(f"{header} is not installed")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text())
     numbers = {name: int(number) for name, number in found}
-    numbers.setdefault("newfstatat", numbers.get("fstatat", 0))  # its name in the table of aarch64
+    numbers.setdefault("newfstatat", numbers.get("fstatat", 0))  # aarch64 has this call under another name
     newest = max(numbers.values())
     listed = numbers_of(ALLOWED, column) | numbers_of(IGNORED, column)
     listed |= {rule.name: rule.numbers[column] for rule in RULES if rule.numbers[column] is not None}

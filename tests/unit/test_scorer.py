@@ -28,7 +28,7 @@ def of_texts(*texts: str, per_group: int = 2) -> list[Response]:
 
 
 def misbehave(text: str) -> float:
-    """Return the score, or fail in the way, that the text names."""
+    """Return the score that the text names, or fail in the way that the text names."""
     match text:
         case "raise":
             raise KeyError("no such thing")
@@ -120,7 +120,10 @@ class Counted:
 
 
 def test_scored_responses_are_not_scored_again():
-    """The calls: all responses, those of each prompt, then the two of the failing prompt. An invalid value is not retried."""
+    """The reward is called with all responses, with those of each prompt, and with each response of the prompt that failed.
+
+    An invalid value is no reason for another call.
+    """
     CALLS.clear()
     scores = Scorer(Counted())(of_texts("fine", "nan", "raise", "fine", "fine", "fine"))
     assert CALLS == [6, 2, 2, 2, 1, 1]
@@ -175,7 +178,7 @@ def test_workers_can_be_started_in_advance():
         scorer.start()
         assert len(workers_of(os.getpid())) >= 2
         assert scorer(of_texts("fine"))[0].value == 1.0
-    Scorer(ExactMatch()).start()  # needs none
+    Scorer(ExactMatch()).start()  # needs no workers
 
 
 def test_an_empty_list_has_no_scores(single):
@@ -189,7 +192,7 @@ def test_megabytes_of_text_pass(single):
 
 @dataclass(frozen=True)
 class Forgetful:
-    """Returns one value too few if a response says so."""
+    """Returns one value too few if the text of a response is "forget"."""
 
     in_process: ClassVar[bool] = True
 
@@ -205,7 +208,7 @@ def test_a_wrong_number_of_values_fails_only_the_responses_that_cause_it():
 
 @dataclass(frozen=True)
 class BestOfGroup:
-    """1 for the longest response to each prompt, which is wrong for a part of a group."""
+    """Scores the longest response of each group with 1. This is wrong if it gets only a part of a group."""
 
     whole_groups: ClassVar[bool] = True
 
@@ -223,7 +226,7 @@ def test_a_reward_of_whole_groups_never_gets_a_part_of_a_group():
 
 
 async def waiting(responses):
-    """A coroutine function as a reward."""
+    """A reward that is a coroutine function."""
     await asyncio.sleep(0.01)
     return [misbehave(r.text) for r in responses]
 
@@ -236,7 +239,7 @@ def test_an_async_reward_is_awaited():
 
 @dataclass(frozen=True)
 class Numbers:
-    """Values of the types that libraries return."""
+    """Returns values of the types that libraries return."""
 
     in_process: ClassVar[bool] = True
 
@@ -252,7 +255,7 @@ def test_numbers_of_any_kind_are_values():
 
 @dataclass(frozen=True)
 class PerTurn:
-    """Rewards per assistant turn; invalid ones if the text says so."""
+    """Returns a reward for each turn of the assistant, or invalid rewards if the text is "bad"."""
 
     in_process: ClassVar[bool] = True
 
@@ -367,7 +370,7 @@ time.sleep(600)
 
 
 def test_no_worker_survives_when_the_owner_is_killed():
-    """Neither waiting workers survive, nor one that sleeps, nor one that never returns to the interpreter."""
+    """Some workers wait, one sleeps, and one never returns to the interpreter."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=env) as owner:
         pids = json.loads(owner.stdout.readline())

@@ -17,7 +17,7 @@ NUM_SLOTS = 20_000
 
 @dataclass
 class Case:
-    """Random queries for the last `query_lens` of `key_lens` tokens, and caches to attend to."""
+    """Random queries of the last `query_lens` tokens of sequences with `key_lens` tokens, and caches with their keys."""
 
     query_lens: Tensor
     key_lens: Tensor
@@ -35,7 +35,7 @@ class Case:
         rows = len(query_lens) + 3  # the pool has more requests than this batch
         slots = torch.randint(1, NUM_SLOTS, (rows, int(keys.max()) + 5), dtype=torch.int32)
         caches = [torch.randn(NUM_SLOTS, kv_heads, size) for _ in range(2)]
-        caches[0][0] = caches[1][0] = float("nan")  # SGLang's padding slot: must not be read
+        caches[0][0] = caches[1][0] = float("nan")  # SGLang's padding slot, which must not be read
         requests = torch.randperm(rows)[: len(query_lens)]
         query = torch.randn(int(queries.sum()), heads, size)
         return cls(queries, keys, query, *caches, slots, requests, size**-0.5)
@@ -101,7 +101,7 @@ def test_one_sequence_of_one_token():
 
 
 def test_every_row_is_in_one_tile_and_tiles_stay_within_their_limits():
-    """Padding and memory are limited for any lengths; a row above the limits gets a tile of its own."""
+    """The limits of padding and memory hold for all lengths. A row that exceeds the limits has a tile of its own."""
     lens = [1, 1, 2, 3, 5, 9, 800, 5000, 70_000] * 30
     rows = sdpa_attention.split_rows([min(n, 700) for n in lens], lens)
     groups = sdpa_attention.group_rows(rows)

@@ -1,4 +1,4 @@
-"""A user's own config folders in every command, and the messages for files in them that cannot be composed."""
+"""Every command reads a user's own config folders. A message names a file in these folders that cannot be composed."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch, inputs):
-    """The folder `own conf` in the working directory, with an experiment and a group of its own."""
+    """Create the folder `own conf` in the working directory, with an experiment and a new group."""
     monkeypatch.chdir(tmp_path)
     write(
         "experiment/mine.yaml",
@@ -91,7 +91,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_key_or_group(own, key, nea
 
 
 def printed_job(arguments, capsys):
-    """The arguments of `mrl train` in the job that a dry run prints."""
+    """Return the arguments of `mrl train` in the job that a dry run prints."""
     assert train_process.main([*arguments, *SLURM, "cluster.dry_run=true"]) == 0
     _, _, call = capsys.readouterr().out.partition("\nexec ")
     return shlex.split(call.replace("\\\n", ""))[1:]

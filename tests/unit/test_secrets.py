@@ -98,7 +98,7 @@ BROKEN_KEYS = ["planted\n", " planted", "plan ted", "plan\tted", "plant\u00e9d",
 
 @pytest.mark.parametrize("key", BROKEN_KEYS)
 def test_a_key_that_no_header_can_carry_is_refused_at_the_start_and_not_shown(monkeypatch, capsys, key):
-    """An HTTP client would raise at each request, with the whole header in its words."""
+    """Otherwise an HTTP client would raise at each request, with a message that contains the whole header."""
     monkeypatch.setenv("MRL_ENGINE_KEY", key)
     with pytest.raises(SystemExit) as exit:
         hydra_entry.run(["model.path=m"], lambda config: None)

@@ -1,4 +1,4 @@
-"""Bucket contents: checksums notice every changed bit, and deltas are decoded exactly."""
+"""The contents of buckets: checksums notice every changed bit, and deltas are decoded exactly."""
 
 import pytest
 import torch

@@ -84,7 +84,7 @@ def test_the_check_does_not_import_sglang_or_torch():
 
 
 def sglang_environment(environment: dict[str, str], **server_args) -> dict[str, str]:
-    """Run the statements with which SGLang's source sets variables of NCCL, and return the environment of the engine."""
+    """Run the statements of SGLang's source that set variables of NCCL, and return the resulting environment."""
     source = Path(find_spec("sglang").submodule_search_locations[0], "srt/entrypoints/engine.py").read_text()
     (function,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == "_set_envs_and_config"]
     statements = [node for node in function.body if any(repr(name) in ast.dump(node) for name in NCCL_VARIABLES)]

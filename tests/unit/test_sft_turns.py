@@ -58,7 +58,7 @@ def test_the_tokens_equal_those_of_an_agent_rollout(tmp_path, model):
         return Completion(ids, [-1.0] * len(ids), "stop", "0")
 
     class Calls(MarkerParser):
-        """Stops at nothing but the model's own end."""
+        """Stops only where the model itself ends its turn."""
 
         stops = ()
 

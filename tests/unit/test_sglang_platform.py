@@ -12,7 +12,7 @@ from mrl.rollout.cpu.sglang_platform import PAUSED_LOOP, murmur_hash32, sleep_wh
 
 
 def murmur3(data: bytes) -> int:
-    """MurmurHash3_x86_32 with seed 0, of whole 4-byte blocks, after Appleby's reference."""
+    """Return MurmurHash3_x86_32 with seed 0 of whole 4-byte blocks, after Appleby's reference."""
     state, low = 0, 0xFFFFFFFF
 
     def rotated(x: int, bits: int) -> int:

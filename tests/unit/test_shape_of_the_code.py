@@ -1,4 +1,4 @@
-"""The structure stays within its limits, and breadth has its price in files, not in branches."""
+"""The structure of the code stays within its limits, and no code branches on the name of an algorithm."""
 
 import ast
 import json
@@ -62,7 +62,7 @@ def test_no_test_file_is_longer_than_600_lines():
 
 
 def test_nothing_asks_for_the_name_of_an_algorithm():
-    """An algorithm is what its parts are; `if algorithm == "ppo"` is nowhere."""
+    """The parts define an algorithm, so no code contains a comparison such as `algorithm == "ppo"`."""
     assert {"ppo", "grpo", "dapo"} <= ALGORITHMS
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -74,6 +74,6 @@ def test_nothing_asks_for_the_name_of_an_algorithm():
 
 
 def texts(node: ast.expr) -> set:
-    """What a side of a comparison is: a text, or a collection of texts."""
+    """Return the texts on one side of a comparison: a text, or a collection of texts."""
     inner = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
     return {one.value for one in inner if isinstance(one, ast.Constant)}

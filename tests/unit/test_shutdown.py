@@ -25,7 +25,7 @@ from mrl.rewards.scorer import Scorer
 
 
 def start_daemon(pid_file: str, clear: bool = False) -> None:
-    """Start a daemon by a double fork: it has its own session, and its parent has ended. `clear`: without environment."""
+    """Start a daemon by a double fork: it has its own session, and its parent has ended. `clear`: it has no environment."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -72,7 +72,7 @@ def sleeper(started: list[psutil.Process], **env: str) -> subprocess.Popen:
 
 
 def run_daemon(tmp_path: Path, started: list[psutil.Process], name: str, **env: str) -> psutil.Process | None:
-    """Start a daemon in another process, which then ends."""
+    """Start a daemon from another process. This process then ends."""
     code = f"{DAEMON}\nstart_daemon({str(tmp_path / name)!r})"
     subprocess.run([sys.executable, "-c", code], env=os.environ | env, check=True, timeout=120)
     return daemon(tmp_path / name, started)
@@ -107,7 +107,7 @@ CHILD += "if sys.argv[2] == 'killed': os.kill(os.getpid(), 9)\nsys.exit(int(sys.
 
 @pytest.mark.parametrize("how, status", [("0", 0), ("3", 3), ("killed", 137)])
 def test_the_supervisor_ends_daemons_of_its_command_that_have_no_environment(tmp_path, started, how, status):
-    """The daemon cannot be found by its environment or session, but it is a descendant of the supervisor."""
+    """The environment and the session do not identify the daemon, but the daemon is a descendant of the supervisor."""
     (tmp_path / "child.py").write_text(CHILD)
     code = (
         "import sys\nfrom mrl.launch import supervisor\nsupervisor.MAX_RESTARTS = 0\n"
@@ -120,13 +120,13 @@ def test_the_supervisor_ends_daemons_of_its_command_that_have_no_environment(tmp
 
 
 def reward_with_daemon(responses: list[Response]) -> list[Score]:
-    """Start a daemon with the first response's text as its file."""
+    """A reward that starts a daemon. The text of the first response is the path of the daemon's file."""
     start_daemon(responses[0].text)
     return [Score(1.0) for _ in responses]
 
 
 def test_daemons_of_a_reward_end_with_its_worker_processes(tmp_path, started):
-    """Another pool of the same process keeps its workers, although they have the same fork server."""
+    """Another pool in the same process keeps its workers, although both pools have the same fork server."""
     with Scorer(reward_with_daemon, workers=1) as other:
         (kept,) = other([_response(str(tmp_path / "other"))])
         with Scorer(reward_with_daemon, workers=1) as scorer:
@@ -204,7 +204,7 @@ finally:
     ],
 )
 def test_an_exit_at_the_deadline_has_the_status_of_the_runs_end(reason, status, said):
-    """Without the message "ended", the supervisor starts the command again: after a success, to print the result."""
+    """Without the message "ended", the supervisor starts the command again. After a success, the restart prints the result."""
     code = HANGING.format(reason=reason)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (status, said)
@@ -228,7 +228,7 @@ for each in processes: each.kill()
 
 
 def test_the_supervisor_spares_processes_that_are_not_of_its_run():
-    """Without processes that are older than the run, all descendants are those of the run."""
+    """A watcher that knows no earlier process takes all descendants as processes of the run."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", BESIDE], env=env, capture_output=True, text=True, timeout=120)
     assert result.stdout == "[False, False, True, True]\n4\n", result.stderr

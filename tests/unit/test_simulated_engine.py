@@ -1,4 +1,4 @@
-"""The simulated engines of the benchmarks, over HTTP: they answer like SGLang, with its order and its weight versions."""
+"""The simulated engines of the benchmarks answer over HTTP as SGLang does, in the same order and with weight versions."""
 
 import asyncio
 import threading
@@ -26,12 +26,12 @@ ENDLESS = 100_000
 
 
 def by_first_token(prompt, number):
-    """A response whose length is the first token id of the prompt."""
+    """Return a response whose length is the first token id of the prompt."""
     return ScriptedResponse([prompt[0]] * prompt[0], [-0.25] * prompt[0])
 
 
 class Background:
-    """A call that runs in a thread; `result` waits for it."""
+    """A call that runs in a thread. `result` waits for the end of the call."""
 
     def __init__(self, work, *arguments):
         self.finished = []
@@ -50,7 +50,7 @@ class Background:
 
 @pytest.fixture
 def client():
-    """The client of one simulated engine."""
+    """Yield the client of one simulated engine."""
     with serving(identical_engines(1, FAST, by_first_token)) as (url,), EngineClient(url, timeout_s=20) as engine:
         yield engine
 

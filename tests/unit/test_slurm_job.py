@@ -84,7 +84,7 @@ ODD = [
 
 
 def test_the_job_calls_the_command_with_the_very_arguments(tmp_path, monkeypatch):
-    """Quotes, spaces and what a shell would expand included; run by bash, as Slurm does."""
+    """The arguments have quotes, spaces and characters that a shell expands. Bash runs the script, as under Slurm."""
     (tmp_path / "slurm").mkdir()
     target = tmp_path / "slurm/train.sbatch"
     target.write_text(
@@ -162,7 +162,7 @@ def test_time_limits(time):
 
 @pytest.mark.parametrize("time", ["14400", "4:00", "4h", "1 day"])
 def test_a_time_limit_that_could_mean_something_else_is_refused(time):
-    """YAML reads 4:00:00 as 14400, which Slurm takes for minutes; and 4:00 for four minutes."""
+    """YAML reads 4:00:00 as 14400, and Slurm would read this number as minutes. Slurm would read 4:00 as four minutes."""
     with pytest.raises(ValueError, match="expected hours:minutes:seconds"):
         check_cluster(ClusterConfig(**SIZE, slurm=dict(time=time)))
 
@@ -183,7 +183,7 @@ def test_another_scheduler_is_refused():
 
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
-    """`sbatch(text)`: a program of that name."""
+    """`sbatch(text)` puts a program `sbatch` with this shell code into the search path."""
 
     def put(text: str) -> None:
         (tmp_path / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""The batch scripts of slurm/, run with a stand-in for Slurm's commands and for Python: what they start, say and leave behind."""
+"""The batch scripts of slurm/ with stand-ins for Slurm's commands and for Python: what they start, say and leave behind."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from mrl_runs import leftovers, signal_all
 
 from mrl.config.hydra_entry import format_override
 
-JOB = 10**6 + os.getpid()  # id of the job; no other process of the tests has the same
+JOB = 10**6 + os.getpid()  # id of the job, which no other process of the tests uses
 SLURM = Path(__file__).resolve().parents[2] / "slurm"
 
 SRUN = """#!/usr/bin/env bash
@@ -48,7 +48,7 @@ echo "scontrol $*" >>"$FAKE/calls"
 """
 SQUEUE = '#!/bin/sh\necho "squeue $*" >>"$FAKE/calls"\nprintf "${FAKE_STATE:-RUNNING}\\n"\n'
 SINFO = '#!/bin/sh\necho "${FAKE_NODE:-mixed}"\n'
-SLEEP = '#!/bin/sh\n[ "$1" = 60 ] || exec /bin/sleep "$@"\n'  # that of a script which Slurm ends
+SLEEP = '#!/bin/sh\n[ "$1" = 60 ] || exec /bin/sleep "$@"\n'  # does not wait until Slurm ends the script
 APPTAINER = '#!/usr/bin/env bash\necho "apptainer $*" >>"$FAKE/calls"\nshift 5\nexec "$@"\n'
 PYTHON = """#!{python}
 import json, os, signal, socket, subprocess, sys, time
@@ -90,7 +90,7 @@ elif module == "mrl.cli":
 
 @dataclass
 class Batch:
-    """A batch script that runs on stand-ins."""
+    """A batch script that runs with stand-ins."""
 
     folder: Path
     process: subprocess.Popen
@@ -114,12 +114,12 @@ class Batch:
         return [line for line in lines if line["argv"][0] == module]
 
     def ray_of(self, node: str) -> dict[str, str]:
-        """Options of `ray start` on a node."""
+        """Return the options of `ray start` on a node."""
         (line,) = [each for each in self.started("ray.scripts.scripts") if each["env"]["SLURMD_NODENAME"] == node]
         return dict(word.partition("=")[::2] for word in line["argv"][2:])
 
     def leftovers(self, within_s: float = 10) -> list[psutil.Process]:
-        """Processes that are still there after a while."""
+        """Return the processes that are still running after `within_s` seconds."""
         return leftovers(str(self.folder), within_s, "FAKE")
 
 
@@ -235,7 +235,7 @@ def wait_for(path: Path, within_s: float = 30) -> None:
         time.sleep(0.05)
 
 
-ENDS = {  # what happens -> (variables of the stand-ins, exit status of the job, whether the job is queued again)
+ENDS = {  # event -> (variables of the stand-ins, exit status of the job, whether the job is queued again)
     "success": (dict(FAKE_STATUS="0"), 0, False),
     "a mistake in the config": (dict(FAKE_STATUS="2"), 2, False),
     "preempted": (dict(FAKE_STATUS="75"), 75, True),

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """`train(argument, ..., command="train")` -> (status, output, whether sbatch was called), with a stand-in for sbatch."""
+    """`train(argument, ..., command="train")` -> (status, output, whether the stand-in for sbatch was called)."""
     base = tmp_path_factory.mktemp("submission")
     (base / "bin").mkdir()
     (base / "bin/sbatch").write_text(f'#!/bin/sh\necho "$@" >>{base}/submitted; echo 77\n')
@@ -27,7 +27,7 @@ def train(tmp_path_factory):
             *arguments,
         ]
         env = os.environ | {"PATH": f"{base / 'bin'}:{os.environ['PATH']}"}
-        env |= {"RAY_ADDRESS": "unreachable:1"}  # so that a connection to Ray fails
+        env |= {"RAY_ADDRESS": "unreachable:1"}  # a connection to Ray would fail
         done = subprocess.run(
             [*line, f"data.inputs.folder={base / 'inputs'}"], env=env, capture_output=True, text=True, timeout=300
         )

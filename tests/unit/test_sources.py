@@ -13,7 +13,7 @@ from mrl.data.sources import PromptSource, test_sources, train_sources
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.data.tokenizer import ChatTemplate
 
-test_sources.__test__ = False  # a function of ours, no test
+test_sources.__test__ = False  # pytest would take this function of mrl for a test
 
 ROWS = [
     {"question": "1+2=", "answer": 3, "level": "one", "tests": [1, 2]},
@@ -85,7 +85,7 @@ def test_a_system_message_is_added_to_prompts_without_one(model, tmp_path):
 def test_a_saved_data_set_is_read_like_a_file(model, tmp_path):
     from datasets import Dataset, DatasetDict
 
-    saved = Dataset.from_list(ROWS).shuffle(seed=1).select([0])  # indices are resolved when it is saved
+    saved = Dataset.from_list(ROWS).shuffle(seed=1).select([0])  # saving applies this order
     DatasetDict(train=saved).save_to_disk(str(tmp_path / "saved"))
     columns = {"prompt": "question", "ground_truth": "answer"}
     data = load(model, train(train=[str(tmp_path / "saved/train")], columns=columns))

@@ -1,4 +1,4 @@
-"""StalenessBuffer: bounds on staleness and memory, which groups a step prefers, and that no step waits for ever."""
+"""StalenessBuffer: bounds on staleness and memory, the groups that a step prefers, and that no step waits for ever."""
 
 import hypothesis.strategies as st
 import pytest
@@ -112,7 +112,7 @@ def test_a_buffer_is_restored_from_its_waiting_requests():
 
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 4), st.integers(1, 4), st.booleans(), DURATIONS)
 def test_a_smaller_buffer_takes_over_all_waiting_requests(size, before, staleness, step, in_order, durations):
-    """As when a run is resumed with another staleness: nothing is lost, and no request is sent too early."""
+    """This happens when a run is resumed with another staleness. No request is lost, and none is sent too early."""
     large, small = StalenessBuffer(size, before), StalenessBuffer(size, staleness, in_order=in_order)
     run(large, step, durations)
     waiting = large.untrained_requests

@@ -1,4 +1,4 @@
-"""Writing, reading and checking a step dump, and the command line of `mrl replay`; starts no processes."""
+"""Writing, reading and checking a step dump, and the command line of `mrl replay`. The tests start no processes."""
 
 import json
 from dataclasses import replace

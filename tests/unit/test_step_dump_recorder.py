@@ -23,7 +23,7 @@ LATEST = WeightsLocation("/checkpoints/step_000004/actor", 4, checkpoint=True, h
 
 
 class FakeWorkerGroup:
-    """Stand-in for a worker group: writes rank 0's part of a step dump, without a model."""
+    """Stands in for a worker group. Writes rank 0's part of a step dump, without a model."""
 
     def call(self, method: Callable, block: TokenBlock, columns, folder: str, weights: bool) -> None:
         assert method is TrainWorker.dump_step and columns is None
@@ -120,7 +120,7 @@ def test_a_failed_dump_does_not_hide_the_error_of_the_gradient(tmp_path, update)
 
 
 class FullDisk(FakeWorkerGroup):
-    """Worker group that fails a number of times after it has written a part of the dump."""
+    """A worker group that fails `times` times, each time after it has written a part of the dump."""
 
     def __init__(self, times: int, error: Exception | None = None) -> None:
         self.left, self.error = times, error or OSError(errno.ENOSPC, "No space left on device")

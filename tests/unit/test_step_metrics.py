@@ -1,4 +1,4 @@
-"""Metrics of a step: rewards of all groups, and how much choosing fast groups shortens the trained responses."""
+"""Metrics of a step: rewards of all groups, and how much shorter trained responses are because steps prefer fast groups."""
 
 import pytest
 from sampled_groups import group

@@ -31,7 +31,7 @@ def planned(*overrides: str):
 
 
 def plain(trainer: Trainer, times: int = 1) -> None:
-    """Train the rollouts several times."""
+    """A step that trains on its rollout several times."""
     rollouts = trainer.generate()
     for _ in range(times):
         trainer.update(rollouts, None)
@@ -142,7 +142,7 @@ def updates_then_samples_scores(trainer: Trainer) -> None:
 
 
 def test_a_process_lost_after_an_update_makes_the_run_return_to_the_checkpoint():
-    """The phase that was interrupted changes no weights, but the update before it has changed them."""
+    """The interrupted operation changes no weights, but the earlier update of the step has changed them."""
     undisturbed, world = World({}), World({("advantage", 6): ProcessesLostError("a process died")})
     trainer(undisturbed, step_function=updates_then_samples_scores).fit()
     made = trainer(world, step_function=updates_then_samples_scores)
@@ -164,7 +164,7 @@ def test_the_best_responses_of_each_group_come_first():
 
 
 class Recorder:
-    """Stand-in for a Trainer that records what a step asks for."""
+    """Stands in for a Trainer. Records the operations that a step calls."""
 
     def __init__(self, rewards, groups, sources) -> None:
         self.rollouts = SimpleNamespace(rewards=np.array(rewards), groups=np.array(groups))
@@ -243,7 +243,7 @@ def test_the_function_of_the_page_trains_on_the_rewarded_responses(tmp_path, mon
 
 
 def parts_of(step: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-    """Return a function of example_steps.py, and what it uses of the file, directly or through others."""
+    """Return a function of example_steps.py, and all functions and classes of the file that it uses, also indirectly."""
     nodes = ast.parse(Path(example_steps.__file__).read_text()).body
     defined = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     found, todo = {}, [step]

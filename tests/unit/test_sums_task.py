@@ -1,4 +1,4 @@
-"""The task of sums and the experiment smollm2, which trains a published model on it."""
+"""The task of sums, and the experiment smollm2, which trains a published model on this task."""
 
 import json
 

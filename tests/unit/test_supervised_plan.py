@@ -98,7 +98,7 @@ def test_a_reward_model_is_no_warm_start(inputs, tmp_path):
 
 
 def test_the_default_objective_is_not_among_the_settings_of_a_warm_start(inputs, tmp_path):
-    """So the warm starts of earlier versions of mrl, which have no objective in their settings, are still used."""
+    """So mrl still uses the warm starts of its earlier versions, whose settings have no objective."""
     assert "objective" not in warm_start_settings(config_of(inputs, tmp_path))["sft"]
     settings = warm_start_settings(config_of(inputs, tmp_path, "objective=dpo"))["sft"]
     assert settings["objective"] == {"_target_": "mrl.algorithms.preference.DPO", "beta": 0.1}

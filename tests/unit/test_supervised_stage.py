@@ -20,11 +20,11 @@ from mrl.workers.group import ComputedColumns, PendingCall
 from mrl.workers.worker import TrainWorker
 from parallel.trainer_config import OptimConfig
 
-LENGTHS = [2, 3, 1, 4, 2, 2, 3, 1]  # response tokens of the sequences
+LENGTHS = [2, 3, 1, 4, 2, 2, 3, 1]  # number of response tokens of each sequence
 
 
 def data_set(num_rows: int, per_row: int, num_sequences: int = 8) -> SupervisedRows:
-    """Return a data set of `num_rows` rows. Further sequences are prompts with responses to other prompts."""
+    """Return a data set of `num_rows` rows. The other sequences are prompts with responses to other prompts."""
     lengths = LENGTHS[:num_sequences]
     block = TokenBlock.from_lists([[1, 2]] * num_sequences, [[3] * length for length in lengths])
     columns = (block.lengths, block.response_lengths, block.sampled_lengths)
@@ -37,12 +37,12 @@ class Group:
 
     updates: list[tuple[TrainBatch, TokenWeighting, Any]] = field(default_factory=list)
     evaluations: list[TrainBatch] = field(default_factory=list)
-    scored: list[list[int]] = field(default_factory=list)  # sequences of each forward pass
+    scored: list[list[int]] = field(default_factory=list)  # for each forward pass, its sequences
 
     def begin_columns(self, method: Any, batch: TrainBatch, packing: Packing, temperature: float, names: list[str]):
         assert method is TrainWorker.compute_columns and temperature == 1.0 and names == ["logprobs"]
         self.scored.append(batch.rows.tolist())
-        halves = np.array_split(batch.rows, 2)  # as of two replicas
+        halves = np.array_split(batch.rows, 2)  # as if two replicas had returned them
         parts = [
             ColumnPart(
                 rows,
@@ -76,7 +76,7 @@ class Group:
 
 
 class Log:
-    """Sink of metrics."""
+    """A sink for metrics."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []

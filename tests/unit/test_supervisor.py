@@ -1,4 +1,4 @@
-"""The supervisor of a command: which ends lead to a restart, and which signals it forwards."""
+"""The supervisor of a command: when it restarts the command, and which signals it forwards."""
 
 import os
 import signal
@@ -97,7 +97,7 @@ def test_the_number_of_restarts_is_limited(run, tmp_path):
 
 
 def test_a_restart_continues_in_the_first_run_directory(run):
-    """The default run directory contains the time of the start."""
+    """The name of the default run directory contains the time of the start, so a restart must name the first directory."""
     process = run("placed", "trainer.max_steps=3")
     assert process.wait(60) == 0
     assert process.stdout.read() == "['trainer.max_steps=3', 'run.dir=/the/first']\n"

@@ -71,7 +71,7 @@ def sweep_of(folder, points=(("optim.lr=0.1",), ("optim.lr=0.2",), ("optim.lr=0.
 
 
 def starter(how):
-    """Makes the function that starts POINT; `how`: index of a point -> its behaviour."""
+    """Return the function that starts POINT. `how`: index of a point -> what the point does."""
 
     def start(sweep, index):
         line = [sys.executable, "-c", POINT, str(sweep.point_folder(index)), str(index), how.get(index, "ends")]
@@ -171,7 +171,7 @@ def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path):
 
 
 class Slurm:
-    """A stand-in for Slurm: each query of the queue takes the next entry of `script`."""
+    """Stands in for Slurm. Each query of the queue takes the next entry of `script`."""
 
     def __init__(self, sweep, script):
         self.sweep, self.script, self.submitted, self.queries = sweep, script, [], 0
@@ -375,7 +375,7 @@ points.write_status(folder, 0, 1.0)
 
 @pytest.fixture
 def fast_points(monkeypatch):
-    """Points that do not train: their reward is highest at optim.lr=5e-4."""
+    """Replace the points by points that do not train. Their reward is highest at optim.lr=5e-4."""
 
     def start(sweep, index):
         return subprocess.Popen([sys.executable, "-c", RECORDED_POINT, str(sweep.folder), str(index)])

@@ -1,4 +1,4 @@
-"""What a user sees from Enter to the first step, and at the end of a run."""
+"""What a user sees from the start of a command to the first step, and at the end of a run."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from mrl.tracking.console import ConsoleSink, Startup
 
 
 class Screen(io.StringIO):
-    """A terminal, or a file, whose text the tests read."""
+    """A terminal or a file. The tests read its text."""
 
     def wait_for(self, pattern: str, timeout_s: float = 60) -> None:
         end = time.monotonic() + timeout_s
@@ -121,7 +121,7 @@ def test_commands_that_only_print_have_no_line_before_their_output(option, monke
 
 @pytest.fixture
 def finished_run(tmp_path):
-    """The files that the last screen reads: the metrics, a model and a checkpoint."""
+    """Write the files that the last screen reads: the metrics, and the folder of a model."""
     lines = [{"step": step, "reward/mean": reward} for step, reward in ((1, 0.125), (2, 0.5))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "hf").mkdir()
@@ -159,7 +159,7 @@ def test_a_run_that_reached_its_goal_continues_without_the_goal(finished_run):
 
 @pytest.mark.parametrize("name", ["jörg's (1)", "a#b&c=1", "~x y,z"])
 def test_the_next_commands_and_a_restart_can_be_parsed_with_any_folder(tmp_path, monkeypatch, name):
-    """The supervisor adds what it is told to the arguments of a restart."""
+    """The run tells the supervisor the overrides that a restart needs in addition."""
     folder = tmp_path / name
     (folder / "hf").mkdir(parents=True)
     overrides = ["experiment=quickstart", hydra_entry.format_override("run.dir", folder)]

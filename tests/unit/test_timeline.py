@@ -28,7 +28,7 @@ from parallel.step_profile import StepProfiler
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run directory in whose timeline this process records as the driver."""
+    """A run directory with a timeline, in which this process records as the driver."""
     spans.start(tmp_path / spans.FOLDER, "driver", 0, "driver")
     yield tmp_path
     spans.stop()
@@ -176,7 +176,7 @@ def test_the_hooks_in_the_engine_record_each_batch_until_its_result_is_processed
         for kind in (True, False)
     )
     batch_spans.note_launch(scheduler, prefill)
-    batch_spans.note_launch(scheduler, decode)  # launched before the result of the first batch is processed
+    batch_spans.note_launch(scheduler, decode)  # it starts before the result of the first batch is processed
     time.sleep(0.02)
     for each in (prefill, decode):
         batch_spans.record_batch(None, scheduler, each)
@@ -333,7 +333,7 @@ def trainer_rank(rank, computing_s, tokens=100, pp=0, host="a", passes_s=10.0):
     micro = [
         Span("forward", "micro_batch", 104.0, half, 1, {"tokens": tokens}),
         Span("backward", "micro_batch", 104.0 + half, half, 1, {"tokens": tokens}),
-        Span("forward", "micro_batch", 90.0, 5.0, 1, {"tokens": 999}),  # of log-probabilities, outside of the passes
+        Span("forward", "micro_batch", 90.0, 5.0, 1, {"tokens": 999}),  # for log-probabilities, outside of the passes
     ]
     return ProcessTimeline(f"actor rank {rank}", "actor", rank, host, {"pp": pp}, [passes, *micro])
 

@@ -13,7 +13,7 @@ LOGPROBS = [[-0.1, -0.2], [-0.3], [-0.4, -0.5, -0.6]]
 
 
 def routing() -> list[np.ndarray]:
-    """[tokens - 1, 2 layers, 2 experts] of each sequence, every number another."""
+    """Return an array [tokens - 1, 2 layers, 2 experts] for each sequence. All numbers are different."""
     start = np.cumsum([0, *LENGTHS])
     return [
         np.arange(4 * s, 4 * (s + n - 1), dtype=np.int16).reshape(-1, 2, 2)
@@ -54,7 +54,7 @@ def test_a_recorded_step_is_read_back(tmp_path, routed):
 
 
 def masked() -> TokenBlock:
-    """The middle row has no sampled token at all."""
+    """Return a block whose middle row has no sampled token."""
     logprobs = [[x for x, mine in zip(*pair, strict=True) if mine] for pair in zip(LOGPROBS, SAMPLED, strict=True)]
     numbers = np.arange(3, dtype=np.float32)
     return TokenBlock.from_lists(PROMPTS, RESPONSES, logprobs, routing(), SAMPLED).with_columns(advantages=numbers)

@@ -63,7 +63,7 @@ def test_kl_cov_selects_the_largest_covariances_of_the_whole_rollout():
     column = KLCov(fraction=0.02).extra_columns(batch, advantages, np.random.default_rng(0))["kl_cov"]
     assert set(np.flatnonzero(column)) == set(sorted(range(500), key=lambda t: -cov[t])[:10])
     assert column.dtype == np.float32 and column.sum() == 10
-    assert KLCov().extra_columns(batch, advantages, np.random.default_rng(0))["kl_cov"].sum() == 1  # one at least
+    assert KLCov().extra_columns(batch, advantages, np.random.default_rng(0))["kl_cov"].sum() == 1  # at least one
 
 
 def test_clip_cov_draws_from_the_covariances_between_its_bounds():
@@ -96,7 +96,7 @@ def test_kl_cov_knows_two_estimates():
 
 
 def test_kl_cov_estimate_has_the_gradient_of_the_divergence_from_the_old_policy():
-    """Over samples of the old policy, r - 1 - log r has the value and gradient of KL(old || pi)."""
+    """On average over samples of the old policy, r - 1 - log r has the value and the gradient of KL(old || pi)."""
     rng = np.random.default_rng(0)
     logits, old_logits = torch.tensor(rng.normal(size=5), requires_grad=True), torch.tensor(rng.normal(size=5))
     logp, old = logits.log_softmax(0), old_logits.log_softmax(0)

@@ -20,7 +20,7 @@ PROMPT = [1, 2, 3]
 
 
 def merging_tokenizer():
-    """Byte tokenizer with one merge: "12" is one token, so sampled tokens 1 and 2 would be tokenised again as another."""
+    """Return a byte tokenizer that merges "12" into one token. Tokenised again, the sampled tokens 1 and 2 would change."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     plain = byte_tokenizer()
@@ -42,7 +42,7 @@ def tokenizer():
 
 
 def letters(tokenizer, text: str) -> list[int]:
-    """Tokens of a text, one character or special token at a time, never merged."""
+    """Return the tokens of a text, one for each character or special token. None are merged."""
     marks = ("<|start|>", "<|end|>", "<call>", "</call>", "<eos>")
     ids = []
     while text:
@@ -54,7 +54,7 @@ def letters(tokenizer, text: str) -> list[int]:
 
 @dataclass
 class ScriptedEngine:
-    """Returns the given lines as completions, one per turn, and records the requests."""
+    """An engine that returns the given lines as completions, one per turn, and records the requests."""
 
     tokenizer: object
     lines: list[str]

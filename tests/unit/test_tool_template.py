@@ -9,7 +9,7 @@ CHATML = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-# As Qwen's: results stand in a user's message, several in one; an assistant's last turn gets a thought that earlier ones lack.
+# Like Qwen's template: results of tools are in a message of the user, and only the assistant's last turn has a thought.
 QWEN = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}"
     "{% if messages[loop.index0 - 1]['role'] != 'tool' %}<|start|>user{% endif %}"
@@ -52,7 +52,7 @@ def test_a_conversation_built_turn_by_turn_equals_the_rendered_one(tokenizer, te
 
 
 def test_a_thought_prefix_of_the_template_begins_every_turn(tokenizer):
-    """As in Qwen3 with enable_thinking=false: the next turn begins with an empty thought, and finished turns have none."""
+    """As in Qwen3 with enable_thinking=false, the next turn begins with an empty thought, and finished turns have none."""
     thought = "{% if not thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     tool = ToolTemplate.of(
         with_template(tokenizer, QWEN.removesuffix("{% endif %}") + thought), args=dict(thinking=False)

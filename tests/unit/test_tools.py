@@ -179,7 +179,7 @@ def test_a_malformed_hermes_call_is_an_error_that_the_model_sees(inner, why):
 
 @pytest.fixture
 def python():
-    """PythonTool, if this machine supports the sandbox."""
+    """Return a PythonTool, or skip the test if this machine does not support the sandbox."""
     sandbox = pytest.importorskip("mrl.rewards.sandbox")
     if lacks := sandbox.unavailable_reason():
         pytest.skip(lacks)

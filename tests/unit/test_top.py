@@ -57,7 +57,7 @@ def write_events(run_dir, *events):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run that was started 100 s ago and has no process and no step."""
+    """Write the directory of a run that was started 100 s ago and has no process and no step."""
     config = dict(run=dict(name="demo"), trainer=dict(max_steps=40))
     (tmp_path / "run.json").write_text(json.dumps(dict(command="train", config=config)))
     os.utime(tmp_path / "run.json", (time.time() - 100,) * 2)
@@ -68,7 +68,7 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def child():
-    """A process that sleeps, in place of a process of the run."""
+    """Start a process that sleeps and stands in for a process of the run."""
     with subprocess.Popen(["sleep", "100"]) as process:
         yield process
         process.kill()
@@ -229,7 +229,7 @@ def test_a_management_library_that_fails_counts_as_no_gpu():
 
 
 def sleeps(pid: int) -> bool:
-    """Return whether a process runs `sleep` and has memory. At first it is a copy of the shell, and then it has none."""
+    """Return whether a process runs `sleep` and has memory. Before that, it is a copy of the shell, or has no memory yet."""
     process = read_process(pid)
     return process is not None and process.rss_bytes > 0 and Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
 

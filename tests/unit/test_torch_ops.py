@@ -50,7 +50,7 @@ def test_experts_equal_sglangs(layer, num_tokens):
 
 
 def test_the_sum_over_ranks_with_some_experts_each_is_the_result_of_all(layer):
-    """On each rank, experts of other ranks have the number -1."""
+    """On each rank, the number -1 stands for all experts of other ranks."""
     x, weights, ids = routed(20)
     total = torch.zeros_like(x)
     for first in (0, E // 2):

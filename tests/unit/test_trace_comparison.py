@@ -95,7 +95,7 @@ def hidden_states(tokens: int = 2000, size: int = 64) -> torch.Tensor:
 
 
 def test_sketches_estimate_the_distance_of_two_states():
-    """The root mean square of K products equals the length of the difference up to about a third."""
+    """The root mean square of K products estimates the length of the difference. Its relative error is about a third."""
     hidden, noise = hidden_states(), torch.randn(2000, 64, generator=torch.Generator().manual_seed(2))
     exact = (0.01 * noise).norm(dim=1) / hidden.norm(dim=1)
     before, after = sketch(hidden)[:, 1:], sketch(hidden + 0.01 * noise)[:, 1:]

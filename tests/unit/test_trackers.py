@@ -1,4 +1,4 @@
-"""The trackers of tracking.backends, read back by the trackers' own tools."""
+"""The tools of each tracker read what the trackers of tracking.backends have written."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ def log_steps(sink, *steps: int) -> None:
 
 
 def run_files(folder: Path, last_step: int) -> list[JsonlSink]:
-    """The sinks that write the run directory, as a run opens them before its trackers."""
+    """Return the sinks that write the run directory. A run opens them before its trackers."""
     return [
         JsonlSink(folder / "metrics.jsonl", last_step=last_step),
         JsonlSink(folder / "eval.jsonl", evaluations=True, last_step=last_step),
@@ -50,7 +50,7 @@ def log_run_and_resume(make, folder: Path) -> None:
 
 
 def log_killed_run_and_resume(make, folder: Path) -> None:
-    """Log step 1. The tracker of the killed process never gets step 2, which is in a checkpoint. Resume, and log steps 3 to 5."""
+    """Log step 1, and log step 2 without the tracker of the killed process. Resume after step 2, and log steps 3 to 5."""
     files, sink = run_files(folder, 0), make(tracked(folder))
     log_steps(Tracker([*files, sink]), 1)
     sink.close()
@@ -103,7 +103,7 @@ def test_mlflow_gets_the_step_that_a_killed_process_did_not_send(tmp_path, local
 
 
 class OnlineRun:
-    """Stands for a wandb run on a server. As in wandb, the last step is sent only with the next one or at the end."""
+    """Stands in for a wandb run on a server. As in wandb, a step is sent only with the next step or at the end."""
 
     def __init__(self, sent: dict[int, dict[str, float]]) -> None:
         self.sent, self.step = sent, max(sent, default=-1) + 1
@@ -206,7 +206,7 @@ log_run_and_resume(WandbSink, Path(sys.argv[1]))
 
 @pytest.mark.extended
 def test_wandb_reads_metrics_samples_and_config_of_a_resumed_offline_run(tmp_path):
-    """`wandb leet inspect` prints the records of an offline run. The run is in a process of its own, as is every mrl run."""
+    """`wandb leet inspect` prints the records of an offline run. The run has its own process, as every run of mrl has."""
     env = os.environ | {"WANDB_MODE": "offline"}
     command = [sys.executable, "-c", WANDB_RUN, str(tmp_path), str(Path(__file__).parent)]
     subprocess.run(command, env=env, check=True, timeout=120)

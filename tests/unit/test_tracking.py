@@ -27,7 +27,7 @@ from mrl.tracking.tracker import JsonlSink, Tracker
 
 
 class Memory:
-    """A sink that remembers."""
+    """A sink that keeps in memory what it gets."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, float]]] = []
@@ -45,7 +45,7 @@ class Memory:
 
 @pytest.fixture
 def no_login(monkeypatch, tmp_path):
-    """No key and no netrc, whatever this machine has."""
+    """Hide the key and the netrc of this machine from wandb."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -253,7 +253,7 @@ def test_a_missing_key_of_wandb_is_a_warning_with_the_command_that_uploads(
     WandbSink(tracked(tmp_path)).close()
     assert "there is no API key" in caplog.text and f"`wandb sync {tmp_path}/wandb/offline-run-*`" in caplog.text
     caplog.clear()
-    for variable, value in (("WANDB_MODE", "offline"), ("WANDB_API_KEY", "secret")):  # wanted offline, and online
+    for variable, value in (("WANDB_MODE", "offline"), ("WANDB_API_KEY", "secret")):  # offline on purpose, and online
         with monkeypatch.context() as own:
             own.setenv(variable, value)
             WandbSink(tracked(tmp_path)).close()
@@ -300,7 +300,7 @@ assert time.monotonic() - ending < 30, "the end waited"
 
 @pytest.mark.extended
 def test_a_wandb_server_that_cannot_be_reached_holds_up_neither_steps_nor_the_end(no_login, monkeypatch, tmp_path):
-    """In a process of its own, whose exit wandb could hold up as well."""
+    """The run has its own process, because wandb could also hold up the exit of the process."""
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     done = subprocess.run([sys.executable, "-c", UNREACHABLE, tmp_path], capture_output=True, text=True, timeout=100)
@@ -310,7 +310,7 @@ def test_a_wandb_server_that_cannot_be_reached_holds_up_neither_steps_nor_the_en
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Counts the times wandb's helper process would have been ended, and ends none."""
+    """Count how often wandb's helper process would be ended, without ending it."""
     calls: list[None] = []
     monkeypatch.setattr(backends, "_kill_wandb_service", lambda: calls.append(None))
     return calls

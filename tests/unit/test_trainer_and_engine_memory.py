@@ -1,4 +1,4 @@
-"""Memory of trainers and engines: compared with formulas of papers and of Megatron, and with SGLang's layouts."""
+"""The memory of trainers and engines agrees with formulas of papers and of Megatron, and with SGLang's layouts."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -19,7 +19,7 @@ from mrl.weight_sync.engine_layout import EngineLayout, Topology
 from parallel.dims import ParallelDims
 
 FULL = Recompute("full", "uniform", 1)
-# hidden size, layers, heads of the models of Korthikanti et al. 2022, table 3
+# Model of table 3 in Korthikanti et al. 2022 -> (hidden size, layers, heads)
 GPT = {"22B": (6144, 48, 64), "175B": (12288, 96, 96), "530B": (20480, 105, 128), "1T": (25600, 128, 160)}
 
 
@@ -30,7 +30,7 @@ def published(fields) -> tuple[ModelShape, HFConfig]:
 
 
 def gpt(name: str) -> ModelShape:
-    """A model of the paper: ungated MLP, no rotary embedding, as many key heads as query heads, dropout."""
+    """Return a model of the paper: ungated MLP, no rotary embedding, as many key heads as query heads, dropout."""
     hidden, layers, heads = GPT[name]
     return ModelShape(
         moe=(False,) * layers,
@@ -54,7 +54,7 @@ def gpt(name: str) -> ModelShape:
 @pytest.mark.parametrize("name", GPT)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_a_layer_keeps_the_bytes_of_the_papers_equation_4(name, tp):
-    """s b h 34 / t, with attention scores recomputed. The paper leaves out the statistics of norms."""
+    """With recomputed attention scores, equation 4 is s b h 34 / t. The paper does not count the statistics of norms."""
     shape, batch = gpt(name), MicroBatchShape.of(ParallelDims(tp=tp), 2048, 2)
     statistics = 2 * batch.rows * 4
     found = layer_bytes(shape, False, batch, frozenset(["core_attn"])) - statistics
@@ -62,7 +62,7 @@ def test_a_layer_keeps_the_bytes_of_the_papers_equation_4(name, tp):
 
 
 def test_without_sequence_parallelism_activations_outside_of_matrices_are_not_sharded():
-    """Equation 2 of the paper: s b h (10 + 24 / t)."""
+    """The bytes are those of equation 2 of the paper: s b h (10 + 24 / t)."""
     shape, batch = gpt("175B"), MicroBatchShape.of(ParallelDims(tp=8, sp=False), 2048, 2)
     found = layer_bytes(shape, False, batch, frozenset(["core_attn"])) - 2 * 2048 * 4
     assert found == 2048 * shape.hidden * (10 + 24 // 8)
@@ -94,7 +94,7 @@ def test_a_recomputed_layer_keeps_only_its_input():
 
 
 def test_micro_batches_in_flight_are_those_of_the_paper():
-    """Section 4.2.3: the first stage keeps p micro-batches; interleaved, activations of L (1 + (p - 1) / (p m)) layers."""
+    """Section 4.2.3: the first stage keeps p micro-batches. Interleaved, it keeps L (1 + (p - 1) / (p m)) layers."""
     dims = ParallelDims(pp=4)
     assert [in_flight(dims, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(dims, 0, micro_batches=2) == 2
@@ -175,7 +175,7 @@ def test_uneven_stages_have_the_layers_that_megatron_gives_them():
 
 
 def test_layouts_with_equal_layers_count_them_once():
-    """A search counts 100,000 layouts a minute, because the bytes of a layer depend on few sizes of the layout."""
+    """So a search counts 100,000 layouts a minute: the bytes of a layer depend on only a few sizes of the layout."""
     shape, _ = published(QWEN3_30B_A3B)
     layouts = [
         ParallelDims(tp=tp, pp=pp, dp=dp, ep=ep, etp=1)

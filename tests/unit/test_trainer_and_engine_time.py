@@ -1,4 +1,4 @@
-"""Predicted seconds: a layout computed by hand, laws that hold for all hardware, and sampling against the simulator."""
+"""Predicted seconds agree with a layout computed by hand, with laws for all hardware, and with the simulator."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_a_model_shape_counts_every_weight_and_the_multiply_adds_of_a_token(fiel
     assert shape.num_weights == parameters
     assert shape.token_macs == pytest.approx(
         arch.multiply_adds()[0], rel=0.005
-    )  # multiply_adds() leaves out norms and routers
+    )  # multiply_adds() does not count norms and routers
 
 
 def test_the_seconds_of_a_layout_are_those_computed_by_hand():
@@ -63,7 +63,7 @@ def test_the_seconds_of_a_layout_are_those_computed_by_hand():
     tensor = 4 * (4 * 18 * message) * 2.5
     between = 2 * (8192 / 2 * 4096 * 2 / (400e9 * 0.75) + 10e-6)
     slot = (matmul + attention + tensor) / 4 + between
-    norms = 2 * 4096 + 2 * 128  # every tensor-parallel rank has them whole
+    norms = 2 * 4096 + 2 * 128  # not sharded: each tensor-parallel rank has all norms
     stage = (18 * (layer - norms) + 4096 * 151_936) / 2 + 18 * norms + 4096
     gradients = stage * 6 * 0.5 / (400e9 * 0.75) + 20e-6
     optimizer = stage / 2 * 34 / (2000e9 * 0.75)
@@ -144,7 +144,7 @@ def test_parts_add_up_and_replicas_share_the_arithmetic(layout, replicas, scorin
 @settings(max_examples=40)
 @given(LAYOUTS, st.integers(1, 32))
 def test_tensor_context_and_pipeline_parallelism_divide_arithmetic_equally(layout, replicas):
-    """They differ in what they send and in how long they wait."""
+    """The three kinds differ only in what ranks send and in how long ranks wait."""
     _, shape = model_of(QWEN3_30B_A3B)
     replicas *= layout.replica_multiple
     dims = layout.dims(replicas)
@@ -163,7 +163,7 @@ def test_tensor_context_and_pipeline_parallelism_divide_arithmetic_equally(layou
     stages = [sum(counts) for counts in layout.stages(shape.moe)]
     busiest = max(
         stages[:-1], default=stages[-1]
-    )  # the output layer decides between equals, a smaller last stage does not
+    )  # with equal stages, the last one is the slowest, because it has the output layer
     expected = passes * pairs / (layout.tp * layout.cp * replicas) * np.array([busiest, stages[-1]]) / shape.num_layers
     assert any(parts["attention"] == pytest.approx(value) for value in expected)
 
@@ -175,7 +175,7 @@ def test_shared_prompts_are_computed_once_per_pack():
     )
     alone = replace(work, share_prompts=False)
     assert alone.tokens == 10 * 8 * 1500 and alone.sum_of_squared_lengths == 10 * 8 * 1500**2
-    assert replace(work, max_tokens=1200).packs == 80  # a response with its prompt is longer: a pack of its own
+    assert replace(work, max_tokens=1200).packs == 80  # a response with its prompt fills a pack of its own
 
 
 def test_a_length_distribution_has_the_moments_of_a_large_sample():
@@ -250,4 +250,4 @@ def test_the_closed_form_of_a_push_is_close_to_the_cost_of_the_transfer_plan(tra
     gb_per_s = cluster.link_bytes_per_s(trainers + num_engines * engine_tp) / 1e9
     planned = estimate_transfer_cost(found, trainers, LinkSpeeds(gb_per_s, gb_per_s, 50.0), shared=False)
     closed = push_s(shape, cluster, trainers, num_engines, engine_tp, 2**26)
-    assert closed == pytest.approx(planned.seconds, rel=0.25)  # how pieces fall into buckets is not known to it
+    assert closed == pytest.approx(planned.seconds, rel=0.25)  # the closed form ignores how chunks fill buckets

@@ -1,4 +1,4 @@
-"""Trajectories and groups, and the token block and control columns that they are laid out as."""
+"""Trajectories and groups, and the token block and the columns that are made from them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Transfer plans: engine layouts are compared with shards cut by hand, and plans are executed on plain tensors."""
+"""Transfer plans: engine layouts equal shards that are cut by hand, and plans are executed on plain tensors."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -44,7 +44,7 @@ def tensors_of(family, arch) -> dict[str, torch.Tensor]:
 
 
 def engine_parameters(layout, rank, tensors) -> dict[str, torch.Tensor]:
-    """Fill the parameters of one engine rank from whole tensors, as its layout says."""
+    """Return the parameters of one engine rank, filled from whole tensors as its layout says."""
     filled = {name: torch.zeros(shape) for name, shape in layout.param_shapes(rank).items()}
     for shard in layout.shards(rank):
         box = shard.box_in_param(shard.box)
@@ -75,7 +75,7 @@ def test_each_rank_fuses_its_shards_of_dense_projections(tp):
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("family", [QWEN3_MOE, MIXTRAL], ids=["qwen3_moe", "mixtral"])
 def test_expert_weights_are_stacked_and_sharded_as_in_the_engine(family, tp, ep):
-    """w13 [E, 2 * ffn, hidden] holds the rank's rows of gate, then its rows of up; w2 [E, hidden, ffn] holds its columns.
+    """w13 [E, 2 * ffn, hidden] has the rank's rows of gate, then its rows of up. w2 [E, hidden, ffn] has its columns of down.
 
     With ep=2 and tp=4, ranks 0 and 1 share the first half of the experts.
     """
@@ -163,7 +163,7 @@ dims_of = st.builds(
 
 
 def trainer_dims(axes, family) -> ParallelDims:
-    """Parallel sizes that Megatron accepts; hypothesis skips all others."""
+    """Return the dims if Megatron accepts these sizes. Hypothesis skips all other sizes."""
     if family is QWEN3:
         axes = axes | dict(ep=1, etp=None)
     if axes["pp"] == 1:
@@ -226,14 +226,14 @@ def test_replicas_divide_the_sending_evenly(family, dp):
     for bucket in plan.buckets:
         load[bucket.sender] += bucket.nbytes
     largest = max(chunk.nbytes for bucket in plan.buckets for chunk in bucket.chunks)
-    # Stages hold different layers. Replicas divide the sending, and so do tensor-parallel ranks for unsharded tensors.
+    # Stages have different layers. Replicas share the sending. Tensor-parallel ranks share the sending of unsharded tensors.
     for stage in range(2):
         loads = [load[rank] for rank in range(dims.world_size) if dims.coords(rank).pp == stage]
         assert min(loads) > 0 and max(loads) - min(loads) <= 2 * largest
 
 
 def test_the_order_of_buckets_cannot_deadlock():
-    """With two slots per sender and receivers that take one bucket at a time in plan order, every bucket arrives."""
+    """A sender has two slots, and a receiver takes one bucket at a time in the order of the plan. Every bucket arrives."""
     dims, arch = ParallelDims(tp=2, pp=2, dp=2, ep=2), architecture(QWEN3_MOE)
     shards = trainer_shards(QWEN3_MOE.param_mappings(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
     plan = compile_transfer_plan(
@@ -249,7 +249,7 @@ def test_the_order_of_buckets_cannot_deadlock():
                 continue
             bucket = queue[0]
             before = [b for b in plan.buckets_of_sender(bucket.sender) if b.index <= bucket.index - 2]
-            if all(taken[b.sender, b.index] == set(b.receivers) for b in before):  # its slot is free
+            if all(taken[b.sender, b.index] == set(b.receivers) for b in before):  # the slot of the bucket is free
                 taken[bucket.sender, bucket.index].add(rank)
                 queue.pop(0)
                 moved = True

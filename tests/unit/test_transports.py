@@ -69,7 +69,7 @@ def test_a_transport_that_cannot_work_is_refused(requested, senders, receivers, 
 
 @pytest.fixture
 def shared_memory(monkeypatch):
-    """A folder in shared memory that no other process writes to."""
+    """Use a folder in shared memory to which no other process writes."""
     with TemporaryDirectory(dir=transports.SHARED_MEMORY) as folder:
         monkeypatch.setattr(transports, "SHARED_MEMORY", Path(folder))
         yield Path(folder)
@@ -97,9 +97,9 @@ SETUP = ProcessGroupSetup("weights", "nccl", num_senders=2, num_engines=3, engin
 
 @dataclass
 class TorchCalls:
-    """Calls of torch that the endpoint makes. No communicator is opened."""
+    """Records the calls of torch that the endpoint makes. No communicator is opened."""
 
-    joined: list[dict[str, Any]] = field(default_factory=list)  # arguments by name, and `environment`
+    joined: list[dict[str, Any]] = field(default_factory=list)  # of each call: its arguments by name, and `environment`
     batches: list[list[dist.P2POp]] = field(default_factory=list)
     aborted: list[dist.ProcessGroup] = field(default_factory=list)
 
@@ -189,7 +189,7 @@ def test_a_send_to_an_engine_that_hangs_is_aborted_and_the_others_are_sent(calls
     groups, sent = dict(endpoint.groups), []
 
     def batch(operations):
-        """Wait for engine 1 as NCCL does: until the engine receives or the group is aborted."""
+        """For engine 1, wait as NCCL does until the engine receives or the group is aborted."""
         [group] = {op.group for op in operations}
         if group is groups[1]:
             deadline = time.monotonic() + 60

@@ -52,7 +52,7 @@ CELLS = [(placement, critic, *layout) for placement, critic, layout in product(P
 
 @cache
 def compiled(number: int):
-    """Return (architecture, engine layout, transfer plan) of a cell of LAYOUTS."""
+    """Return (architecture, engine layout, transfer plan) of LAYOUTS[number]."""
     family, axes, (topology, engines) = LAYOUTS[number]
     return plan_of(family, axes, topology, engines)
 
@@ -103,7 +103,7 @@ def trainer_gpus(placements: dict[str, RolePlacement]) -> list[ProcessLocation]:
 
 
 def engine_gpus(placements: dict[str, RolePlacement]) -> list[tuple[ProcessLocation, set[str]]]:
-    """Return the GPU of each engine rank, and all GPUs that its process sees. SGLang gives rank i of a node the i-th GPU."""
+    """Return (own GPU, all visible GPUs) of each engine rank. On a node, SGLang gives rank i the i-th visible GPU."""
     placement, ranks = placements["engines"], []
     for engine in range(len(placement.bundles) // placement.tp_size):
         for slots in group_by_node(placement.engine_slots(engine)):
@@ -180,12 +180,12 @@ def accepts(call, *arguments) -> bool:
 
 
 def run_transport(requested: str, placements: dict[str, RolePlacement]) -> Transport | None:
-    """Do what the run does: start the engines, which refuses uneven nodes, then choose the transport between actual GPUs."""
+    """Do what a run does: start the engines, which fails on uneven nodes, then choose the transport between actual GPUs."""
     receivers = [gpu for gpu, _ in engine_gpus(placements)]
     return choose_transport(requested, trainer_gpus(placements), receivers) if requested != "disk" else None
 
 
-SIZES = [  # actor, its tp, critic, engine_tp, engines, GPUs of a node
+SIZES = [  # (actor ranks, tp of the actor, critic ranks, engine_tp, engines, GPUs of a node)
     (8, 2, 0, 2, 4, 8),
     (8, 2, 16, 4, 2, 4),
     (8, 2, 0, 1, 12, 8),
@@ -199,7 +199,7 @@ SIZES = [  # actor, its tp, critic, engine_tp, engines, GPUs of a node
 
 @pytest.mark.parametrize("requested", Transport)
 def test_all_plans_accept_exactly_what_the_run_accepts(monkeypatch, requested):
-    """`mrl plan placement`, `mrl plan memory`, the checks of `mrl train` and those of a Slurm job."""
+    """The plans are `mrl plan placement`, `mrl plan memory`, the checks of `mrl train` and the checks of a Slurm job."""
     monkeypatch.setattr(memory_check, "check_memory", lambda plan: None)
     monkeypatch.setattr(memory_check, "run_memory", lambda *sizes: None)
     monkeypatch.setattr(memory_check, "has_cuda", lambda: True)
@@ -273,7 +273,7 @@ def test_the_search_finds_only_placements_that_fit_the_transport(transport, fixe
 
 @pytest.fixture
 def reserve(monkeypatch, tmp_path):
-    """`reserve(pools)` -> variables of the processes on a cluster of nodes with eight GPUs, after a run has reserved its GPUs."""
+    """`reserve(pools)` reserves the GPUs of a run on nodes with eight GPUs, and returns the variables of its processes."""
 
     def reserve(pools: Pools) -> dict[str, str]:
         variables: dict[str, str] = {}
@@ -294,7 +294,7 @@ def reserve(monkeypatch, tmp_path):
 
 
 def test_a_run_on_an_existing_cluster_refuses_gpus_that_weights_cannot_reach_before_it_starts_a_process(reserve):
-    """Only then is it known how many GPUs the nodes of the cluster have."""
+    """Only when the run reserves its GPUs does it know how many GPUs the nodes of an existing cluster have."""
     pools = make_pools(PLACEMENTS["colocated"], {"actor": SlotDemand(4), "engines": SlotDemand(8)})
     with pytest.raises(StartError, match="4 of 8 engine ranks share their GPUs"):
         reserve(pools)
