@@ -130,7 +130,7 @@ class HFConfig:
 
     @property
     def family_architecture(self) -> str:
-        """Architecture of the language model with the same layers. A family has the name of this architecture."""
+        """Architecture under which the family is registered: XForCausalLM, also for XForSequenceClassification."""
         return self.architecture.replace(_CLASSIFIER, _LANGUAGE_MODEL)
 
     def as_reward_model(self) -> "HFConfig":

@@ -12,8 +12,8 @@ Symbols in the formulas:
 
 In the papers of GSPO, GSPOToken and GMPO, the loss of a response is the mean over its tokens: use
 `algorithm.aggregation=sequence_mean`. In the papers of OPMD and TOPR, it is the sum over its tokens: use
-`algorithm.aggregation=fixed_length`. Context parallelism may divide a response over ranks; `inputs.responses` sums over the
-tokens on all these ranks.
+`algorithm.aggregation=sequence_sum`, or `fixed_length`, which differs only by a constant factor. Context parallelism may divide a
+response over ranks; `inputs.responses` sums over the tokens on all these ranks.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class OPMD(PolicyLoss):
     sequence_mean, the sum is also divided by |y|.
 
     A should be the reward minus the mean reward of the group (GRPO with `scale_rewards=none`), as the authors do in practice,
-    or the reward minus tau log Z (LogMeanExp). A response with advantage 0 also has a gradient, towards the old policy.
+    or the reward minus tau log Z, which the advantage estimator LogMeanExp computes. A response with advantage 0 also has a
+    gradient, towards the old policy.
     """
 
     zero_without_advantage: ClassVar[bool] = False

@@ -103,7 +103,7 @@ class RolloutConfig:
     group_sizes: Node | None = key(
         dict,
         "Function that gives each prompt a number of responses by its difficulty: mrl.data.group_sizes.ByDifficulty, or your "
-        "own. Their mean stays rollout.responses_per_prompt. Default: all prompts get the same number.",
+        "own. The mean over prompts stays rollout.responses_per_prompt. Default: all prompts get the same number.",
     )
     max_response_tokens: int = key(
         512, "Largest length of a response. Longer responses are truncated.", "tokens", least=1
@@ -160,7 +160,7 @@ class RolloutConfig:
     over_sample_rate: float = key(
         0.0,
         "Over-sampling: the engines sample over_sample_rate x prompts_per_step more groups than a step needs. "
-        "When a step has its groups, those that are too old for the next step are dropped.",
+        "When a step has all its groups, the run drops other groups that would be too old for the next step.",
         least=0,
     )
     filter: Node | None = key(
@@ -295,8 +295,8 @@ class AlgorithmConfig:
     mask_truncated: bool = key(False, "Whether to exclude truncated responses from the loss.")
     resampling: Node | None = key(
         dict,
-        "Random draw, with replacement, of the training responses by their rewards (policy filtration). Default: none, so a step "
-        "trains on each response once.",
+        "Function that draws the responses on which a step trains, with replacement and with probabilities that depend on their "
+        "rewards (policy filtration). Default: none, so a step trains on each response once.",
     )
     old_logprobs: OldLogprobs = key(
         OldLogprobs.recompute,
@@ -389,8 +389,8 @@ class TrainerConfig:
     )
     epochs: float | None = key(
         None,
-        "Number of passes over the training prompts. The run ends after the step in which the number of used prompts reaches "
-        "this many times the number of rows of data.train. Default: trainer.max_steps alone ends the run.",
+        "Number of passes over the training prompts. The run ends after the step in which it has used epochs x (rows of "
+        "data.train) prompts. Default: trainer.max_steps alone ends the run.",
         "passes",
         above=0,
     )
@@ -400,8 +400,9 @@ class TrainerConfig:
     )
     max_tokens_per_forward_micro_batch: int | None = key(
         None,
-        "The same limit for passes without gradients: log-probabilities of the actor and of the reference in its processes, and "
-        "losses of held-out rows. Such a pass keeps no activations. Default: max_tokens_per_micro_batch.",
+        "The same limit for passes without gradients. They compute log-probabilities of the actor, log-probabilities of a "
+        "reference that the actor's processes hold, and losses of held-out rows. They keep no activations. Default: "
+        "max_tokens_per_micro_batch.",
         "tokens",
         least=1,
     )
@@ -427,7 +428,7 @@ class TrainerConfig:
     )
     eval_rows: int | None = key(
         None,
-        "Number of rows that are evaluated, from the start of each held-out set that has no key rows. Default: all rows.",
+        "Number of rows to evaluate, from the start of each held-out set that does not set `rows`. Default: all rows.",
         "rows",
         least=1,
     )
@@ -461,9 +462,10 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,
-        "Frozen models beside the actor. {NAME: {path, column, parallel, max_tokens_per_micro_batch}}: Megatron computes "
-        "log-probabilities, as for roles.teacher.path=FOLDER. {NAME: {path, num_engines, engine_tp, sglang}}: SGLang serves the "
-        "model to rewards or to distillation (docs/concepts/placement.md). teaches: see docs/how_to/distillation.md.",
+        "Frozen models beside the actor, by name. Megatron computes the log-probabilities of a role with the keys path, column, "
+        "parallel and max_tokens_per_micro_batch, such as roles.teacher.path=FOLDER. SGLang serves a role with the keys path, "
+        "num_engines, engine_tp and sglang to rewards or to distillation (docs/concepts/placement.md). The key teaches lists "
+        "the data sources for which a role is the teacher (docs/how_to/distillation.md).",
     )
     sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -33,7 +33,7 @@ def quote(value: object) -> str:
 
 
 def with_absolute_search_path(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with all config folders in one override of hydra.searchpath, which is the first argument.
+    """Return one override of hydra.searchpath with all config folders, followed by the other arguments.
 
     Raises ValueError if a folder does not exist, or if hydra.searchpath is not a list of folders.
     """

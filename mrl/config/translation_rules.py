@@ -16,7 +16,10 @@ SCALE, LOSS, AGGREGATION = "algorithm.advantage.scale_rewards", "algorithm.loss.
 
 @dataclass(frozen=True)
 class Note:
-    """Why a key of another trainer needs no override (`needed=False`), or has no counterpart (`needed=True`)."""
+    """A text in place of an override for a key of another trainer.
+
+    `needed`: whether the user must act, or loses the setting. If it is False, nothing has to be set.
+    """
 
     text: str
     needed: bool = True
@@ -90,7 +93,10 @@ def step_interval(key: str, value: Any, values: Values) -> Overrides:
 
 
 def mini_batches(total: str, value: Any, values: Values) -> Overrides | Note:
-    """Compute the number of mini-batches from their size. `total`: key with the batch size of a step, or factors joined by *."""
+    """Compute the number of mini-batches from their size. `total`: key with the batch size of a step.
+
+    If `total` is several keys joined by *, the batch size is the product of their values.
+    """
     sizes = [values.get(name) for name in total.split("*")]
     if any(size is None for size in sizes):
         return Note(f"algorithm.mini_batches is {total} divided by this size; {total} is not in this config")
@@ -121,7 +127,7 @@ def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Override
     if not float(value):
         return Note("0 is the default", needed=False)
     if steps is None:
-        return Note(f"{optim}.warmup_steps counts steps: this ratio times the number of steps")
+        return Note(f"{optim}.warmup_steps counts steps: set it to this ratio times the number of steps")
     return {f"{optim}.warmup_steps": round(float(value) * int(steps))}
 
 
@@ -401,7 +407,7 @@ def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
 
 
 def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
-    """Restrict the loss that the other keys select to the tokens with the largest entropy."""
+    """Train only on the tokens with the largest entropy, with the loss that the other keys select."""
     if float(value) >= 1:
         return Note("1.0 trains all tokens, which is the default", needed=False)
     ratio_of_response = values.get("importance_sampling_level") == "sequence"
@@ -417,7 +423,7 @@ def trl_level(value: Any, values: Values) -> Overrides | Note:
         return Note("the default", needed=False)
     loss = str(values.get("loss_type"))
     if loss in _TRL_LOSS_CLASSES:
-        return Note(f"mrl's loss {loss} has no other ratio")
+        return Note(f"mrl's loss {loss} cannot use the ratio {value!r}")
     if "algorithm" in TRL_LOSSES.get(loss, {}):
         return Note(f"the loss {loss} has this ratio", needed=False)
     return {"algorithm": "gspo"} | ({} if "loss_type" in values else {AGGREGATION: "token_mean"})

@@ -65,7 +65,7 @@ def test_an_unknown_field_is_named_in_the_error(fields, name):
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_missing_field_has_the_default_of_transformers(tmp_path, fields, name):
-    """Without a field, a config must read the same as with the default that transformers writes for this field."""
+    """A config without a field gives the same architecture as the config in which transformers writes the default."""
     known = fields(name)
     refused = []
     for left_out in known.keys() - {"architectures", "model_type"}:

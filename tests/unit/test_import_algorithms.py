@@ -368,7 +368,7 @@ def test_settings_that_have_no_effect_are_not_translated():
     other = {"data.max_response_length": 512, f"{ACTOR}loss_scale_factor": 100}
     assert "rollout.max_response_tokens" in translate("verl", other).no_counterpart[0][1]
     level = {"importance_sampling_level": "sequence", "loss_type": "cispo"}
-    assert translate("trl", level).no_counterpart[0][1] == "mrl's loss cispo has no other ratio"
+    assert translate("trl", level).no_counterpart[0][1] == "mrl's loss cispo cannot use the ratio 'sequence'"
     off = {"algorithm.filter_groups.enable": False, "algorithm.filter_groups.metric": "acc"}
     assert not translate("verl", off).overrides
     mismatched = {
