@@ -63,7 +63,7 @@ MISTAKES = {
     ),
     "a key without a value": (["optim.lr"], "'optim.lr' has no value; write KEY=VALUE"),
     "a misspelt experiment": (["experiment=quickstrat"], "Could not find 'experiment/quickstrat' Available options"),
-    "a misspelt reward": (["reward=exact_mach"], "Available options in 'reward': code exact_match function"),
+    "a misspelt reward": (["reward=exact_mach"], "Available options in 'reward': by_source code exact_match function"),
     "a misspelt algorithm": (["algorithm=gpro"], "Available options in 'algorithm': cispo"),
     "a text for a number": (["optim.lr=fast"], "optim.lr: Value 'fast' of type 'str' could not be converted to Float"),
     "a fraction for a count": (["trainer.max_steps=2.5"], "trainer.max_steps: Value '2.5' of type 'float'"),
