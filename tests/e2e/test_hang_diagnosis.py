@@ -53,7 +53,7 @@ class FaultyRun:
         return self._replicas
 
     def update(self, group) -> None:
-        replace(self.trainer.actor, group=group).update(self.rollouts, self.estimates, 0, 0.0)
+        replace(self.trainer.actor, group=group).begin_update(self.rollouts, self.estimates, 0, {}).result()
 
     def generate(self) -> None:
         self.generator.generate(self.trainer.prompts, 0)
