@@ -177,7 +177,7 @@ def linear_top_k(
             best, rows = logits.topk(min(k, len(weight)), dim=1)
             best, candidates = _gather_columns(best, group), _gather_columns(rows + layer.first_row, group)
             ids[chunk] = candidates.gather(1, best.topk(k, dim=1).indices)
-            result[chunk] = _bucket_parts(layer, logits, ids[chunk])
+            result[chunk] = _rank_part_of_top_k_rest(layer, logits, ids[chunk])
             del logits
         _all_reduce(result, group)
         result[:, k].clamp_(min=MIN_REST_PROB).log_()
@@ -219,7 +219,7 @@ class _LinearTopKRest(torch.autograd.Function):
         for chunk in layer.chunks(len(hidden)):
             logits = layer.logits(hidden[chunk], weight)
             (normalizers[chunk],) = _log_sums((logits,), layer.group)
-            result[chunk] = _bucket_parts(layer, logits.sub_(normalizers[chunk, None]), ids[chunk])
+            result[chunk] = _rank_part_of_top_k_rest(layer, logits.sub_(normalizers[chunk, None]), ids[chunk])
             del logits
         _all_reduce(result, layer.group)
         rest = result[:, k].clone()
@@ -254,7 +254,7 @@ class _LinearTopKRest(torch.autograd.Function):
         return d_hidden, d_weight, None, None
 
 
-def _bucket_parts(layer: OutputLayer, logprobs: Tensor, ids: Tensor) -> Tensor:
+def _rank_part_of_top_k_rest(layer: OutputLayer, logprobs: Tensor, ids: Tensor) -> Tensor:
     """Return what this rank adds to the log-probabilities of the tokens `ids` [n, k] and to the probability of all others.
 
     The returned tensor has the shape [n, k + 1]. The caller sums it over the ranks. `logprobs` [n, V/tp] are the

@@ -90,7 +90,7 @@ def test_the_results_are_right(report):
 
 @pytest.fixture
 def job(tmp_path):
-    """A job whose reports nobody reads."""
+    """A job whose reports no test reads."""
     spec = SimpleNamespace(size="toy", rates={}, events=str(tmp_path / "events"))
     with (tmp_path / "events").open("w") as events:
         yield SectionJob(spec, events)
