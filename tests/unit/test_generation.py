@@ -1,5 +1,6 @@
 """Generations resume, refuse other settings, and use a different seed for each response."""
 
+import asyncio
 import json
 import re
 from contextlib import contextmanager, nullcontext
@@ -34,10 +35,12 @@ class Engine(HttpEngine):
     """A server whose digits depend only on the seed. It records the number of concurrent responses.
 
     `dies_after`: number of responses after which the server breaks all connections.
+    `waits_for`: number of concurrent responses before which the server answers no request.
     """
 
-    def __init__(self, delay_s: float = 0.0, dies_after: int | None = None) -> None:
+    def __init__(self, delay_s: float = 0.0, dies_after: int | None = None, waits_for: int = 0) -> None:
         self.dies_after, self.asked, self.now, self.most = dies_after, 0, 0, 0
+        self.waits_for, self.reached = waits_for, asyncio.Event()
         super().__init__(delay_s=delay_s)
 
     @property
@@ -48,6 +51,9 @@ class Engine(HttpEngine):
         count = len((await request.json())["input_ids"])
         self.asked, self.now = self.asked + count, self.now + count
         self.most = max(self.most, self.now)
+        if self.most >= self.waits_for:
+            self.reached.set()
+        await asyncio.wait_for(self.reached.wait(), timeout=60)
         if self.died:
             self.statuses = [BROKEN] * 1000
         try:
@@ -352,13 +358,14 @@ def test_concurrent_requests_are_bounded_and_spread_over_engines(configure):
     run(plan_generation(configure()), *engines, in_flight=5)
     assert all(engine.most <= 5 for engine in engines) and sum(engine.asked for engine in engines) == 51
     assert min(engine.asked for engine in engines) > 10
-    wide = Engine(delay_s=0.01)
+    most = 64 * (200 // 64)  # at most 64 HTTP requests of 3 prompts each
+    wide = Engine(waits_for=most)
     with watched(wide) as watcher:
         plan = plan_generation(configure())
         request = (plan.prompts()[0].tokens, replace(plan.sampling, seed=1))
         pending = RequestDispatcher(watcher, 200).submit([request] * 1000)
         done = [completion for future in pending for completion in future.result()]
-    assert len(done) == 1000 and 64 < wide.most <= 200
+    assert len(done) == 1000 and wide.most == most
 
 
 def test_the_requests_of_an_external_engine_that_fails_go_to_the_others(configure, tmp_path, caplog):
