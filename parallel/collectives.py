@@ -1,5 +1,6 @@
 """torch.distributed helpers: rendezvous, a group for objects, a differentiable all-reduce, errors that all ranks raise."""
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, TCPStore
+from torch.distributed import ProcessGroup, ProcessGroupGloo, TCPStore
 
 from parallel.device import backend
 from parallel.spans import span
 
 _object_group: ProcessGroup | None = None  # set by init_process_group
+_gloo_devices: dict[int, Any] = {}  # process id -> the devices of all its gloo groups; a forked process needs its own
 
 
 def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
@@ -44,6 +46,7 @@ def init_process_group(rank: int, world_size: int, address: str, port: int, time
     Raises an error of torch.distributed if a rank does not join within `timeout_s` seconds.
     """
     global _object_group
+    share_gloo_devices()
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
         store = open_tcp_store(address, port, timeout, world_size)
@@ -53,6 +56,37 @@ def init_process_group(rank: int, world_size: int, address: str, port: int, time
     group = dist.new_group(backend="gloo", timeout=timeout, group_desc="OBJECT_GROUP")
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     _object_group = group
+
+
+def share_gloo_devices() -> None:
+    """From now on, create the gloo groups of this process on the devices of its first gloo group. Idempotent.
+
+    torch gives each group a device of its own. Each device has a thread that wakes up 100 times a second, and Megatron creates
+    tens of groups, so the threads of idle groups would take several percent of a core in each rank.
+    """
+    dist.Backend.register_backend(
+        dist.Backend.GLOO,
+        _create_gloo_group,
+        extended_api=True,
+        devices=dist.Backend.backend_capability[dist.Backend.GLOO],
+        _backend_type=ProcessGroup.BackendType.GLOO,
+    )
+
+
+def _create_gloo_group(settings: Any, _: object) -> ProcessGroupGloo:
+    """Create a gloo group as torch does, on the devices of the first group. `settings`: torch's _DistributedBackendOptions."""
+    arguments = settings.store, settings.group_rank, settings.group_size
+    if devices := _gloo_devices.get(os.getpid()):
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = devices, 2 * len(devices), settings.timeout
+        options.enable_reconfigure = settings.enable_reconfigure
+        group = ProcessGroupGloo(*arguments, options)
+    else:  # torch reads GLOO_SOCKET_IFNAME and creates the devices
+        group = ProcessGroupGloo(*arguments, settings.timeout, settings.enable_reconfigure)
+        _gloo_devices[os.getpid()] = group.options._devices
+    group.options.global_ranks_in_group = settings.global_ranks_in_group
+    group.options.group_name = settings.group_id
+    return group
 
 
 def object_group() -> ProcessGroup | None:

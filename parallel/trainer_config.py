@@ -86,10 +86,13 @@ class OptimConfig:
     """
 
     lr: float = config_field(1e-6, "Learning rate after the warm-up.", above=0)
-    lr_schedule: LrSchedule = config_field(LrSchedule.constant, "Decay of the learning rate after the warm-up.")
+    lr_schedule: LrSchedule = config_field(
+        LrSchedule.constant, "Decay of the learning rate after the warm-up; linear_to_tenth decays from the first step."
+    )
     lr_decay_steps: int = config_field(
         0,
-        "Number of optimizer steps, including the warm-up, after which the learning rate is lr_min.",
+        "Number of optimizer steps, including the warm-up, at the end of which the learning rate is lr_min, or lr / 10 with "
+        "linear_to_tenth. lr_schedule=constant ignores the key; every other schedule needs it.",
         "optimizer steps",
         least=0,
     )

@@ -78,7 +78,7 @@ def resolve_family_path(reference: str) -> str:
 def _module_of_file(path: Path) -> ModuleType:
     name = f"family_file_{path.stem}"
     spec = spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, f"{path} ends in .py"
+    assert spec is not None and spec.loader is not None, f"no import spec for {path}, although its name ends in .py"
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look for the module in this dict
     spec.loader.exec_module(module)

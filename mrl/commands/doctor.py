@@ -28,7 +28,7 @@ KEY=VALUE arguments are config keys of mrl train.
 
   mrl doctor                                            checks this machine
   mrl doctor model.path=Qwen3-8B parallel.tp=4          also checks whether this machine can execute the run
-  mrl doctor --all-reduce                               also runs an all-reduce over all GPUs, or over two processes without GPUs
+  mrl doctor --all-reduce                               also runs an all-reduce over all GPUs; without GPUs, over two processes
 
 To check the hosts of a job, start one process on each host before Ray starts:
   srun --ntasks-per-node=1 mrl doctor --rendezvous $(scontrol show hostnames | head -1):29400 KEY=VALUE ...

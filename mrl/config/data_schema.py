@@ -82,7 +82,7 @@ class DataConfig:
     sampler: Node | None = key(
         dict,
         "Function that chooses the prompts of each step: mrl.data.samplers.Curriculum, mrl.data.samplers.DifficultyMixture, or "
-        "your own. Default: each source in epochs, as data.shuffle says.",
+        "your own. Default: data.mixture decides how often each source is drawn, and each source is drawn in epochs.",
     )
     offline: OfflineConfig = field(default_factory=OfflineConfig)
     max_prompt_tokens: int | None = key(

@@ -160,7 +160,8 @@ class RolloutConfig:
     over_sample_rate: float = key(
         0.0,
         "Over-sampling: the engines sample over_sample_rate x prompts_per_step more groups than a step needs. "
-        "When a step has all its groups, the run drops other groups that would be too old for the next step.",
+        "When a step has all its groups, the run drops the other groups if their staleness would exceed max_staleness in the "
+        "next step.",
         least=0,
     )
     filter: Node | None = key(
@@ -462,10 +463,11 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,
-        "Frozen models beside the actor, by name. Megatron computes the log-probabilities of a role with the keys path, column, "
-        "parallel and max_tokens_per_micro_batch, such as roles.teacher.path=FOLDER. SGLang serves a role with the keys path, "
-        "num_engines, engine_tp and sglang to rewards or to distillation (docs/concepts/placement.md). The key teaches lists "
-        "the data sources for which a role is the teacher (docs/how_to/distillation.md).",
+        "Frozen models beside the actor, by name, such as roles.teacher.path=FOLDER. If num_engines is 0, Megatron computes the "
+        "log-probabilities of the sampled tokens under the model; further keys: column, parallel, max_tokens_per_micro_batch. "
+        "If num_engines is larger, SGLang serves the model to rewards or to distillation; further keys: engine_tp, sglang "
+        "(docs/concepts/placement.md). `teaches` is the list of data sources for which the model is the teacher "
+        "(docs/how_to/distillation.md).",
     )
     sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

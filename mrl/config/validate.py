@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -145,8 +146,9 @@ def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
     return [name for each in near for name in by_leaf[each]][:3]
 
 
+@cache
 def structured_schema() -> DictConfig:
-    """Return the schema as a typed OmegaConf node with all defaults.
+    """Return the schema as a typed OmegaConf node with all defaults. Callers share the node, so they must not change it.
 
     OmegaConf makes nodes of frozen dataclasses read-only. The returned nodes are writable, because Hydra has to set values.
     """

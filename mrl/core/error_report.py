@@ -68,7 +68,7 @@ def full_traceback(error: BaseException) -> str:
 
 
 def _unwrap(error: BaseException) -> BaseException:
-    """Return the exception that another process raised, in place of Ray's wrapper, whose message is a traceback."""
+    """Return the first exception of the chain that is not a RayTaskError, whose message would be a traceback."""
     for each in error_chain(error):
         if not is_from_another_process(each):
             return each

@@ -1,4 +1,6 @@
-"""The first difference between an engine and the trainer, and causes in the weights: swapped, reordered or stale tensors.
+"""Describes the first place at which an engine and the trainer differ, and finds swapped, reordered or stale weights there.
+
+A place is a point of the forward pass at which a tensor is recorded (mrl.workers.forward_trace).
 
 This module needs no engine and no model.
 """
@@ -42,10 +44,12 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "final_norm": ("model.norm.",),
     "last_logits": ("lm_head.",),
 }
-"""Place -> for each tensor that is multiplied or added at this place, a part of the tensor's name."""
+"""Place -> parts of the names of the tensors that may cause a difference at this place, in the order of their comparison."""
 
 
-_FIT_TOLERANCE = 1e-3  # relative error below which a hypothesis explains a tensor; larger for bfloat16
+# If a place is recomputed with an assumed cause, such as another RoPE base, and the relative error is at most this, the cause
+# explains the difference. The tolerance of bfloat16 is larger (Difference.fit_tolerance).
+_FIT_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Side:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of the model that the recomputations need."""
+    """Sizes of the model that the checks of engine_causes and attention_causes need."""
 
     head_dim: int
     kv_heads: int
@@ -89,7 +93,7 @@ class Difference:
     layer: int | None
     positions: NDArray[np.int64]  # [S] position of each token in its row
     facts: ModelFacts
-    tolerance: float  # largest relative difference of equal tensors
+    tolerance: float  # largest relative difference at which two tensors count as equal
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -100,7 +104,7 @@ class Difference:
         return place if self.layer is None else f"layers.{self.layer}.{place}"
 
     def of(self, side: Side, *places: str) -> NDArray:
-        """Return the first of these places of the same layer that the side has, in float64."""
+        """Return the tensor of `side`, in float64, at the first of `places` that the side has. They are places of this layer."""
         return next(side.places[self.key(p)] for p in places if self.key(p) in side.places).astype(np.float64)
 
     def has(self, *places: str) -> bool:
@@ -157,7 +161,11 @@ def weight_cause(place: str, layer: int | None, engine: Weights, trainer: Weight
         return None
     if (other := _other_layer(layer, engine, trainer)) is not None:
         text = f"layer {layer} of the engine has the weights of layer {other} of the trainer"
-        return Cause("order of layers", text, "compare the mapping of layers to pipeline stages and to the engine")
+        return Cause(
+            "order of layers",
+            text,
+            "compare the layer numbers in the names of the tensors that the trainer exports with those that the engine loads",
+        )
     return _describe(differing, engine, trainer, head_dim)
 
 

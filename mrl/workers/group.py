@@ -20,9 +20,11 @@ from mrl.workers.worker import TrainWorker, must_be_loaded_first
 from parallel.dims import ParallelDims
 
 RANK_TIMEOUT_MARGIN_S = 60.0
-"""Ranks wait this number of seconds longer for each other than the driver waits for a call.
+"""Difference of two timeouts in seconds.
 
-Therefore the ranks are still waiting when the driver writes its hang report."""
+The timeout of the process groups of the ranks is longer than the driver's timeout of a call, so the ranks are still waiting when
+the driver writes its hang report. The ranks check the deadline of a checkpoint, and the driver waits longer than this deadline.
+"""
 
 
 def _do_nothing(role: str) -> None:
@@ -60,7 +62,7 @@ class ComputedColumns:
 
     columns: Mapping[str, list[Handle]]  # name -> for each replica, a handle to the values of the replica's rows
     seconds: float  # duration of the pass on the slowest rank
-    # teacher -> locations of the outputs that distillation reads; in the result of `of`, the name of the teacher is ""
+    # teacher -> locations of the outputs that distillation reads. `of` does not know the teacher and uses the name "".
     teachers: Mapping[str, Sequence[TeacherPart]] = field(default_factory=dict)
 
     @classmethod
@@ -202,9 +204,9 @@ class WorkerGroup:
     ) -> PendingCall[list[Any]]:
         """Call a method on `workers` (default: all ranks). The results are in the order of the ranks.
 
-        Every rank receives the batches of all replicas, as one list behind a handle. The batches share their arrays [B], so
-        the list is little larger than one batch. If the method needs the model on its devices, `before_device_use` first waits
-        for running calls of other models on these devices, and offloads these models.
+        Every rank receives the batches of all replicas, as one list behind a handle. All batches refer to the same arrays, with
+        one value for each response, so the list is little larger than one batch. If the method needs the model on its devices,
+        `before_device_use` first waits for running calls of other models on these devices, and offloads these models.
         """
         name = method.__name__
         if must_be_loaded_first(method):
@@ -225,7 +227,7 @@ class WorkerGroup:
     ) -> PendingCall[ComputedColumns]:
         """Begin a forward pass over all rows. The pass computes columns [R].
 
-        `method`: a method of TrainWorker that returns RankColumns. `options`: the arguments of `method` after the rows.
+        `method`: a method of TrainWorker that returns RankColumns. `options`: further arguments of `method`.
         """
         partition = partition_step(batch, self.dims, packing.without_gradients)
         return self._send(method, (batch.block, ray.put(partition.rank_batches)), options).then(ComputedColumns.of)

@@ -55,9 +55,9 @@ def requires_on_device[W: _HasModel, **P, R](
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
     """Declare how much of the model a worker method needs on its device.
 
-    Before a call of such a method, the driver loads the model (WorkerGroup.call). If `loaded_by_scheduler` is true, the driver
-    does not load the model, because the memory scheduler has already loaded what the method needs. If less than `level` is
-    loaded, the method raises RuntimeError, because it would compute on released memory.
+    Before a call of such a method, WorkerGroup loads the whole model. If `loaded_by_scheduler` is true, WorkerGroup does not load
+    it, because the caller is inside MemoryScheduler.during_push, which has loaded the weights of the actor only. If less than
+    `level` is loaded, the method raises RuntimeError, because it would compute on released memory.
     """
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
@@ -154,7 +154,7 @@ class TrainWorker:
         return ray.put(block.with_columns(**{name: assemble_column(parts, block.sampled_lengths, fill=float("nan"))}))
 
     def mean_log_ratio(self, block: TokenBlock, *parts: ColumnPart) -> float:
-        """Return the mean, in nats, over the rows in `parts`: summed log-probabilities minus those under the reference."""
+        """Return log pi(response) - log pi_ref(response), in nats, averaged over the rows whose log pi is in `parts`."""
         cu_sampled = np.concatenate([[0], np.cumsum(block.sampled_lengths)])
         reference = block.columns["ref_logprobs"].astype(np.float64)
         rows = {row: values for part in parts for row, values in part.by_row(block.sampled_lengths).items()}
@@ -243,7 +243,7 @@ class TrainWorker:
             return RankColumns({}, time.perf_counter() - start, parts)
 
     def load_teacher_weights(self, folders: Mapping[str, str]) -> None:
-        """Load this rank's rows of the teachers' output layers to the host. `folders`: teacher -> Hugging Face folder."""
+        """Load this rank's shard of each teacher's output layer to the host. `folders`: teacher -> Hugging Face folder."""
         with track_activity("loading the output layers of teachers"):
             self.model.load_teacher_weights(folders)
 
@@ -265,8 +265,8 @@ class TrainWorker:
     ) -> list[UpdateReport]:
         """Run one optimizer step for each mini-batch, on this replica's rows.
 
-        `rank_batches` has one list of batches for each replica, with one batch for each mini-batch. `teachers`: teacher ->
-        locations of its outputs. `options` are further arguments of the model's own `update`.
+        `rank_batches[r][m]`: the rows of replica r in mini-batch m. `teachers`: teacher -> locations of its outputs. `options`
+        are further arguments of the model's own `update`.
         """
         batches = self._own_batch(rank_batches)
         block = block.with_columns(**columns or {})
