@@ -102,6 +102,7 @@ def test_an_engine_reports_which_weight_version_sampled_each_token(engine):
     assert (old, new) == (76, 77) and first + second == 300 and first and second
 
 
+@pytest.mark.extended
 def test_an_engine_stops_sampling_responses_whose_request_is_cancelled(engine, tmp_path):
     """The pool closes the connection, and SGLang aborts the cancelled request. The other request continues.
 

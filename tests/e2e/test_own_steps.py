@@ -33,7 +33,7 @@ def example_steps(inputs, tmp_path_factory) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.extended_except("best_of_n")
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["best_of_n", "by_source"])
 def test_a_killed_run_with_an_own_step_equals_an_uninterrupted_one(
     start_mrl, quickstart, warm, example_steps, tmp_path, user_module, name

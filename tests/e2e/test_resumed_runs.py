@@ -11,6 +11,7 @@ from mrl.checkpoint.starts import read_events
 from mrl.core.sample_file import read_samples
 
 
+@pytest.mark.extended
 def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(
     start_mrl, quickstart, recorded, tmp_path, user_module
 ):

@@ -31,6 +31,7 @@ def kept(probs: torch.Tensor, top_p=1.0, top_k=32, min_p=0.0) -> torch.Tensor:
     return torch.zeros_like(inside).scatter(1, index, inside)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("left_out", [dict(top_p=0.5), dict(top_k=3), dict(min_p=0.4), dict(top_p=0.8, top_k=5)])
 def test_the_engine_leaves_tokens_out_and_returns_logprobs_of_the_whole_distribution(engine, left_out):
     sampling = SamplingParams(12, temperature=TEMPERATURE, ignore_eos=True, **left_out)
@@ -45,6 +46,7 @@ def test_the_engine_leaves_tokens_out_and_returns_logprobs_of_the_whole_distribu
     assert np.mean(mass) < 0.9, "the log-probabilities of the kept tokens alone would differ"
 
 
+@pytest.mark.extended
 def test_the_engine_returns_logprobs_with_the_repetition_penalty(engine):
     sampling = SamplingParams(12, temperature=TEMPERATURE, repetition_penalty=1.8, ignore_eos=True)
     differences = []

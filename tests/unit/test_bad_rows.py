@@ -179,6 +179,7 @@ def made(kind: str, source: random.Random) -> bytes:
     return KINDS[kind][0](source)
 
 
+@pytest.mark.extended
 def test_ten_thousand_malformed_rows_are_each_reported_with_place_and_reason(files):
     pushed: Counter[str] = Counter()  # number of rows of each kind
 

@@ -110,6 +110,7 @@ def as_last(outcomes: dict[str, run.Outcome]) -> dict:
     return {"programs": {name: outcome | {"machine": run.machine()} for name, outcome in programs.items()}}
 
 
+@pytest.mark.extended
 def test_a_function_that_became_slower_is_called_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
     program = run.Program("slow", "slow.py", 60)
     fake_root(monkeypatch, tmp_path, 100_000)
@@ -186,6 +187,7 @@ def test_programs_that_fail_hang_or_miss_something_are_named(tmp_path, monkeypat
     assert left_out == ["peer was left out: no/python does not exist; make it"]
 
 
+@pytest.mark.extended
 def test_the_exit_status_is_1_only_if_a_program_failed(tmp_path, monkeypatch):
     fake_root(monkeypatch, tmp_path, 1000)
     monkeypatch.setattr(run, "PROGRAMS", (run.Program("slow", "slow.py", 60), run.Program("fails", "fails.py", 60)))

@@ -36,6 +36,7 @@ def config(*overrides: str):
     return hydra_entry.compose_config(hydra_entry.check_overrides([*base, *overrides]))
 
 
+@pytest.mark.extended_except("overrides0-expected0")
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -142,6 +143,7 @@ def totals(tmp_path, *overrides: str) -> dict[tuple[str, str], int]:
     return {(phase.role, phase.phase): phase.total for phase in memory.phases}
 
 
+@pytest.mark.extended
 def test_the_planned_memory_follows_the_budget_of_each_pass(tmp_path):
     equal = totals(tmp_path)
     forward = totals(tmp_path, "trainer.max_tokens_per_forward_micro_batch=32768")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 THREE_TESTS = """
 import logging.config
@@ -20,6 +22,7 @@ def test_that_runs_next():
 """
 
 
+@pytest.mark.extended
 def test_a_test_that_configures_logging_does_not_close_the_files_of_pytest(tmp_path):
     (tmp_path / "test_three.py").write_text(THREE_TESTS)
     command = [

@@ -214,6 +214,7 @@ def wait_until(condition: Callable[[], bool], message: Callable[[], str]) -> Non
         time.sleep(0.01)
 
 
+@pytest.mark.extended
 def test_pytest_leaves_no_device_idle_and_gives_none_to_two_tests(start_pytest, tmp_path):
     """Each of the started tests ends only when this function allows it, so the order of events depends on no duration."""
     run, ended = start_pytest(TESTS_THAT_WAIT, "--devices", "4"), set()
@@ -274,6 +275,7 @@ def pytest_handlecrashitem(crashitem, report, sched):
 """
 
 
+@pytest.mark.extended
 def test_a_worker_that_crashes_frees_its_devices_and_its_test_fails(start_pytest, tmp_path):
     (tmp_path / "conftest.py").write_text(REPEATS)
     run = start_pytest(TESTS_THAT_CRASH, "--devices", "2", "-rs")
@@ -306,6 +308,7 @@ def test_small(): ...
     ],
     ids=["x", "maxfail", "k", "m", "deselect", "one process"],
 )
+@pytest.mark.extended
 def test_tests_are_selected_and_stopped_as_with_other_schedulers(start_pytest, arguments, counts):
     start_pytest(TESTS_WITH_FAILURES, "--devices", "2", *arguments).wait(**counts)
 
@@ -318,6 +321,7 @@ def test_stops(request, number):
 """
 
 
+@pytest.mark.extended
 def test_a_worker_that_is_told_to_stop_runs_no_further_test(start_pytest):
     output, _ = start_pytest(TESTS_THAT_STOP, "--devices", "2").process.communicate(timeout=DEADLINE_S)
     assert "Interrupted: enough tests" in output
@@ -329,6 +333,7 @@ DIFFERENT_NEEDS = "@pytest.mark.devices(int(os.environ['PYTEST_XDIST_WORKER'][-1
 
 
 @pytest.mark.parametrize("source", [DIFFERENT_IDS, DIFFERENT_NEEDS], ids=["ids", "needs"])
+@pytest.mark.extended
 def test_workers_that_collect_different_tests_run_none(start_pytest, source):
     assert "Different tests were collected between gw" in start_pytest(source, "--devices", "2").wait(error=1)
 
@@ -347,12 +352,14 @@ def test_plain(): ...
 """
 
 
+@pytest.mark.extended
 def test_gpu_tests_use_all_visible_gpus_by_default(start_pytest):
     run = start_pytest(TESTS_OF_VARIABLES, "-m", "gpu", CUDA_VISIBLE_DEVICES="GPU-4,GPU-7")
     assert "2 workers" in run.wait(passed=2)
     assert run.devices_of() == {"test_two": ["GPU-4", "GPU-7"], "test_one": ["GPU-4"]}
 
 
+@pytest.mark.extended
 def test_in_one_process_each_test_gets_the_first_devices(start_pytest):
     run = start_pytest(TESTS_OF_VARIABLES, "--devices", "3", "-n0")
     assert "worker" not in run.wait(passed=3)
@@ -364,6 +371,7 @@ def test_in_one_process_each_test_gets_the_first_devices(start_pytest):
     [([], dict(passed=2, skipped=1)), (["-m", "not gpu"], dict(passed=1))],
     ids=["all", "not gpu"],
 )
+@pytest.mark.extended
 def test_without_the_option_and_the_marker_pytest_runs_as_ever(start_pytest, arguments, counts):
     run = start_pytest(TESTS_OF_VARIABLES, *arguments, "-rs", CUDA_VISIBLE_DEVICES="4")
     output = run.wait(**counts)
@@ -380,6 +388,7 @@ def test_without_the_option_and_the_marker_pytest_runs_as_ever(start_pytest, arg
     ],
     ids=["too many", "none", "workers"],
 )
+@pytest.mark.extended
 def test_wrong_options_are_refused_before_a_test_runs(start_pytest, arguments, message):
     run = start_pytest(TESTS_OF_VARIABLES, *arguments, CUDA_VISIBLE_DEVICES="4,7")
     assert f"ERROR: {message}" in run.wait()
@@ -394,6 +403,7 @@ def test_uses_cuda(devices): ...
 """
 
 
+@pytest.mark.extended
 def test_a_test_must_not_use_cuda_in_the_process_of_pytest(start_pytest):
     output = start_pytest(TEST_THAT_USES_CUDA, "--devices", "1").wait(passed=1, error=1)
     assert "test_uses_cuda used CUDA in the process of pytest, so later tests could not change their devices" in output
