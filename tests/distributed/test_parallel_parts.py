@@ -1,5 +1,6 @@
 """Rank arithmetic compared with Megatron's process groups, and attention over sequences that are split over ranks."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,6 +46,19 @@ def test_rank_arithmetic_follows_megatron(run_ranks, dims):
         same = [r for r in range(dims.world_size) if (dims.coords(r).tp, dims.coords(r).pp) == (at.tp, at.pp)]
         assert sorted(summed) == same
         assert ends == (at.pp == 0, at.pp == dims.pp - 1)
+
+
+def polling_threads(rank: int) -> tuple[int, int]:
+    """Return the number of process groups of this rank, and the number of its threads that poll gloo's sockets."""
+    from torch.distributed.distributed_c10d import _world
+
+    threads = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+    return len(_world.pg_map), threads.count("gloo_tcp_loop")
+
+
+def test_the_gloo_groups_of_a_rank_share_one_polling_thread(run_ranks):
+    for num_groups, num_threads in run_ranks(ParallelDims(tp=2), polling_threads):
+        assert num_groups > 10 and num_threads == 1
 
 
 def attention_case(seed: int):
