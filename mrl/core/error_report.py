@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from mrl.core.run_errors import KILLED_ADVICE, ProcessesLostError
-from mrl.core.user_code import error_chain, is_from_another_process, own_traceback, source_line, user_location
+from mrl.core.user_code import error_chain, is_ray_task_error, own_traceback, source_line, user_location
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def report_error(error: BaseException, run_dir: Path) -> str:
     """
     full = _encodable(full_traceback(error))
     report = _encodable("\n".join([*error_lines(error, run_dir), _write_traceback(full, run_dir)][:MAX_LINES]))
-    logger.error("%s", report, extra=dict(is_shown=True))
+    logger.error("%s", report, extra=dict(is_shown=True))  # is_shown: the command itself prints the report
     return f"{report}\n{full}" if os.environ.get(DEBUG_VARIABLE) == "1" else report
 
 
@@ -63,14 +63,14 @@ def error_lines(error: BaseException, run_dir: Path) -> list[str]:
 def full_traceback(error: BaseException) -> str:
     """Return the traceback of an exception and of its causes in other processes, as text."""
     text = "".join(traceback.format_exception(error))
-    remote = [own_traceback(each) for each in error_chain(error) if is_from_another_process(each)]
+    remote = [own_traceback(each) for each in error_chain(error) if is_ray_task_error(each)]
     return "\n".join([text, *(part for part in remote if part not in text)])
 
 
 def _unwrap(error: BaseException) -> BaseException:
     """Return the first exception of the chain that is not a RayTaskError, whose message would be a traceback."""
     for each in error_chain(error):
-        if not is_from_another_process(each):
+        if not is_ray_task_error(each):
             return each
     return error
 

@@ -52,7 +52,7 @@ class _WarningHandler(logging.Handler):
         self._receive = receive
 
     def emit(self, record: logging.LogRecord) -> None:
-        # `report_error` itself shows the error that ends a command, and marks its log record with `is_shown`.
+        # A command itself prints the error that ends it. `is_shown` marks the log record of this error.
         if not getattr(record, "is_shown", False):
             error = record.exc_info[1] if record.exc_info else None
             suffix = f": {type(error).__name__}: {error}" if error else ""

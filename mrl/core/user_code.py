@@ -82,7 +82,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
         current = inner or (None if current.__suppress_context__ else current.__context__)
 
 
-def is_from_another_process(error: BaseException) -> bool:
+def is_ray_task_error(error: BaseException) -> bool:
     """Return whether an exception is a RayTaskError, with which Ray wraps an exception of another process.
 
     Ray also derives classes from RayTaskError and the type of the wrapped exception.
@@ -95,7 +95,7 @@ def own_traceback(error: BaseException) -> str:
 
     For a RayTaskError, this is the traceback in the other process.
     """
-    if is_from_another_process(error):
+    if is_ray_task_error(error):
         return str(error)
     return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
 

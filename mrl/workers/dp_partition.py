@@ -25,9 +25,8 @@ class Packing:
     cost: CostModel = field(default_factory=CostModel)  # estimates the compute cost of a sequence from its length
     forward_max_tokens: int | None = None  # token budget of a pass without gradients; None: max_tokens
 
-    @property
-    def without_gradients(self) -> "Packing":
-        """The packing of passes without gradients."""
+    def for_forward_pass(self) -> "Packing":
+        """Return the packing of passes without gradients."""
         return replace(self, max_tokens=self.forward_max_tokens or self.max_tokens)
 
 

@@ -229,14 +229,14 @@ class WorkerGroup:
 
         `method`: a method of TrainWorker that returns RankColumns. `options`: further arguments of `method`.
         """
-        partition = partition_step(batch, self.dims, packing.without_gradients)
+        partition = partition_step(batch, self.dims, packing.for_forward_pass())
         return self._send(method, (batch.block, ray.put(partition.rank_batches)), options).then(ComputedColumns.of)
 
     def evaluate(
         self, batch: TrainBatch, packing: Packing, *, weighting: TokenWeighting = MEAN_OVER_TOKENS, **options: Any
     ) -> UpdateReport:
         """Compute the loss of a batch without gradients. `options`: further arguments of the model's `evaluate`, such as loss."""
-        partition = partition_step(batch, self.dims, packing.without_gradients, weighting)
+        partition = partition_step(batch, self.dims, packing.for_forward_pass(), weighting)
         reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.rank_batches)), options)
         return self._combine(reports, partition)
 

@@ -119,7 +119,7 @@ def columns_and_losses(rank: int, path, dims: ParallelDims, budgets: list[int]):
     for budget in budgets:
         block, groups = groups_of_responses()
         batch, packing = TrainBatch.of(block, groups), Packing(60, True, CostModel(1.0, 0.01), budget)
-        forward = partition_step(batch, dims, packing.without_gradients).rank_batches[dims.coords(rank).dp]
+        forward = partition_step(batch, dims, packing.for_forward_pass()).rank_batches[dims.coords(rank).dp]
         update = partition_step(batch, dims, packing).rank_batches[dims.coords(rank).dp]
         actor, critic = make_model(path, dims), make_model(path, dims, critic=True)
         parts = [
