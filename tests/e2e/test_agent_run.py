@@ -41,7 +41,6 @@ def run(start_mrl, calculator):
     return done
 
 
-@pytest.mark.extended
 def test_trainer_and_engine_agree_on_every_token_of_conversations(run):
     steps = run.metrics()
     assert len(steps) == 2 and run.leftovers() == []
@@ -51,7 +50,6 @@ def test_trainer_and_engine_agree_on_every_token_of_conversations(run):
         assert 0 < step["rollout/cached_tokens_fraction"] < 1, "later turns find earlier turns in the prefix cache"
 
 
-@pytest.mark.extended
 def test_tool_results_are_in_the_response_but_are_not_trained(run, calculator):
     tokenizer = load_tokenizer(calculator / "model")
     start, end, stop = (tokenizer.convert_tokens_to_ids(mark) for mark in ("<result>", "</result>", "</call>"))

@@ -28,8 +28,6 @@ from mrl.workers import group as workers
 from parallel.collective_log import read_collective_log
 from parallel.dims import ParallelDims
 
-pytestmark = pytest.mark.extended
-
 DEADLINE_S = 3.0
 REQUEST_DEADLINE_S = 8.0  # longer, because the rollout worker must first send its requests to the engine
 DIAGNOSED_WITHIN_S = 60.0  # after the deadline. On an idle machine, the diagnosis takes about 5 s
@@ -151,6 +149,7 @@ def run(inputs, tmp_path_factory):
                 replicas.close()
 
 
+@pytest.mark.extended
 def test_a_slow_call_and_a_call_that_raises_write_no_hang_report(run):
     """The slow call ends before its deadline. The exception of a rank is raised unchanged."""
     with run.faults_hang():
@@ -176,6 +175,7 @@ def test_a_stopped_scheduler_of_an_engine_is_named(run):
         )
 
 
+@pytest.mark.extended
 def test_a_stopped_server_of_an_engine_is_named(run):
     with stopped(run.pid("engine_0")):
         run.check_stall(
@@ -188,6 +188,7 @@ def test_a_stopped_server_of_an_engine_is_named(run):
         )
 
 
+@pytest.mark.extended
 def test_a_rollout_worker_whose_reward_deadlocks_is_named(run):
     with run.faults_hang():
         texts = ("is in scoring", "faulty_ranks.py", "reward Deadlock on 8 responses", "scoring 8 responses to rows")
@@ -195,11 +196,13 @@ def test_a_rollout_worker_whose_reward_deadlocks_is_named(run):
         run.check_stall(run.generator.worker, run.generate, "the rollout worker", *texts, deadline_s=15)
 
 
+@pytest.mark.extended
 def test_a_stopped_rollout_worker_is_named(run):
     with stopped(run.pid("rollout")):
         run.check_stall(run.generator.worker, run.generate, "the rollout worker", "is stopped")
 
 
+@pytest.mark.extended
 def test_a_rank_that_does_not_send_to_the_next_pipeline_stage_is_named(run):
     deadline_s = run.deadline_s(run.stages)
     run.stages.call(faulty_ranks.FaultyWorker.arm, 0, "send", "hang")
@@ -213,6 +216,7 @@ def test_a_rank_that_does_not_send_to_the_next_pipeline_stage_is_named(run):
     assert error.ranks == (0,)
 
 
+@pytest.mark.extended
 def test_a_rank_that_hangs_in_the_weight_sync_is_named(run):
     run.trainer.weight_sync.push(version=1)
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "sync", "hang")
@@ -222,6 +226,7 @@ def test_a_rank_that_hangs_in_the_weight_sync_is_named(run):
         run.check_stall(run.stages, push, "rank 1 (pp 1)", *texts, deadline_s=30)  # the engine has to pause first
 
 
+@pytest.mark.extended
 def test_a_rank_that_hangs_in_data_loading_is_named(run):
     deadline_s = run.deadline_s(run.replicas)
     run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hang")
@@ -237,6 +242,7 @@ def test_a_rank_that_hangs_in_data_loading_is_named(run):
     assert error.ranks == (1,) and "<- behind" in text
 
 
+@pytest.mark.extended
 def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
     """A Ray task examines the other host."""
     monkeypatch.setattr(ray_wait, "gethostname", lambda: "host-of-the-driver")
@@ -247,6 +253,7 @@ def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
         run.check_stall(run.replicas, call, "replica rank 0 (dp 0)", *texts, deadline_s=deadline_s)
 
 
+@pytest.mark.extended
 def test_a_rank_that_dies_before_a_collective_is_named(run):
     """The error of the neighbouring rank arrives first, but the report names the dead rank, with the cause of its death."""
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "data", "crash")
@@ -257,6 +264,7 @@ def test_a_rank_that_dies_before_a_collective_is_named(run):
     assert check_error(caught.value, "rank 1 (pp 1)", "died while updating the weights: Aborted").ranks == (1,)
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_killed_in_a_collective_is_named(run):
     run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hang")
     issued = run.num_collectives("replica_0")
