@@ -102,7 +102,7 @@ def load_and_go_on(rank: int, path, folder, dims: ParallelDims):
     return train(actor, dims, rank, 2), draws(), weights_of(actor)
 
 
-@pytest.mark.extended_except("dense-tp2 pp2 sp-1-True-fused", "moe-dp4 ep2-1-True-fused", "tied-dp2-0-True-torch")
+@pytest.mark.extended_except("dense-tp2 pp2 sp-1-True-fused")
 @pytest.mark.parametrize("adam", ["fused", "torch"])
 @pytest.mark.parametrize(
     ("kind", "dims", "steps_before", "asynchronous"),
@@ -149,9 +149,6 @@ one = ParallelDims()
 
 @pytest.mark.extended_except(
     "dense-tp2 pp2 sp-cp2 dp2, one process-fused to fused",
-    "moe-dp2 ep2-one process, pp2, tp2 pp2 ep2 etp1 sp-fused to fused",
-    "dense-one process-tp2 sp-fused to torch",
-    "dense-one process-tp2 sp-torch to fused",
 )
 @pytest.mark.parametrize("adams", ["fused to fused", "fused to torch", "torch to fused"])
 @pytest.mark.parametrize(

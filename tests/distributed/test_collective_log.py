@@ -6,6 +6,7 @@ import sys
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -89,6 +90,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.extended
 def test_an_interpreter_that_exits_without_closing_its_log_does_not_crash(tmp_path):
     """If hooks remained, torch would crash when it destroys the group."""
     assert subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], timeout=120).returncode == 0

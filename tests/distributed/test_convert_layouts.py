@@ -92,6 +92,7 @@ def test_every_layout_loads_and_saves_converted_weights_bit_exactly(run_ranks, t
     assert_they_come_back(run_ranks, [folder], dims)
 
 
+@pytest.mark.extended
 def test_every_family_is_loaded_and_saved_bit_exactly_with_tensor_parallelism(run_ranks, tmp_path):
     folders = [make_family(name, tmp_path / name) for name in FAMILIES]
     assert_they_come_back(run_ranks, folders, ParallelDims(tp=2))

@@ -84,7 +84,7 @@ def blocks(run_ranks, folder):
     return {"whole": whole, "top_k": top, "with_rewards": whole}, groups
 
 
-@pytest.mark.extended_except("tp2 sp", "cp2")
+@pytest.mark.extended_except("tp2 sp")
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_the_outputs_of_a_teacher_are_the_same_under_layout(run_ranks, folder, blocks, dims):
     expected, groups = blocks
@@ -128,7 +128,7 @@ def alone(run_ranks, folder, blocks) -> dict[str, StepTrace]:
     return found
 
 
-@pytest.mark.extended_except(*map(str, LAYOUTS[:4]))
+@pytest.mark.extended_except("tp2 sp")
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_a_step_is_the_same_under_layout(run_ranks, folder, blocks, alone, dims):
     ranks = run_ranks(dims, traces, folder, dims, *blocks, Packing(60), timeout_s=240)

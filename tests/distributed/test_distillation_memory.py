@@ -125,6 +125,7 @@ def test_distillation_takes_at_most_1_2_times_the_memory_of_sampled_tokens(run_r
 
 
 @pytest.mark.parametrize("chunk", [256, 1024])
+@pytest.mark.extended
 def test_the_planned_bytes_of_the_head_are_those_of_its_tensors(run_ranks, chunk):
     kinds = [SAMPLED, *(Head("js", teachers, sampled) for teachers in (1, 2) for sampled in (False, True))]
     heads = [head._replace(chunk=chunk) for head in kinds]

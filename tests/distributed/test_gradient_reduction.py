@@ -125,7 +125,7 @@ CASES = [
 ]
 
 
-@pytest.mark.extended_except("dense-pp2 vpp2 dp2", "tied-pp2 dp2", "moe-tp2 dp2 ep2 etp1 sp")
+@pytest.mark.extended_except("dense-pp2 vpp2 dp2", "tied-pp2 dp2")
 @pytest.mark.parametrize(("kind", "dims"), CASES, ids=str)
 def test_a_reduction_during_the_backward_pass_changes_no_bit(run_ranks, tmp_path, kind, dims):
     """Replicas without a micro-batch also take part in reductions. Other bucket sizes change only the order of summation."""
@@ -157,7 +157,7 @@ def load_and_go_on(rank: int, kind: str, path, folder, dims: ParallelDims, mode:
     return train(model, kind, block, batches[:2]), state_of(model)
 
 
-@pytest.mark.extended_except("tied-pp2 dp2")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [

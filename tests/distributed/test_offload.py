@@ -105,7 +105,7 @@ def offload_and_load(actor) -> None:
     assert nbytes(gradients(actor)) == sizes and min(sizes, default=1) > 0
 
 
-@pytest.mark.extended_except("dense-tp2 pp2 sp-float32-fused", "moe-dp2 ep2-bfloat16-fused")
+@pytest.mark.extended_except("dense-tp2 pp2 sp-float32-fused")
 @pytest.mark.parametrize("adam", ["fused", "torch"])
 @pytest.mark.parametrize(("kind", "dims", "dtype"), LAYOUTS, ids=str)
 def test_training_with_offloading_between_steps_is_bit_exact(run_ranks, tmp_path, kind, dims, dtype, adam):
@@ -178,6 +178,7 @@ def host_memory(rank: int, path, dims: ParallelDims):
     return blocks
 
 
+@pytest.mark.extended
 def test_host_memory_is_allocated_once(run_ranks, tmp_path, monkeypatch):
     from parallel import offload
 
@@ -246,6 +247,7 @@ def frozen(rank: int, path, dims: ParallelDims):
     assert logprobs(model, dims, rank) == before
 
 
+@pytest.mark.extended
 def test_a_model_without_an_optimizer_can_be_offloaded(run_ranks, tmp_path):
     make("moe", tmp_path)
     run_ranks(ParallelDims(tp=2), frozen, tmp_path, ParallelDims(tp=2))

@@ -102,7 +102,7 @@ def alone(run_ranks, folder) -> dict[str, StepTrace]:
     return found
 
 
-@pytest.mark.extended_except(str(ONE), str(LAYOUTS[2]), str(LAYOUTS[4]), str(LAYOUTS[3]))
+@pytest.mark.extended_except("tp2 pp2 sp")
 @pytest.mark.parametrize("dims", [ONE, *LAYOUTS], ids=str)
 def test_a_step_is_the_same_under_layout(run_ranks, folder, alone, dims):
     ranks = run_ranks(dims, traces, folder, dims, PACKED, LOSSES | SCORE_LOSSES, timeout_s=240)
@@ -113,6 +113,7 @@ def test_a_step_is_the_same_under_layout(run_ranks, folder, alone, dims):
         assert not wrong, (name, wrong[:3])
 
 
+@pytest.mark.extended
 def test_a_single_pair_trains_on_two_replicas(run_ranks, folder):
     """One replica has no rows."""
     losses, dims = {"dpo": LOSSES["dpo"]}, ParallelDims(dp=2)
@@ -136,6 +137,7 @@ def evaluated(rank: int, path, dims: ParallelDims) -> dict[str, float]:
     return found
 
 
+@pytest.mark.extended_except("cp2")
 @pytest.mark.parametrize("dims", [ParallelDims(cp=2), ParallelDims(tp=2, pp=2)], ids=str)
 def test_an_evaluation_computes_the_loss_of_a_step(run_ranks, folder, alone, dims):
     ranks = run_ranks(dims, evaluated, folder, dims)
@@ -210,6 +212,7 @@ def classifier_scores(folder) -> tuple:
     return model, [model(torch.tensor(row.astype(np.int64))[None]).logits[0, 0] for row in rows]
 
 
+@pytest.mark.extended_except("dense")
 @pytest.mark.parametrize("kind", ["dense", "tied", "biased", "qkv_biased"])
 def test_transformers_loads_an_exported_reward_model_with_equal_scores(run_ranks, tmp_path, kind):
     import torch
@@ -224,6 +227,7 @@ def test_transformers_loads_an_exported_reward_model_with_equal_scores(run_ranks
     np.testing.assert_allclose([scores[row] for row in range(len(expected))], [float(x) for x in expected], atol=1e-5)
 
 
+@pytest.mark.extended
 def test_a_reward_model_starts_again_from_its_export(run_ranks, folder, tmp_path):
     """The second run begins with the scores with which the first run ended, and its gradients equal those of transformers."""
     import torch
@@ -253,6 +257,7 @@ def value_heads(rank: int, path) -> tuple[np.ndarray, float]:
     return head.weight.detach().numpy(), head.bias.item()
 
 
+@pytest.mark.extended
 def test_a_critic_that_starts_from_a_reward_model_has_its_scores(run_ranks, folder, tmp_path):
     from safetensors.numpy import load_file
 
