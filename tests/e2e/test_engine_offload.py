@@ -77,6 +77,7 @@ def stops(stream: Stream, quiet_s: float = 1.0) -> bool:
     return not stream.finished
 
 
+@pytest.mark.extended
 def test_a_response_continues_after_the_engine_is_offloaded_and_loaded_again(engine):
     client, expected = engine.client, engine.client.generate([PROMPT], LONG)[0].token_ids
     with running_response(client) as stream:
