@@ -137,7 +137,7 @@ class OptimConfig:
         """Return the learning rate of optimizer step `step`. Steps are counted from 0."""
         if self.lr_schedule == LrSchedule.linear_to_tenth:
             warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
-            return self.lr * warm * (1.0 - 0.9 * step / max(1, self.lr_decay_steps))
+            return self.lr * warm * (1.0 - 0.9 * min(1.0, step / max(1, self.lr_decay_steps)))
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.lr_schedule == "constant":

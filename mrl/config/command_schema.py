@@ -51,7 +51,8 @@ class SftConfig:
     steps: int = key(200, "Number of optimizer steps.", "optimizer steps", least=1)
     batch_size: int = key(128, "Number of rows in one optimizer step. A pair is one row.", "rows", least=1)
     optim: OptimConfig = key(
-        _sft_optim, "Optimizer of supervised fine-tuning. If sft.optim.lr_decay_steps is 0, the decay takes sft.steps."
+        _sft_optim,
+        "Optimizer of supervised fine-tuning. If sft.optim.lr_decay_steps is 0, the decay ends after sft.steps steps.",
     )
 
 
@@ -112,8 +113,8 @@ class EvaluateConfig:
     columns: dict[str, Any] = key(
         dict,
         "Column names in the files of another tool, such as {response: completion}. The keys are prompt, response, "
-        "ground_truth, data_source, extra_info, ability, style and num_tokens. The columns of verl, lm-evaluation-harness and "
-        "lighteval are known.",
+        "ground_truth, data_source, extra_info, ability, style and num_tokens. mrl knows the column names of verl, "
+        "lm-evaluation-harness and lighteval.",
     )
     harness: str | None = key(
         None,
@@ -181,7 +182,9 @@ class PlanConfig:
         0.8, "Sigma of the log-normal distribution. With 0, all responses have the same length.", least=0
     )
     expert_imbalance: float = key(
-        1.5, "Number of tokens on the busiest expert-parallel rank, divided by the mean over all ranks.", above=0
+        1.5,
+        "Number of tokens on the busiest expert-parallel rank, divided by the mean number of tokens of a rank.",
+        above=0,
     )
     picture: str | None = key(None, "PNG file into which `mrl plan placement` draws the placement.")
     top: int = key(5, "Number of results that `mrl plan search` shows.", least=1)

@@ -16,12 +16,12 @@ class RowPolicy(StrEnum):
 
 @dataclass(frozen=True)
 class OfflineConfig:
-    """Responses from a file that are trained beside the sampled ones (docs/tutorials/data.md)."""
+    """Responses from a file, on which steps train in addition to the sampled responses (docs/tutorials/data.md)."""
 
     path: str | None = key(
         None,
         "Parquet or jsonl file with the columns prompt, response and reward, and optionally logprobs. With null, a step trains "
-        "sampled responses only.",
+        "on sampled responses only.",
     )
     rows_per_step: int = key(
         8,
@@ -69,13 +69,13 @@ class DataConfig:
     template_args: Node = key(dict, "Variables of the chat template, such as {enable_thinking: false}.")
     bad_rows: RowPolicy = key(
         RowPolicy.error,
-        "What happens to invalid rows. With error, the run does not start. With skip, these rows are left out. "
+        "What happens to invalid rows. With error, the run does not start. With skip, the run does not use these rows. "
         "run.dir/bad_rows_*.jsonl lists the rows.",
     )
     overlong: RowPolicy = key(
         RowPolicy.error,
         "What happens to prompts longer than data.max_prompt_tokens. With error, the run does not start. "
-        "With skip, these rows are left out. "
+        "With skip, the run does not use these rows. "
         "run.dir/bad_rows_*.jsonl lists the rows.",
     )
     shuffle: bool = key(True, "Whether each epoch has a new random order of prompts, derived from run.seed.")

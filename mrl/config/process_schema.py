@@ -47,14 +47,15 @@ class CheckpointConfig:
     keep_last: int = key(2, "Number of latest checkpoints to keep.", "checkpoints", least=1)
     keep_last_critic: int | None = key(
         None,
-        "Number of latest checkpoints that keep the critic. keep_last then counts those that keep the actor. A run continues "
-        "only from a checkpoint with both. Default: keep_last.",
+        "Number of latest checkpoints that keep the critic. keep_last is then the number of latest checkpoints that keep the "
+        "actor. A run continues only from a checkpoint with both. Default: keep_last.",
         "checkpoints",
         least=1,
     )
     keep_best: int = key(
         0,
-        "Number of checkpoints to keep in addition to keep_last: those with the highest checkpoint.best_metric.",
+        "Number of checkpoints to keep in addition to keep_last: the checkpoints with the highest values of "
+        "checkpoint.best_metric.",
         "checkpoints",
         least=0,
     )
@@ -102,7 +103,7 @@ class FaultToleranceConfig:
 class StepDumpConfig:
     """Dumps of training steps for `mrl replay` (docs/how_to/hangs.md). A step with a NaN is always dumped."""
 
-    steps: list[int] = key(list, "Training steps to dump. The first step is 1.", least=0)
+    steps: list[int] = key(list, "Training steps to dump. The first step is 1.", least=1)
     spike_factor: float = key(
         10.0,
         "A step is dumped if its gradient norm is more than this factor times the median of recent steps (a spike). "
@@ -251,12 +252,14 @@ class ClusterConfig:
         list,
         "More parts of a heterogeneous job. Each part lists the sbatch options in which it differs from the first part.",
     )
-    dry_run: bool = key(False, "Whether to print the job script and not to submit it. --dry-run sets this key.")
+    dry_run: bool = key(
+        False, "Whether to print the job script instead of submitting the job. --dry-run sets this key."
+    )
     ray: Node = key(
         dict,
         "Settings of Ray: arguments of ray.init, such as {object_store_memory: 8000000000, object_spilling_directory: /scratch}. "
-        "A Slurm job passes those of nodes to `ray start`. Default of object_store_memory on this machine: a tenth of the free "
-        "memory, at most half of /dev/shm, at least 512 MiB; in a Slurm job: that of Ray.",
+        "In a Slurm job, the settings of nodes become options of `ray start`. Default of object_store_memory on this machine: a "
+        "tenth of the free memory, at most half of /dev/shm, at least 512 MiB; in a Slurm job: Ray's default.",
     )
     hardware: HardwareConfig = key(HardwareConfig, "Hardware of the cluster.")
 
@@ -281,8 +284,8 @@ class RoleConfig:
     )
     teaches: list[str] = key(
         list,
-        "Data sources to whose prompts a teacher gives the distribution that distillation learns. The role `teacher` without "
-        "this key teaches all prompts that no other teacher teaches.",
+        "Data sources for which the model is the teacher: on their prompts, distillation learns from this model. The role "
+        "`teacher` without this key teaches all prompts that no other teacher teaches.",
     )
     parallel: Node = key(dict, "Sizes of the model's layout that differ from the section parallel, such as {tp: 2}.")
     max_tokens_per_micro_batch: int | None = key(

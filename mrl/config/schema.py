@@ -114,19 +114,20 @@ class RolloutConfig:
     top_p: float = key(
         1.0,
         "Nucleus sampling: tokens come from the smallest set of most likely tokens whose probabilities add up to at least top_p. "
-        "Training does not correct for it (docs/concepts/algorithms.md).",
+        "Training computes log-probabilities without this restriction (docs/concepts/algorithms.md).",
         above=0,
         most=1,
     )
     top_k: int = key(
         -1,
-        "Tokens come from the top_k most likely tokens. -1: from all tokens. Training does not correct for it.",
+        "Tokens come from the top_k most likely tokens. -1: from all tokens. Training computes log-probabilities without "
+        "this restriction.",
         "tokens",
     )
     min_p: float = key(
         0.0,
-        "Tokens come from those whose probability is at least min_p times the largest probability. Training does not correct for "
-        "it.",
+        "Tokens come from the tokens whose probability is at least min_p times the largest probability. Training computes "
+        "log-probabilities without this restriction.",
         least=0,
         most=1,
     )
@@ -136,7 +137,7 @@ class RolloutConfig:
         above=0,
         most=2,
     )
-    stop: list[str] = key(list, "Texts that end a response. The response contains the tokens of the text.")
+    stop: list[str] = key(list, "Texts that end a response. The response contains the tokens of the stop text.")
     stop_token_ids: list[int] = key(
         list,
         "Token ids that end a response, in addition to the model's end-of-sequence token. The response contains them.",
@@ -154,8 +155,9 @@ class RolloutConfig:
     )
     group_order: GroupOrder | None = key(
         None,
-        "Order in which groups are trained. dispatched: the order in which their prompts were drawn. completed: groups that "
-        "finish first are trained first. Default: completed if rollout.mode=async or over_sample_rate > 0, otherwise dispatched.",
+        "Order in which steps train on groups. dispatched: the order in which their prompts were drawn. completed: the order in "
+        "which their responses are finished. Default: completed if rollout.mode=async or over_sample_rate > 0, otherwise "
+        "dispatched.",
     )
     over_sample_rate: float = key(
         0.0,
@@ -166,7 +168,8 @@ class RolloutConfig:
     )
     filter: Node | None = key(
         dict,
-        "Function that decides from the rewards of a group whether the group is trained. New prompts replace rejected groups.",
+        "Function that decides from the rewards of a group whether a step trains on the group. New prompts replace rejected "
+        "groups.",
     )
     max_sampling_rounds: int = key(
         10,
@@ -301,7 +304,8 @@ class AlgorithmConfig:
     )
     old_logprobs: OldLogprobs = key(
         OldLogprobs.recompute,
-        "Source of the old log-probabilities. With recompute, the trainer computes them. With rollout, the engine's are used.",
+        "Source of the old log-probabilities. With recompute, the trainer computes them. With rollout, they are the "
+        "log-probabilities that the engine reports.",
     )
     skip_zero_advantage: bool = key(
         True, "Whether to skip responses that do not change the gradient. Training is then faster, with the same loss."
@@ -366,7 +370,8 @@ class CriticConfig:
     )
     max_tokens_per_forward_micro_batch: int | None = key(
         None,
-        "The same limit for the passes that compute values. Default: trainer.max_tokens_per_forward_micro_batch.",
+        "Largest number of tokens in one micro-batch of the passes that compute values. Default: "
+        "trainer.max_tokens_per_forward_micro_batch.",
         "tokens",
         least=1,
     )
@@ -401,9 +406,9 @@ class TrainerConfig:
     )
     max_tokens_per_forward_micro_batch: int | None = key(
         None,
-        "The same limit for passes without gradients. They compute log-probabilities of the actor, log-probabilities of a "
-        "reference that the actor's processes hold, and losses of held-out rows. They keep no activations. Default: "
-        "max_tokens_per_micro_batch.",
+        "Largest number of tokens in one micro-batch of passes without gradients. These passes compute log-probabilities of the "
+        "actor, log-probabilities of a reference that the actor's processes hold, and losses of held-out rows. These passes "
+        "keep no activations. Default: max_tokens_per_micro_batch.",
         "tokens",
         least=1,
     )
@@ -435,8 +440,8 @@ class TrainerConfig:
     )
     on_unhealthy: OnUnhealthy = key(
         OnUnhealthy.warn,
-        "What happens when the run cannot learn (docs/how_to/learning.md). With warn, the problem is shown once. With stop, the "
-        "run writes a checkpoint and ends with status 3.",
+        "What happens when a check of learning finds a problem (docs/how_to/learning.md). With warn, the problem is shown once. "
+        "With stop, the run writes a checkpoint and ends with status 3.",
     )
     save: bool = key(True, "Whether to write a checkpoint and the Hugging Face folder hf/ at the end of the run.")
     timeout_s: float = key(
@@ -465,7 +470,7 @@ class Config:
         dict,
         "Frozen models beside the actor, by name, such as roles.teacher.path=FOLDER. If num_engines is 0, Megatron computes the "
         "log-probabilities of the sampled tokens under the model; further keys: column, parallel, max_tokens_per_micro_batch. "
-        "If num_engines is larger, SGLang serves the model to rewards or to distillation; further keys: engine_tp, sglang "
+        "If num_engines is above 0, SGLang serves the model to rewards or to distillation; further keys: engine_tp, sglang "
         "(docs/concepts/placement.md). `teaches` is the list of data sources for which the model is the teacher "
         "(docs/how_to/distillation.md).",
     )

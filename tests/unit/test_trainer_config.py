@@ -68,7 +68,7 @@ def test_the_last_fifth_of_wsd_decays_as_one_minus_a_square_root():
 
 def test_linear_to_tenth_falls_from_the_first_step_also_during_the_warm_up():
     optim = OptimConfig(lr=2.0, lr_schedule="linear_to_tenth", warmup_steps=2, lr_decay_steps=10)
-    assert [optim.lr_at(step) for step in (0, 1, 5, 10)] == pytest.approx([1.0, 1.82, 1.1, 0.2])
+    assert [optim.lr_at(step) for step in (0, 1, 5, 10, 30)] == pytest.approx([1.0, 1.82, 1.1, 0.2, 0.2])
 
 
 def test_linear_and_cosine_are_halfway_between_lr_and_lr_min_at_half_time():
