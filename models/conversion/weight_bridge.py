@@ -155,9 +155,10 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor). Every rank for which `participates_in_export` is true must iterate.
 
-        `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` is the dtype of these tensors
-        (None: the dtype of the parameters). With `tensor_of`, buffers are not exported, because they have no gradient. The
-        yielded tensors may share memory with the parameters, so the caller must use or copy them before the parameters change.
+        `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` must be the dtype of the tensors
+        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers are not exported, because they
+        have no gradient. The yielded tensors may share memory with the parameters, so the caller must use or copy them before
+        the parameters change.
         """
         rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
         tensor_of = tensor_of or Tensor.detach
