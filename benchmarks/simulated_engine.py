@@ -38,8 +38,8 @@ MAX_WAIT_S = 3600.0  # longest wait of the timer if no response is running; a ne
 class ScriptedResponse:
     """A response that is determined before the request arrives."""
 
-    token_ids: Sequence[int]  # [R]
-    logprobs: Sequence[float]  # [R]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]  # log-probability of each token
     finish_reason: str = "stop"
 
 
