@@ -179,8 +179,8 @@ def padded_over_real(lengths: Lengths) -> float:
 def sharing(prompts: Lengths, responses: Lengths, parts: int) -> tuple[float, float, float]:
     """Compare shared prompts with whole sequences.
 
-    Returns three ratios: the total cost over the total cost of whole sequences, the heaviest part over the heaviest part with
-    whole sequences, and the heaviest part over the mean part.
+    Returns three ratios for shared prompts: the total cost divided by the total cost with whole sequences, the heaviest part
+    divided by the heaviest part with whole sequences, and the heaviest part divided by the mean part.
     """
     rows = np.arange(len(responses))
     whole, shared = (

@@ -46,7 +46,8 @@ class ScriptedResponse:
 Script = Callable[[Sequence[int], int], ScriptedResponse]
 """A function that takes the token ids of a prompt and a number, and returns the response.
 
-The number is the sampling seed of the request. If the request has no seed, it is the number of earlier requests with this prompt.
+The number is the sampling seed of the request. If the request has no seed, the number counts the earlier requests with this
+prompt and without a seed.
 """
 
 

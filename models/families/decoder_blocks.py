@@ -170,7 +170,7 @@ def attention_parts(config: HFConfig) -> frozenset[str]:
 def read_decoder(
     config: HFConfig, *, parts: frozenset[str] = frozenset(), rope: Rope | None = None, **transformer: Any
 ) -> Architecture:
-    """Translate the config of a decoder that consists of blocks of this file. Raises ValueError if a value is not supported.
+    """Translate the config of a decoder with the blocks in this file. Raises ValueError if a value is not supported.
 
     `parts` are the optional parts of this model. `rope` is the model's rotary embedding (None: RoPE over all components of a
     head). `transformer` contains further fields of Megatron's config.

@@ -217,7 +217,7 @@ HEADS = {
     "toy": HeadSizes(512, 64, 4096, (64, 256)),
 }
 DEFAULT_CHUNK = 1024  # trainer.logprob_chunk
-CHECKED_POSITIONS = 64  # positions whose log-probabilities are compared with those of whole float32 logits
+CHECKED_POSITIONS = 64  # number of positions at which the results are compared with float32 logits
 
 
 def whole_logprobs(

@@ -44,7 +44,7 @@ class Section:
     title: str
     function: str  # "package.module:function"; the function takes a SectionJob
     share: float  # fraction of the time of the command
-    megatron: bool = False  # whether the module imports Megatron, which is then prepared for this device
+    megatron: bool = False  # whether the module imports Megatron; `main` then patches Megatron first
 
 
 SECTIONS = (
@@ -152,7 +152,7 @@ class SectionResult:
 
     @property
     def status(self) -> str:
-        """Return "failed", "left out" or "measured"."""
+        """Return "failed", "measured", or "left out" if no measurement was possible."""
         return "failed" if self.problems else "measured" if self.rows else "left out"
 
     def as_json(self) -> dict[str, Any]:
