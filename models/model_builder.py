@@ -133,7 +133,7 @@ def _layout_fields(dims: ParallelDims) -> dict:
 
 
 def _with_bias(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
-    """Return a constructor of `linear` with a fixed choice of bias. Megatron's config has only one choice for all matrices."""
+    """Return a constructor that always sets `bias=has_bias`. Megatron's config has only one setting of bias for all matrices."""
 
     def build(*args, bias: bool, **kwargs) -> torch.nn.Module:
         return linear(*args, bias=has_bias, **kwargs)

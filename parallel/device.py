@@ -206,7 +206,7 @@ def _patch_torch_cuda() -> None:
     cuda, main = torch.cuda, _CPUStream()
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda *a: None
-    # `synchronize` and `set_device` must be two functions, because torch keeps a table with functions as keys.
+    # `synchronize` and `set_device` must be two different functions, because torch keeps a table with functions as keys.
     cuda.synchronize = lambda *a: None
     cuda.Stream, cuda.Event, cuda.stream = _CPUStream, torch.cpu.Event, torch.cpu.stream
     cuda.current_stream = cuda.default_stream = lambda *a: main

@@ -63,7 +63,7 @@ class WeightBridge:
         arch = family.read(config)
         self.family, self.arch = family, arch
         self.dims, self.sizes = dims, arch.sizes | {"one": 1}
-        # number of experts of a layer: in the whole model, and on each expert-parallel rank
+        # number of all experts of a layer, and number of those on each expert-parallel rank
         self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
         self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
         self.rows = family.param_mappings(arch)
