@@ -43,7 +43,8 @@ class ServedTeacher:
     worker: RolloutWorkerHandle
     name: str  # key in the section `roles`
     top_k: int
-    rows: Callable[[Rollouts], NDArray[np.bool_]]  # returns [B]: for which responses it computes tokens
+    # returns a mask: for which of the responses the teacher computes tokens
+    rows: Callable[[Rollouts], NDArray[np.bool_]]
     load: Callable[[str], None]  # loads a role to its devices
 
     def begin_teacher_outputs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:

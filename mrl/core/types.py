@@ -5,7 +5,9 @@
     B  number of responses in a step: N * G, plus the number of rows from data.offline.path
     S  number of tokens in a batch: all prompts and responses, concatenated without padding
     R  number of sampled tokens: how many of the S tokens the policy sampled
+    L  number of tokens of a micro-batch on one trainer rank, padding included
     V  size of the vocabulary
+    H  hidden size of the model
 
 A response is everything after its prompt. A response of several turns also contains tool results. The tokens of tool
 results are neither sampled nor trained.

@@ -1,6 +1,7 @@
 """Partitions a batch into mini-batches, and each mini-batch over replicas and micro-batches.
 
 The partition needs only the lengths of the sequences, so the driver, which has no tokens, can compute it.
+mrl.core.types explains the letters of array dimensions, such as B and R.
 """
 
 from dataclasses import dataclass, field, replace

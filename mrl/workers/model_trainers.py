@@ -1,4 +1,7 @@
-"""The driver's part in training: selects the rows and learning rates of optimizer steps, and computes metrics from reports."""
+"""The driver's part in training: selects the rows and learning rates of optimizer steps, and computes metrics from reports.
+
+mrl.core.types explains the letters of array dimensions, such as B and R.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -132,7 +135,7 @@ class ActorTrainer:
         rows: NDArray[np.bool_] | None = None,
         loss: Loss | None = None,
     ) -> PendingCall[ActorUpdate]:
-        """Begin the optimizer steps on all rows that are neither rejected nor skipped.
+        """Begin the optimizer steps on all rows that are neither rejected (AdvantageResult.rejected) nor skipped.
 
         Args:
             rollouts: responses of the step.
