@@ -3,7 +3,7 @@
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
 advantage 0 if its group has only one response, or if all rewards of the group are equal. (For GDPO, every part of the reward
-must be equal in the group.)
+must be equal in the group.) docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters B and R.
 """
 
 from collections.abc import Mapping
@@ -118,7 +118,7 @@ class GRPO:
 class RLOO:
     """Reward minus the mean reward of the other responses to the same prompt (Ahmadian et al. 2024, 2.2).
 
-    In a group of one response, the advantage is 0. In verl it is the reward of this response.
+    In a group of one response, the advantage is 0; in verl, it is the reward of this response.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -134,7 +134,7 @@ class RLOO:
 class ReinforcePlusPlusBaseline:
     """Reward minus the mean of the group (Hu et al. 2025, REINFORCE++-baseline).
 
-    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this.
+    The paper also whitens the advantages over the batch. This class does not: `algorithm.whiten=true` whitens them, and
     conf/algorithm/reinforce_pp_baseline.yaml sets this key.
     """
 
@@ -170,7 +170,8 @@ class ReMax:
 class OPO:
     """Reward minus the weighted mean reward of the group (Hao et al. 2025, sec. 3).
 
-    In this mean, the weight of a response is its length. With this baseline, the gradient has the smallest variance.
+    In this mean, the weight of a response is its length. According to the paper, this baseline gives the gradient the smallest
+    variance.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -324,8 +325,8 @@ class ReinforcePlusPlus:
 
     The token rewards contain the KL penalty of algorithm.kl_in_reward.
 
-    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this. conf/algorithm/reinforce_pp.yaml
-    sets this key.
+    The paper also whitens the advantages over the batch. This class does not: `algorithm.whiten=true` whitens them, and
+    conf/algorithm/reinforce_pp.yaml sets this key.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
