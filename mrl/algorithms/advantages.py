@@ -260,10 +260,10 @@ class LogMeanExp:
 
 @dataclass(frozen=True)
 class GDPO:
-    """Weighted sum of the parts of the reward, with two normalisations (Liu et al. 2026, sec. 3).
+    """Weighted sum of the parts of the reward, with two normalizations (Liu et al. 2026, sec. 3).
 
-    First each part is normalised over the group. Then the sum of the parts is normalised over the batch. With
-    `normalize_batch=False` the second normalisation is omitted, and `algorithm.whiten` can normalise over tokens, as
+    First each part is normalized over the group. Then the sum of the parts is normalized over the batch. With
+    `normalize_batch=False` the second normalization is omitted, and `algorithm.whiten` can normalize over tokens, as
     verl does.
 
     `weights` maps the name of a part to its weight in the sum. Parts that `weights` does not name have weight 1. If a
@@ -292,7 +292,7 @@ class GDPO:
             normalised = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
             total += self.weights.get(name, 1.0) * normalised
         # The mean over the batch is 0 because the mean of each group is 0. Subtracting the mean would only add rounding errors.
-        # The standard deviation is unbiased, as in the normalisation over the group and in trl.
+        # The standard deviation is unbiased, as in the normalization over the group and in trl.
         return total / (total.std(ddof=int(len(total) > 1)) + self.eps) if self.normalize_batch else total
 
 

@@ -70,7 +70,7 @@ class EntropyBonus:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss that the actor's optimizer minimises: a policy loss times a correction, plus KL and entropy terms.
+    """The loss that the actor's optimizer minimizes: a policy loss times a correction, plus KL and entropy terms.
 
     An Objective implements the interface mrl.algorithms.losses.Loss, for all these terms together.
 

@@ -105,7 +105,7 @@ class EngineControl:
             self.end_weight_update()
 
     def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float) -> None:
-        """Send one serialised payload to each tensor-parallel rank, within a weight update session."""
+        """Send one serialized payload to each tensor-parallel rank, within a weight update session."""
         body = dict(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
         path = "/update_weights_from_tensor"
         self._parse(path, self._post(path, body, timeout_s))

@@ -148,7 +148,7 @@ class CudaIpcSendEndpoint:
         self.slot_bytes = slot_bytes
 
     def handle(self) -> tuple[bytes, str, int]:
-        from torch.multiprocessing.reductions import reduce_tensor  # imported here because it initialises CUDA
+        from torch.multiprocessing.reductions import reduce_tensor  # imported here because it initializes CUDA
 
         rebuild, arguments = reduce_tensor(self._buffer)
         device = arguments[_DEVICE_ARGUMENT]

@@ -264,8 +264,8 @@ def train_batch(
 ) -> TrainBatch:
     """Return a batch of the rows for which `trained` [B] is true. The default is all rows that are not rejected.
 
-    The loss is normalised over all rows that `advantages` does not reject, whether they are trained or not. A row that counts
-    n times is n times in `denominator_rows`.
+    The loss is normalized over all rows that `advantages` does not reject, even over rows on which no step trains. A row that
+    counts n times occurs n times in `denominator_rows`.
     """
     in_denominator = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected
     counted = np.flatnonzero(in_denominator)

@@ -90,7 +90,7 @@ def trace_layers(
 def forward_outputs(
     model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, temperature: float
 ) -> dict[int, NDArray]:
-    """Return row -> log-probabilities or values. Only one rank of the replica has them; others return an empty dict."""
+    """Return row -> log-probabilities or values. Only one rank of a replica has them; the other ranks return an empty dict."""
     if isinstance(model, MegatronCritic):
         columns = model.compute_values(block, batch)
     else:

@@ -336,7 +336,7 @@ class TrainWorker:
     def forward_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> dict[int, Any]:
-        """Return row -> log-probabilities or values. Only one rank of the replica has them; others return an empty dict."""
+        """Return row -> log-probabilities or values. Only one rank of a replica has them; other ranks return an empty dict."""
         from mrl.workers.parity_trace import forward_outputs
 
         return forward_outputs(self.model, block, self._own_batch(rank_batches), temperature)
