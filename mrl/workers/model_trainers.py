@@ -264,7 +264,7 @@ def train_batch(
 ) -> TrainBatch:
     """Return a batch of the rows for which `trained` [B] is true. The default is all rows that are not rejected.
 
-    The loss is normalized over all rows that `advantages` does not reject, even over rows on which no step trains. A row that
+    The loss is normalized over all rows that `advantages` does not reject, also those that `trained` excludes. A row that
     counts n times occurs n times in `denominator_rows`.
     """
     in_denominator = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected
