@@ -114,7 +114,7 @@ class EnginePool:
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
         self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
-        self._num_retried = self._num_retried_before = 0  # retried responses: now, and at the last `take_metrics`
+        self._num_retried = self._num_retried_before = 0  # retries in all: now, and at the last `take_metrics`
 
     @property
     def urls(self) -> list[str]:

@@ -52,7 +52,7 @@ def with_offline_column(block: TokenBlock, num_offline: int) -> TokenBlock:
 
 
 def known_rollout_logprobs(block: TokenBlock, old_logprobs: Column | None) -> Column:
-    """Return the rollout log-probabilities [R].
+    """Return the rollout log-probabilities, one for each sampled token.
 
     Offline rows may have no log-probabilities. Such rows get the old log-probabilities, if these are given.
     """

@@ -367,7 +367,7 @@ class RolloutPipeline:
         self._changed.notify_all()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
-        """Cancel the HTTP requests of these prompt requests. HTTP requests that also serve other prompt requests go on."""
+        """Cancel the HTTP requests of these prompt requests. A request that also serves other prompt requests continues."""
         for number in numbers:
             running: Future[Any] | None = self._running.pop(number, None)
             if running is not None and running not in self._running.values():
