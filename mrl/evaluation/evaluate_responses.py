@@ -29,8 +29,8 @@ class Evaluation:
     """Summaries of an evaluation, and the scored responses from which they are computed."""
 
     summaries: list[EvaluationSummary]
-    rows: list[Row]  # [B] scored responses, each a dict with the columns of `response_schema`
-    answers: list[str | None]  # [B] answer for which each response votes in maj@k
+    rows: list[Row]  # scored responses, each a dict with the columns of `response_schema`
+    answers: list[str | None]  # answer for which each response votes in maj@k
     reward: dict[str, Any]  # config section `reward` that gave the scores
     settings: JsonObject  # settings of the generation, from _generate.json
     comparison: Comparison | None = None  # differences from the evaluation in evaluate.compare

@@ -362,8 +362,8 @@ def _host_memory(
 def _teacher_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
     """Return the host memory that distillation over the whole vocabulary needs on a node with `ranks` actor ranks.
 
-    An actor rank with rows of the output layer also keeps the same rows of each teacher's output layer. The teachers compute
-    hidden states for all sampled tokens of a step.
+    An actor rank with a vocabulary shard of the output layer also keeps the same shard of each teacher's output layer. The
+    teachers compute hidden states for all sampled tokens of a step.
     """
     if not (sizes := actor.settings.teacher_hidden):
         return 0

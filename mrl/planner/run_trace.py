@@ -25,7 +25,7 @@ END_OF_TIME = 1e18  # seconds; no simulated request finishes later
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Lengths and seconds of one step of a synchronous run."""
+    """Lengths and seconds of one step of a synchronous run. The step has N groups of G responses."""
 
     prompts: NDArray[np.int64]  # [N] tokens of each prompt
     responses: NDArray[np.int64]  # [N, G] tokens of each response

@@ -138,7 +138,7 @@ class Scores:
     values: NDArray[np.float64]  # [B] value of each response; 0 if scoring failed
     failed: NDArray[np.bool_]  # [B] whether scoring failed
     parts: dict[str, NDArray[np.float64]]  # name of a part -> its values [B]; NaN if a response has no such part
-    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values of the assistant turns; None: no values per turn
+    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values of a response's turns; None: no such values
 
     @classmethod
     def of(cls, scores: Sequence[Score]) -> "Scores":

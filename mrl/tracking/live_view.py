@@ -70,7 +70,7 @@ class ProcessView:
     other_activities: int = 0
     activity_s: float | None = None  # how long the activity has lasted; None for a dead process
     use: Use | None = None  # None for a process of another host
-    load: EngineLoad | None = None  # of an engine
+    load: EngineLoad | None = None  # load of an engine; None for other processes
 
     @property
     def runs_here(self) -> bool:
