@@ -56,7 +56,7 @@ class RolloutSetup:
 
 @dataclass(frozen=True)
 class GroupLengths:
-    """Lengths of the first T groups that a run draws, in order. Each has G responses. Later groups are random draws from these."""
+    """Lengths of the first T groups of G responses that a run draws, in order. Later groups are random draws from these T."""
 
     responses: NDArray[np.int64]  # [T, G] tokens of each response
     prompts: NDArray[np.int64]  # [T] tokens of each prompt

@@ -66,7 +66,7 @@ class HostMemory:
 
     processes: int  # the processes themselves, with their libraries
     offloaded: int  # models of offloaded roles, in pinned memory
-    reference: int  # weights of the reference, and the actor's weights while its ranks use those of the reference
+    reference: int  # the reference's weights, and a copy of the actor's weights while the reference is on the GPU
     checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
     delta: int  # copy of the last pushed weights, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store on which no step has trained yet

@@ -258,8 +258,12 @@ class Weighted(CombinedReward):
     `<name>_<inner part>`. If a part has a value for each turn, these values are added to the same turns of the sum. The value of
     any other part is added to the last turn.
 
-    Raises ValueError if `parts` is empty or has a value that is not a reward, if a name does not consist of a-z, 0-9 and _ or
-    does not begin with a letter, if `weights` is not empty and has other names than `parts`, or if a weight is not a number.
+    Raises ValueError in these cases:
+
+    - `parts` is empty, or one of its values is not a reward.
+    - A name does not begin with a letter, or has characters other than a-z, 0-9 and _.
+    - `weights` is not empty, and has other names than `parts`.
+    - A weight is not a number.
     """
 
     parts: Mapping[str, Reward]

@@ -143,7 +143,7 @@ class EnginePool:
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
-        """Put exactly these engines in service. Engines that were in service before keep their requests."""
+        """Put exactly these engines in service. An engine that stays in service keeps its pending requests."""
         if self._http is None and engines:
             # aiohttp needs a tenth of the CPU time of httpx. It is imported here because the import takes 0.5 s.
             import aiohttp

@@ -1,4 +1,4 @@
-"""ServedModels: the servers of all served models, which are reward models, judges and teachers of the key `roles`."""
+"""ServedModels: the SGLang servers of the reward models, judges and teachers that the key `roles` names."""
 
 import logging
 import threading

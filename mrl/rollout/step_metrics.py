@@ -1,4 +1,4 @@
-"""The sampled groups of one step: on which groups the step trains, the metrics, and the bias towards short responses."""
+"""Chooses the sampled groups on which a step trains, computes their metrics, and measures the bias towards short responses."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

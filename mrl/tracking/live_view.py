@@ -1,7 +1,7 @@
 """The current state of a run, and a frame that shows this state on the terminal (`mrl top`).
 
-The state is read from the run directory and from this host. Reading does not disturb the run: it opens no connection to Ray or to
-an engine, tries no lock and writes no file.
+The state is read from the run directory and from this host. Reading does not disturb the run: `mrl top` opens no connection to
+Ray or to an engine, takes no lock and writes no file.
 """
 
 import math

@@ -25,7 +25,7 @@ from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT, EngineLayout
 Arrays = dict[str, NDArray]
 
 REQUEST = "request.json"
-"""File that asks for the recording of the next forward pass: {"name": name of the output file, "weights": prefixes}."""
+"""File that makes the engine record its next forward pass: {"name": name of the output file, "weights": prefixes}."""
 _MODULES_WITH_INPUTS = ("RowParallelLinear", "RadixAttention")  # classes of SGLang whose inputs are recorded, too
 _CONCATENATED = ("query", "key", "value", "normed_query", "normed_key", "rotated_query", "rotated_key", "attention")
 _CONCATENATED += ("gate", "up", "activation")  # at these places, each tensor-parallel rank has a part
