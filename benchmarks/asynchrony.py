@@ -3,10 +3,10 @@
     python benchmarks/asynchrony.py [--rounds 2] [--scale 1.0] [--modes sync async] [--json FILE]
 
 The real rollout worker runs on Ray, with its staleness buffer, rollout log, scoring, HTTP client and weight versions. The
-engines are simulated (benchmarks/simulated_engine.py) and run in a separate process. Training is a sleep. Response lengths are
-log-normal and truncated. The lengths are equal in all modes, because each length follows from the seed of the response. One round
-runs all modes, one after the other, and takes 8 minutes. The means do not include the first SKIPPED steps, in which the largest
-staleness buffer fills. The benchmark needs two idle cores, because the simulated times are real times.
+engines are simulated (benchmarks/simulated_engine.py) and run in a separate process. Training is simulated by a sleep. Response
+lengths are log-normal and truncated. The lengths are equal in all modes, because each length follows from the seed of the
+response. One round runs all modes, one after the other, and takes 8 minutes. The means do not include the first SKIPPED steps, in
+which the largest staleness buffer fills. The benchmark needs two idle cores, because the simulated times are real times.
 """
 
 import argparse

@@ -8,8 +8,8 @@ products, 28 layers, and 28 heads of size 128. A sequence of L tokens costs `6 *
 `6 * 28 * 3584 * L**2` for causal attention. Every number except milliseconds is a ratio. The table has the median over seeds,
 and the largest value.
 
-This file contains schedulers of verl and slime, which were written from their descriptions and get the same lengths. verl 0.9.1
-cannot be installed beside SGLang, and slime is not on PyPI.
+The schedulers of verl and slime in this file were written from their descriptions, because verl 0.9.1 cannot be installed beside
+SGLang, and slime is not on PyPI. All schedulers get the same lengths.
 
     verl           Karmarkar-Karp with equal numbers of sequences; cost `24576 * L + L**2` for every model
     verl, greedy   sequences in sampled order go to the lightest replica that has the fewest sequences
@@ -179,8 +179,8 @@ def padded_over_real(lengths: Lengths) -> float:
 def sharing(prompts: Lengths, responses: Lengths, parts: int) -> tuple[float, float, float]:
     """Compare shared prompts with whole sequences.
 
-    Returns three ratios: the total cost over the total cost of whole sequences, the heaviest part over the heaviest part with
-    whole sequences, and the heaviest part over the mean part.
+    Returns three ratios for shared prompts: the total cost divided by the total cost with whole sequences, the heaviest part
+    divided by the heaviest part with whole sequences, and the heaviest part divided by the mean part.
     """
     rows = np.arange(len(responses))
     whole, shared = (

@@ -3,9 +3,9 @@
     python benchmarks/convert.py [--folder /tmp] [--layers 28] [--max-shard-bytes 1e9] [--repeats 3] [--warm] [--json FILE]
 
 The script writes a random bfloat16 model with the sizes of Qwen3-1.7B (3.4 GB). It converts the model to Megatron and back, in
-separate processes, and then removes all files. Memory is the peak resident size of a process, including mapped pages. A second
-number does not include the memory of the imports. The copy uses shutil and syncs each file, as the conversions do. Before each
-run, the source is dropped from the page cache. With --warm, it stays in the page cache.
+separate processes, and then removes all files. Memory is the peak resident size of a process, including mapped pages. The table
+shows it with and without the memory of the imports. The copy uses shutil and syncs each file, as the conversions do. Before each
+run, the source is dropped from the page cache. With --warm, the source stays in the page cache.
 """
 
 import argparse

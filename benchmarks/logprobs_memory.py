@@ -83,7 +83,7 @@ def report(args: argparse.Namespace) -> None:
 
 
 def measurements_of(runs: dict[str, list[dict[str, float]]]) -> list[measurements.Measurement]:
-    """Return the CPU-seconds of whole logits, and the memory and CPU-seconds of chunks over those of whole logits."""
+    """Return the CPU-seconds of "whole logits", and the memory and CPU-seconds of chunks divided by those of "whole logits"."""
     found = {name: {key: [run[key] for run in of_name] for key in of_name[0]} for name, of_name in runs.items()}
     base = found.pop("whole logits")
     result = [measurements.of_repeats("whole logits: CPU-s", base["cpu_s"], "CPU-s", "cpu_s")]

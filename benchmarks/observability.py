@@ -2,10 +2,10 @@
 
     python benchmarks/observability.py [--blocks 20] [--steps 4] [--json FILE] [mrl train overrides]
 
-One run makes blocks of steps in turns: without timeline and samples, with the timeline only, and with the timeline and samples.
-So the ratios compare the same processes, and load of the machine that changes slowly affects all modes alike. CPU-seconds count
-all processes of the run. The engines cannot turn their timeline off, so they record in all modes. The measured cost of one span
-shows how much this adds.
+One run alternates between three modes, with a block of steps in each: without timeline and samples, with the timeline only, and
+with the timeline and samples. So the ratios compare the same processes, and a load of the machine that changes slowly affects all
+modes alike. CPU-seconds count all processes of the run. The engines cannot turn their timeline off, so they record in all modes.
+The measured cost of one span shows how much this adds.
 """
 
 import argparse

@@ -38,15 +38,16 @@ MAX_WAIT_S = 3600.0  # longest wait of the timer if no response is running; a ne
 class ScriptedResponse:
     """A response that is determined before the request arrives."""
 
-    token_ids: Sequence[int]  # [R]
-    logprobs: Sequence[float]  # [R]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]  # log-probability of each token
     finish_reason: str = "stop"
 
 
 Script = Callable[[Sequence[int], int], ScriptedResponse]
 """A function that takes the token ids of a prompt and a number, and returns the response.
 
-The number is the sampling seed of the request. If the request has no seed, it is the number of earlier requests with this prompt.
+The number is the sampling seed of the request. If the request has no seed, the number counts the earlier requests with this
+prompt and without a seed.
 """
 
 

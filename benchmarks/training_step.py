@@ -221,7 +221,7 @@ def main() -> None:
 
 
 def measurements_of(seconds: dict[str, list[float]], tokens: dict[str, float]) -> list[measurements.Measurement]:
-    """Return the computed tokens, the CPU-seconds of the bare step, and the CPU-seconds of mrl over those of bare steps."""
+    """Return the computed tokens, the CPU-seconds of the bare step, and the CPU-seconds of mrl divided by those of bare steps."""
     result = [measurements.of_repeats("bare: CPU-s", seconds["bare"], "CPU-s", "cpu_s")]
     for name in ("mrl, whole rows", "mrl"):
         result.append(measurements.Measurement(f"{name}: computed tokens", tokens[name], "tokens", "count"))

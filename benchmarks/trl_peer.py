@@ -34,7 +34,7 @@ def cpu_seconds() -> float:
 
 
 class Recorder(TrainerCallback):
-    """Writes a line for each step. Ends the training when the mean reward of five steps reaches a goal."""
+    """Writes a line for each step. Ends the training when the mean reward of the last five steps reaches a goal."""
 
     def __init__(self, path: Path, stop_reward: float | None) -> None:
         self.file, self.stop_reward, self.rewards = path.open("w"), stop_reward, []

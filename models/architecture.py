@@ -19,7 +19,7 @@ from parallel.trainer_config import OptimConfig
 
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
-"""Output layer of a reward model. Its Hugging Face name is the name in the sequence classifiers of transformers."""
+"""Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
 
@@ -33,7 +33,7 @@ class Architecture:
     rope: Rope
     tied_embeddings: bool
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
-    sizes: dict[str, int] = field(default_factory=dict)  # value of each symbol in `ParamMapping.shapes`
+    sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
 
@@ -127,7 +127,7 @@ class Family:
 
     architecture: str  # name in `architectures` of config.json
     translate: Callable[[HFConfig], Architecture]  # must read every field of the config; `read` checks this
-    # One row for each Megatron parameter. `param_mappings` repeats the rows of layers and experts.
+    # One row for each Megatron parameter. `param_mappings` repeats a row for each layer and for each expert.
     table: tuple[ParamMapping, ...]
     # For each SGLang parameter that concatenates Hugging Face tensors: suffix of the parameter's name -> suffixes of the tensors'
     # names, in order. {expert} stands for all experts in order.

@@ -123,7 +123,7 @@ def _layout_fields(dims: ParallelDims) -> dict:
         context_parallel_size=dims.cp,
         expert_model_parallel_size=dims.ep,
         expert_tensor_parallel_size=dims.expert_tp,
-        variable_seq_lengths=dims.pp > 1,  # pipeline stages exchange the length of every pack
+        variable_seq_lengths=dims.pp > 1,  # pipeline stages send each other the length of every pack
         moe_token_dispatcher_type="alltoall",  # Megatron requires it with variable lengths, also for dense models
         # Interleaved stages send in both directions at the same time, and batched sends of a pair of ranks would not match.
         overlap_p2p_comm=dims.vpp > 1,
@@ -133,7 +133,7 @@ def _layout_fields(dims: ParallelDims) -> dict:
 
 
 def _with_bias(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
-    """Return a constructor of `linear` with a fixed choice of bias. Megatron's config has only one choice for all matrices."""
+    """Return a constructor that always sets `bias=has_bias`. Megatron's config has only one setting of bias for all matrices."""
 
     def build(*args, bias: bool, **kwargs) -> torch.nn.Module:
         return linear(*args, bias=has_bias, **kwargs)
@@ -246,8 +246,9 @@ def build_model(
 ) -> list[GPTModel]:
     """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage, without initial weights.
 
-    With `share_prompts`, packs may contain segments with a parent, and the model uses PackedAttention. `head="value"` and
-    `head="score"` replace the output layer with a ValueHead. `overrides` are fields of Megatron's TransformerConfig.
+    With `share_prompts`, the model uses PackedAttention, and responses in a pack may share a prompt (parallel.packing.Segment).
+    `head="value"` and `head="score"` replace the output layer with a ValueHead. `overrides` are fields of Megatron's
+    TransformerConfig.
 
     Raises:
         ValueError: the family does not support a field of the config, or the layout does not fit the model.

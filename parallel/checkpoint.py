@@ -44,7 +44,7 @@ _NUM_STEPS_KEY = "optimizer_steps"  # a checkpoint stores under this key how man
 _OPTIMIZER_PREFIX = "optimizer.state."  # in a checkpoint, every key of optimizer state starts with this prefix
 _EXTRA_STATE = "_extra_state"  # Transformer Engine's layers store FP8 statistics and recipes under keys with this part
 _TRACKER_PREFIX = "tracked."  # in an RNG file, the name of each state of Megatron's RNG tracker starts with this prefix
-_MAX_VOCAB_PADDING = 1024  # a stored vocabulary is accepted if it has fewer than this number of rows more than expected
+_MAX_VOCAB_PADDING = 1024  # a stored vocabulary may have fewer than this number of rows more than the model
 
 
 def begin_save(
@@ -107,7 +107,7 @@ def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedData
 
 
 def _assign(module: GPTModel, loaded: dict) -> None:
-    """Load the state dict `loaded` into `module`. `loaded` may lack extra states, which stay unchanged, but no other entry."""
+    """Load the state dict `loaded` into `module`. Only extra states may be missing in `loaded`; they then stay unchanged."""
     missing, unknown = module.load_state_dict(loaded, strict=False)
     missing = [name for name in missing if _EXTRA_STATE not in name]
     assert not missing and not unknown, f"not loaded: {missing[:5]}, not known: {unknown[:5]}"
@@ -116,9 +116,10 @@ def _assign(module: GPTModel, loaded: dict) -> None:
 def load(
     folder: str | Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, dims: ParallelDims
 ) -> bool:
-    """Load weights and optimizer state from `folder`, and also the RNG states if the current layout saved the checkpoint.
+    """Load weights and optimizer state from `folder`, and the RNG states if they fit.
 
-    Every rank calls this. Returns True if the RNG states were loaded. Hyperparameters of the optimizer (betas, weight decay)
+    The RNG states fit if the checkpoint was saved with the same layout on the same kind of device (GPU or CPU). Every rank calls
+    this function. It returns True if the RNG states were loaded. Hyperparameters of the optimizer (betas, weight decay)
     keep their current values. Extra states (FP8 statistics) that the checkpoint lacks keep their current values, too. For
     example, a run without Transformer Engine writes no extra states. Raises ValueError, before any weight is changed, if
     `folder` is not a complete checkpoint of this model.
@@ -267,8 +268,8 @@ def rng_snapshot(dims: ParallelDims) -> bytes:
 def read_rng(folder: str | Path, dims: ParallelDims) -> dict[str, NDArray] | None:
     """Read this rank's RNG states from `folder`, for `restore_rng`.
 
-    Returns None if another layout saved the checkpoint; rank 0 then logs a warning. Raises ValueError if an RNG file is missing
-    or damaged.
+    Returns None if the checkpoint was saved with another layout, or on another kind of device (GPU or CPU); rank 0 then logs a
+    warning. Raises ValueError if an RNG file is missing or damaged.
     """
     header, _ = _read_rng_file(Path(folder) / rng_file_name(0))
     if header["layout"] != _rng_layout(dims):

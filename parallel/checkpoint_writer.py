@@ -245,8 +245,8 @@ def _view_as_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    # The write passes a storage to NumPy, which makes the storage impossible to resize. Offloading resizes the original storage,
-    # so the write gets a second storage over the same bytes.
+    # The write passes its storage to NumPy. After that, torch cannot resize this storage. But offloading must resize the original
+    # storage, so the write gets a second storage over the same bytes.
     shared = torch.from_dlpack(flat)
     return shared.view(tensor.dtype).view(tensor.shape)
 

@@ -206,7 +206,7 @@ def _patch_torch_cuda() -> None:
     cuda, main = torch.cuda, _CPUStream()
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda *a: None
-    # `synchronize` and `set_device` must be two functions, because torch keeps a table with functions as keys.
+    # `synchronize` and `set_device` must be two different functions, because torch keeps a table with functions as keys.
     cuda.synchronize = lambda *a: None
     cuda.Stream, cuda.Event, cuda.stream = _CPUStream, torch.cpu.Event, torch.cpu.stream
     cuda.current_stream = cuda.default_stream = lambda *a: main
@@ -243,7 +243,7 @@ def _patch_megatron_optimizer_and_rng() -> None:
 
 
 def _patch_expert_communication() -> None:
-    """Replace those functions of Megatron's token dispatch to experts that need CUDA or NCCL."""
+    """Replace the functions of Megatron's MoE token dispatcher that need CUDA or NCCL."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     def to_cpu(tensor, as_numpy=False, record_stream=False):  # Megatron's function converts only GPU tensors to numpy
@@ -288,7 +288,7 @@ def _uneven_reduce_scatter(even):
 def patch_megatron_for_cpu() -> None:
     """Patch torch and Megatron-Core so that they import and run without CUDA. Idempotent.
 
-    If CUDA is available, only libraries that cannot be imported are hidden from Megatron (see `capabilities`).
+    If CUDA is available, this function patches nothing. It only hides libraries that cannot be imported (see `capabilities`).
     """
     if has_cuda():
         capabilities()

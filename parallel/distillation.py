@@ -59,7 +59,7 @@ def linear_divergence(  # noqa: PLR0913  terms of one formula
     vocab_size: int,  # number of real tokens; the rows after them are padding and have probability 0
     divergence: Divergence,
     temperature: float = 1.0,
-    chunk_size: int = 1024,  # at most half of this number of rows of logits exist at the same time for each model
+    chunk_size: int = 1024,  # each of the two models has at most half of this number of rows of logits at the same time
 ) -> Tensor:  # [T] in nats
     """Compute the divergence between teacher and student over the whole vocabulary at each position.
 

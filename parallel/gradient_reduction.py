@@ -2,8 +2,8 @@
 
 Megatron starts the reduction of a gradient bucket when the gradients of all its parameters are complete. To know when this is the
 case, Megatron counts in the first step how many gradients each parameter gets. On a replica without a micro-batch, parameters get
-no gradients. Megatron 0.19 then raises an error on the ranks of this replica, or starts their reductions in another order than
-the other replicas do, and all ranks wait forever.
+no gradients. Then one of two things happens in Megatron 0.19: the ranks of this replica raise an error, or they start their
+reductions in another order than the other replicas do. In the second case, all ranks wait forever.
 
 Therefore GradientReducer decides when a reduction starts. It keeps Megatron's bucket groups in the state of the first step. In
 this state, Megatron itself starts no reduction before the end of the backward pass, and starts no reduction a second time.
@@ -105,7 +105,8 @@ class _WatchedGroup:
 def _in_backward_order(chunk: DistributedDataParallel) -> list[_ParamAndGradBucketGroup]:
     """Return the bucket groups of dense and expert parameters, in the order in which a backward pass completes them.
 
-    A backward pass completes a group at the parameter of the group that comes first in the model.
+    A backward pass goes from the last parameter of the model to the first. So it completes a group when it reaches the first
+    parameter of this group.
     """
     position = {param: number for number, param in enumerate(chunk.params_with_grad)}
     groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]

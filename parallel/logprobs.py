@@ -77,8 +77,8 @@ class OutputLayer:
     def vocabulary_slices(self, rows: int, positions: int) -> list[tuple[slice, "OutputLayer"]]:
         """Divide this rank's `rows` weight rows into slices. Return each slice with the settings of a layer of only its rows.
 
-        A slice is so small that all positions together have at most as many logits for its rows as `chunk_size` positions have
-        for all rows. Only a slice of a single row may have more.
+        The logits of a slice at all positions are at most `chunk_size * rows` numbers, as many as the logits of a chunk of
+        positions for all rows. Only a slice of a single row may have more logits.
         """
         size = max(1, self.chunk_size * rows // max(1, positions))
         if ALIGNED_ROWS < size < rows:

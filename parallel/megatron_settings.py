@@ -92,7 +92,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": 
 
 @cache
 def annotations_of(file: str, class_name: str) -> dict[str, str]:
-    """Return the type annotation of each field of a dataclass of Megatron-Core. `file`: path in the package megatron.core."""
+    """Return field name -> type annotation for a dataclass of Megatron-Core. `file`: path in the package megatron.core."""
     spec = find_spec("megatron")
     found: dict[str, str] = {}
     for root in (spec.submodule_search_locations or ()) if spec else ():

@@ -21,9 +21,9 @@ from parallel import groups
 class PackedRouter(TopKRouter):
     """Megatron's router, which weights the load-balancing loss by the number of real tokens in the whole pack.
 
-    Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, the product is wrong. In some
-    cases, an in-place all-reduce has already made the count the sum over all ranks. In other cases, the ranks have different
-    counts.
+    Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, the product is wrong for one of two
+    reasons: the count is already the sum over all ranks, because Megatron has all-reduced it in place, or the ranks have
+    different counts.
 
     The correction bias, if the model has one, stays in float32 for any dtype of the model.
     """

@@ -126,8 +126,8 @@ class ModelOffloader:
 class WeightsOnHost:
     """A copy of a model's weights on the host. `load` overwrites the weights on the device with this copy.
 
-    On a GPU, `save` and `load` queue a copy like a kernel. The host does not wait for it, and only work that is queued later sees
-    its result.
+    On a GPU, `save` and `load` queue the copy on the current stream, and the host does not wait for the copy. Only work that is
+    queued later on this stream sees the result.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:

@@ -156,9 +156,9 @@ def _whole_states(
 ) -> Iterator[dict[str, ShardedDescription]]:
     """Yield descriptions of empty tensors in host memory, for `load_parameter_state_from_fully_reshardable`.
 
-    The order of the tensors is the order in which that function reads them. Megatron 0.19's own counterpart of this function
-    takes the tensors as slices of a buffer that has no padding between buckets, but its offsets include the padding. With
-    several buckets, it therefore warns of damaged data.
+    The order of the tensors is the order in which that function reads them. Megatron 0.19 has a function for the same purpose,
+    which takes slices of a buffer without padding between buckets. But its offsets include the padding, so with several buckets
+    it warns of damaged data.
     """
     for buffer in part.buffers:
         for param in buffer.param_index_map:

@@ -7,9 +7,9 @@ The script only reads source text and imports nothing of the project. So it can 
 because scripts/call_paths.json contains the call paths of the script's own revision.
 
 A call path follows one sample or one weight through the code. The path contains every function of this project that is running
-when the next function of the path is called. It also contains each helper that builds the object which carries the sample or the
-weight from then on, such as a request, a block or a batch. It does not contain other helpers, functions that only read the sample
-(such as rewards, advantages and logs), or functions of Megatron and SGLang.
+when the next function of the path is called. The sample or the weight travels in an object, such as a request, a block or a
+batch; the path also contains each helper that builds such an object. The path does not contain other helpers, functions that only
+read the sample (such as rewards, advantages and logs), or functions of Megatron and SGLang.
 """
 
 import argparse

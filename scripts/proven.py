@@ -75,7 +75,7 @@ class FoundTest:
 
     @property
     def target(self) -> str:
-        """Return what runs the test on a machine without a GPU."""
+        """Return the command that runs the test on a machine without a GPU, or "by hand" (see TARGETS)."""
         return TARGETS[2 if BY_HAND_MARKERS & self.markers else 1 if "extended" in self.markers or self.on_gpu else 0]
 
 

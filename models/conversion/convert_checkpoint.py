@@ -113,7 +113,7 @@ def to_hf(
 def _tensors_to_write(
     rows: list[ParamMapping], arch: Architecture, weights: HFWeights, dtype: torch.dtype | None
 ) -> list[TensorToWrite]:
-    """Return the tensors of the Megatron checkpoint. Raises ValueError if one of them would combine different dtypes."""
+    """Return the tensors of the Megatron checkpoint. Raises ValueError if a tensor would combine different dtypes."""
     stacked = layers_are_stacked(arch)
     items, first_of = [], dict[str, TensorToWrite]()
     for row in rows:

@@ -47,7 +47,7 @@ _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a row's tensor in a checkpoint: `stored[key][index]`.
+    """Where a checkpoint stores the tensor of a ParamMapping, which is a row of the family's table: `stored[key][index]`.
 
     `index` selects an entry in each leading dim. `counts` are the sizes of these dims: the numbers of stacked layers and experts.
     """

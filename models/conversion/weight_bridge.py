@@ -63,7 +63,7 @@ class WeightBridge:
         arch = family.read(config)
         self.family, self.arch = family, arch
         self.dims, self.sizes = dims, arch.sizes | {"one": 1}
-        # number of experts of a layer: in the whole model, and on each expert-parallel rank
+        # number of all experts of a layer, and number of those on each expert-parallel rank
         self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
         self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
         self.rows = family.param_mappings(arch)
@@ -155,9 +155,10 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor). Every rank for which `participates_in_export` is true must iterate.
 
-        `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` is the dtype of these tensors
-        (None: the dtype of the parameters). With `tensor_of`, buffers are not exported, because they have no gradient. The
-        yielded tensors may share memory with the parameters, so the caller must use or copy them before the parameters change.
+        `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` must be the dtype of the tensors
+        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers are not exported, because they
+        have no gradient. The yielded tensors may share memory with the parameters, so the caller must use or copy them before
+        the parameters change.
         """
         rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
         tensor_of = tensor_of or Tensor.detach

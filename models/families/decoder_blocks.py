@@ -106,7 +106,7 @@ DEFAULTS: dict[str, Any] = dict(
     tie_encoder_decoder=False,
     is_encoder_decoder=False,
 )
-"""Default values, in transformers, of fields that a config may omit and that many families have. No config omits sizes."""
+"""Defaults of transformers for fields that many families have and that a config may omit. Sizes are never omitted."""
 FULL_ATTENTION_DEFAULTS: dict[str, Any] = dict(use_sliding_window=False, layer_types=None)
 
 
@@ -170,7 +170,7 @@ def attention_parts(config: HFConfig) -> frozenset[str]:
 def read_decoder(
     config: HFConfig, *, parts: frozenset[str] = frozenset(), rope: Rope | None = None, **transformer: Any
 ) -> Architecture:
-    """Translate the config of a decoder that consists of blocks of this file. Raises ValueError if a value is not supported.
+    """Translate the config of a decoder with the blocks in this file. Raises ValueError if a value is not supported.
 
     `parts` are the optional parts of this model. `rope` is the model's rotary embedding (None: RoPE over all components of a
     head). `transformer` contains further fields of Megatron's config.
@@ -216,8 +216,9 @@ def read_decoder(
 
 # MoE layers with sigmoid routing, as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is a
 # sigmoid. The score of an expert is its affinity plus a correction bias. The router first chooses the groups of experts whose two
-# best scores have the largest sum, and then the experts with the best scores in these groups. The weights of the chosen experts'
-# outputs are the affinities without the bias, normalized and scaled. Shared experts process every token and form one MLP.
+# best scores have the largest sum, and then the experts with the best scores in these groups. The outputs of the chosen experts
+# are weighted by their affinities (not by their scores), normalized and scaled. Shared experts process every token and form one
+# MLP.
 SIGMOID_ROUTED_MOE = (
     *moe_mlp("mlp", *_EXPERT_MATRICES),
     ParamMapping(

@@ -1,4 +1,7 @@
-"""The advantage pipeline. Once per step, it reads the rewards of the whole batch and computes the columns for the losses."""
+"""The advantage pipeline. Once per step, it reads the rewards of the whole batch and computes the columns for the losses.
+
+mrl.core.types explains the letters of array dimensions, such as B and R.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
 advantage 0 if its group has only one response, or if all rewards of the group are equal. (For GDPO, every part of the reward
-must be equal in the group.)
+must be equal in the group.) docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters B and R.
 """
 
 from collections.abc import Mapping
@@ -118,7 +118,7 @@ class GRPO:
 class RLOO:
     """Reward minus the mean reward of the other responses to the same prompt (Ahmadian et al. 2024, 2.2).
 
-    In a group of one response, the advantage is 0. In verl it is the reward of this response.
+    In a group of one response, the advantage is 0; in verl, it is the reward of this response.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -134,7 +134,7 @@ class RLOO:
 class ReinforcePlusPlusBaseline:
     """Reward minus the mean of the group (Hu et al. 2025, REINFORCE++-baseline).
 
-    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this.
+    The paper also whitens the advantages over the batch. This class does not: `algorithm.whiten=true` whitens them, and
     conf/algorithm/reinforce_pp_baseline.yaml sets this key.
     """
 
@@ -170,7 +170,8 @@ class ReMax:
 class OPO:
     """Reward minus the weighted mean reward of the group (Hao et al. 2025, sec. 3).
 
-    In this mean, the weight of a response is its length. With this baseline, the gradient has the smallest variance.
+    In this mean, the weight of a response is its length. According to the paper, this baseline gives the gradient the smallest
+    variance.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -259,10 +260,10 @@ class LogMeanExp:
 
 @dataclass(frozen=True)
 class GDPO:
-    """Weighted sum of the parts of the reward, with two normalisations (Liu et al. 2026, sec. 3).
+    """Weighted sum of the parts of the reward, with two normalizations (Liu et al. 2026, sec. 3).
 
-    First each part is normalised over the group. Then the sum of the parts is normalised over the batch. With
-    `normalize_batch=False` the second normalisation is omitted, and `algorithm.whiten` can normalise over tokens, as
+    First each part is normalized over the group. Then the sum of the parts is normalized over the batch. With
+    `normalize_batch=False` the second normalization is omitted, and `algorithm.whiten` can normalize over tokens, as
     verl does.
 
     `weights` maps the name of a part to its weight in the sum. Parts that `weights` does not name have weight 1. If a
@@ -291,7 +292,7 @@ class GDPO:
             normalised = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
             total += self.weights.get(name, 1.0) * normalised
         # The mean over the batch is 0 because the mean of each group is 0. Subtracting the mean would only add rounding errors.
-        # The standard deviation is unbiased, as in the normalisation over the group and in trl.
+        # The standard deviation is unbiased, as in the normalization over the group and in trl.
         return total / (total.std(ddof=int(len(total) > 1)) + self.eps) if self.normalize_batch else total
 
 
@@ -324,8 +325,8 @@ class ReinforcePlusPlus:
 
     The token rewards contain the KL penalty of algorithm.kl_in_reward.
 
-    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this. conf/algorithm/reinforce_pp.yaml
-    sets this key.
+    The paper also whitens the advantages over the batch. This class does not: `algorithm.whiten=true` whitens them, and
+    conf/algorithm/reinforce_pp.yaml sets this key.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()

@@ -2,6 +2,7 @@
 
 The policy that sampled a token differs from the policy that is trained: the engine uses other kernels, another precision
 or older weights. A correction gives the loss of each token a weight that compensates for this difference.
+docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters of array dimensions, such as R.
 """
 
 from __future__ import annotations
@@ -316,8 +317,8 @@ def mismatch_sums(old: Tensor, rollout: Tensor, left_out: Tensor | None = None) 
     """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
     `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are the engine's. Tokens for which
-    the engine reported NaN are only counted. `left_out` [R]: whether no engine of the run sampled the token. Such tokens are not
-    even counted. The results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
+    the engine reported NaN count only in `mismatch/nan`. `left_out` [R]: whether no engine of the run sampled the token. Such
+    tokens count in no sum. The results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
     """
     # Unknown tokens are masked and not removed: with removal, the host would wait until the GPU knows how many tokens remain.
     not_reported = rollout.isnan() if left_out is None else rollout.isnan() & ~left_out

@@ -2,7 +2,7 @@
 
 The responses are samples of the policy, so the policy learns from the teacher in the states that the policy itself visits
 (on-policy distillation: GKD, Agarwal et al. 2024, arXiv 2306.13649; MiniLLM, Gu et al. 2024, arXiv 2306.08543). The trainer ranks
-compute the divergence (parallel.distillation).
+compute the divergence (parallel.distillation). mrl.core.types explains the letter R in array dimensions.
 """
 
 from __future__ import annotations

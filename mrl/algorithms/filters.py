@@ -1,6 +1,7 @@
 """Functions that choose by reward on which responses a step trains: filters of groups, and resampling of responses.
 
-The rollout worker samples a new prompt in place of each group that a filter rejects.
+The rollout worker samples responses to a new prompt in place of each group that a filter rejects. docs/concepts/algorithms.md
+lists the papers. mrl.core.types explains the letters of array dimensions, such as B and G.
 """
 
 from collections.abc import Mapping, Sequence
@@ -123,8 +124,9 @@ class PolicyFiltration:
     """Draws responses at random, with replacement. The probability depends on the reward r (PF-PPO, Zhang et al. 2024).
 
     Rewards near the extremes are more reliable, so responses with such rewards are drawn more often. The number of draws equals
-    the number of responses. A response that is drawn n times counts n times in the loss and in its denominators, as if the batch
-    had n copies of it; it is still computed once. Advantages are computed before the draw, from all responses.
+    the number of responses. A response that is drawn n times counts n times in the loss and in the denominators of the loss, as
+    if the batch had n copies of the response. But the models compute the response only once. Advantages are computed before the
+    draw, from all responses.
 
     `method` selects the probability with which a response is drawn:
 

@@ -49,7 +49,7 @@ class ScoredBatch:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Input of an advantage estimator. It contains only responses with sampled tokens, so B is here the number of these."""
+    """Input of an advantage estimator. It contains only the responses with sampled tokens; B is the number of these responses."""
 
     # [R] reward of each response or turn at its last token, else 0; the KL penalty of each token is already subtracted
     token_rewards: NDArray[np.float64]

@@ -1,4 +1,7 @@
-"""KL penalties between the policy and the reference: estimates of the KL divergence per sampled token."""
+"""KL penalties between the policy and the reference: estimates of the KL divergence per sampled token.
+
+docs/concepts/algorithms.md lists the papers.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ Symbols in the formulas:
     sg      stop-gradient
 
 `mrl.algorithms.objective` averages the losses and adds KL and entropy terms. The losses with one ratio per response are in
-`mrl.algorithms.sequence_losses`.
+`mrl.algorithms.sequence_losses`. docs/concepts/algorithms.md lists the papers. R is the number of sampled tokens of a micro-batch
+on this rank.
 """
 
 from __future__ import annotations

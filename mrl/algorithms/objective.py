@@ -2,7 +2,8 @@
 
 The loss of a mini-batch is the sum of token weight * token loss over all its tokens. The token weights are normalized over the
 whole mini-batch, not over a micro-batch or a rank. So every split of the mini-batch into micro-batches and data-parallel ranks
-gives the same loss and the same gradient. Gradients are summed over ranks, and need no division.
+gives the same loss and the same gradient. Gradients are summed over ranks, and need no division. docs/concepts/algorithms.md
+lists the papers. mrl.core.types explains the letters of array dimensions, such as B and R.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class EntropyBonus:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss that the actor's optimizer minimises: a policy loss times a correction, plus KL and entropy terms.
+    """The loss that the actor's optimizer minimizes: a policy loss times a correction, plus KL and entropy terms.
 
     An Objective implements the interface mrl.algorithms.losses.Loss, for all these terms together.
 

@@ -196,7 +196,7 @@ def _check_distillation(config: Config, objective: Objective, needs: frozenset[s
 
 
 def build_objective(config: Config) -> Objective:
-    """Build the objective that the actor's optimizer minimises. Raises ValueError if the parts of the objective conflict."""
+    """Build the objective that the actor's optimizer minimizes. Raises ValueError if the parts of the objective conflict."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
     node = algorithm.correction
     correction = instantiate_callable(node, "algorithm.correction", ["inputs"]) if node else None

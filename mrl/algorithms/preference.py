@@ -1,9 +1,9 @@
 """Losses over preferences: the policy or a reward model learns which responses are better.
 
 A loss over pairs trains on rows with a chosen and a rejected response to one prompt. Both responses of a pair are always in one
-micro-batch (TrainBatch.whole_groups), in which the responses have the order chosen, rejected, chosen, rejected, ...
+micro-batch (TrainBatch.whole_groups), in which the responses have the order chosen, rejected, chosen, rejected, and so on.
 Every token of both responses has the loss of the pair. With the aggregation sequence_mean, which the supervised stage uses, the
-loss of a mini-batch is therefore the mean loss of its pairs.
+loss of a mini-batch is therefore the mean loss of its pairs. docs/concepts/algorithms.md lists the papers.
 
 Symbols in the formulas:
 

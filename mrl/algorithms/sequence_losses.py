@@ -13,7 +13,7 @@ Symbols in the formulas:
 In the papers of GSPO, GSPOToken and GMPO, the loss of a response is the mean over its tokens: use
 `algorithm.aggregation=sequence_mean`. In the papers of OPMD and TOPR, it is the sum over its tokens: use
 `algorithm.aggregation=sequence_sum`, or `fixed_length`, which differs only by a constant factor. Context parallelism may divide a
-response over ranks; `inputs.responses` sums over the tokens on all these ranks.
+response over ranks; `inputs.responses` sums over the tokens on all these ranks. docs/concepts/algorithms.md lists the papers.
 """
 
 from __future__ import annotations

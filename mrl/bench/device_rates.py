@@ -217,7 +217,7 @@ HEADS = {
     "toy": HeadSizes(512, 64, 4096, (64, 256)),
 }
 DEFAULT_CHUNK = 1024  # trainer.logprob_chunk
-CHECKED_POSITIONS = 64  # positions whose log-probabilities are compared with those of whole float32 logits
+CHECKED_POSITIONS = 64  # number of positions at which the results are compared with float32 logits
 
 
 def whole_logprobs(
@@ -316,7 +316,7 @@ def measure_ipc(job: SectionJob) -> None:
     ours, theirs = context.Pipe()
     receiver = context.Process(target=receive_buckets, args=(theirs, sizes), daemon=True)
     receiver.start()
-    theirs.close()  # otherwise this process would not notice the end of the receiver
+    theirs.close()  # otherwise this process would not notice when the receiver ends
     endpoint = (CudaIpcSendEndpoint if has_cuda() else SharedMemorySendEndpoint)(sizes.bucket_bytes)
     source = torch.randint(0, 256, (sizes.bucket_bytes,), dtype=torch.uint8, device=device())
     ours.send((endpoint.handle(), checksum(source)))
@@ -380,7 +380,7 @@ def receive_buckets(connection: Connection, sizes: TransferSizes) -> None:
 
 
 def measure_checksums(job: SectionJob) -> None:
-    """Section hashing: measure which share of the time of a weight push and of a checkpoint the checksums take."""
+    """Section hashing: measure which fraction of its time a weight push, or the write of a checkpoint, spends on checksums."""
     set_threads()
     sizes = TRANSFERS[job.spec.size]
     with job.case("checksums of a weight push"):
@@ -418,7 +418,7 @@ def measure_checksums(job: SectionJob) -> None:
 
 
 def bucket_of(nbytes: int) -> Bucket:
-    """Return a bucket of bfloat16 matrices with about `nbytes` bytes: each has half the size of the remaining bytes."""
+    """Return a bucket of bfloat16 matrices with about `nbytes` bytes. Each matrix takes half of the bytes that are left."""
     width, chunks, left = 64, [], nbytes // 2
     while left >= width:
         rows = max(1, left // 2 // width)

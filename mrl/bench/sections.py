@@ -1,8 +1,9 @@
 """Sections of `mrl bench gpu`. Each section runs in a child process with a deadline, and reports through a file.
 
-`python -m mrl.bench.sections SPEC` runs one section; SPEC is a SectionSpec as JSON. The process appends a line of JSON to the
-file for each table row, for each measurement that is not possible, and at each step. So the file keeps the numbers of a section
-that crashes or does not finish. This module imports no torch, so that the command shows its first line at once.
+`python -m mrl.bench.sections SPEC` runs one section; SPEC is a SectionSpec as JSON. The process appends lines of JSON to the file
+`SectionSpec.events`: one for each table row, for each measurement that is not possible, and for each step of its work. So the
+file keeps the numbers of a section that crashes or does not finish. This module imports no torch, so that the command shows its
+first line at once.
 """
 
 import importlib
@@ -44,7 +45,7 @@ class Section:
     title: str
     function: str  # "package.module:function"; the function takes a SectionJob
     share: float  # fraction of the time of the command
-    megatron: bool = False  # whether the module imports Megatron, which is then prepared for this device
+    megatron: bool = False  # whether the module imports Megatron; `main` then patches Megatron first
 
 
 SECTIONS = (
@@ -152,7 +153,7 @@ class SectionResult:
 
     @property
     def status(self) -> str:
-        """Return "failed", "left out" or "measured"."""
+        """Return "failed", "measured", or "left out" if no measurement was possible."""
         return "failed" if self.problems else "measured" if self.rows else "left out"
 
     def as_json(self) -> dict[str, Any]:

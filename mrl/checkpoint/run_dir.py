@@ -155,8 +155,8 @@ class SampleLedger:
             step: 1 for the first training step of the run.
             rollouts: samples of the step.
             drawn: for each data set in `data.train`, the number of rows that the run has drawn since it began.
-            token_weights: for each optimizer step, an array [B]: for each response, the weight that each of its tokens has in
-                the loss. The weight is 0 if the optimizer step does not train on the response.
+            token_weights: for each optimizer step, an array with one number for each response: the weight that each token of
+                the response has in the loss. The weight is 0 if the optimizer step does not train on the response.
         """
         sampled = slice(rollouts.num_sampled)
         starts = np.flatnonzero(np.diff(rollouts.groups[sampled], prepend=-1))
@@ -186,7 +186,7 @@ def _tokens_by_version(spans: NDArray[np.int64], token_weights: NDArray[np.float
     """Return an entry of `updates` in the ledger, for one optimizer step.
 
     `spans`: an array whose entries are (index of the response, weight version, count of tokens in this response that this
-    version sampled). `token_weights` [B]: for each response, the weight that each of its tokens has in the loss.
+    version sampled). `token_weights`: for each response, the weight that each of its tokens has in the loss.
     """
     responses, versions, counts = spans.T
     span_weights, total = token_weights[responses] * counts, float((token_weights[responses] * counts).sum())

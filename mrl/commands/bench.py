@@ -123,7 +123,7 @@ def refusal(device: str, machine: dict[str, Any], result: SectionResult) -> str:
 
 
 def print_results(console: Console, results: Sequence[SectionResult]) -> None:
-    """Print one table with a row for each case, and then what was left out and what failed."""
+    """Print one table with a row for each case, then the measurements that were not possible, and then the errors."""
     table = Table("section", "case", "numbers", show_lines=False)
     for result in results:
         for row in result.rows:

@@ -145,7 +145,7 @@ def print_table(summaries: list[EvaluationSummary], title: str, confidence: floa
 
 
 def print_comparison(comparison: Comparison, confidence: float) -> None:
-    """Print a table of the differences from an earlier evaluation, and the number of prompts that only one of the two has."""
+    """Print a table of the differences from an earlier evaluation, and how many prompts are in only one of the evaluations."""
     from rich.table import Table
 
     sys.stdout.write(f"difference from {comparison.folder}:\n")

@@ -64,8 +64,8 @@ def _check(folders: list[Path], args: argparse.Namespace) -> None:
 def page_data(folders: list[Path], reload_every_s: int = 0) -> dict:
     """Return the data of the page of one run, of two runs or of a sweep.
 
-    A single folder may be that of a sweep. A browser reloads the page every `reload_every_s` seconds; 0: never. Raises ValueError
-    if a folder is no run directory.
+    A single folder may be the folder of a sweep. A browser reloads the page every `reload_every_s` seconds; 0: never. Raises
+    ValueError if a folder is no run directory.
     """
     if len(folders) == 2:
         return pair_data(read_run(folders[0]), read_run(folders[1])) | {"reload_every_s": reload_every_s}

@@ -239,8 +239,8 @@ def exit_with_error(error: Exception) -> NoReturn:
 def _raise_system_exit(signum: int, frame: object) -> None:
     """Handle SIGTERM: raise SystemExit, so that the context managers on the stack end all processes.
 
-    If the signal arrives while Ray waits, Ray discards the exception. Therefore the wait check, which the driver calls
-    repeatedly while it waits, raises SystemExit again.
+    If the signal arrives while Ray waits, Ray discards the exception. Therefore the wait check raises SystemExit again. The
+    driver calls the wait check repeatedly while it waits (mrl.core.run_errors.set_wait_check).
     """
 
     def leave() -> NoReturn:

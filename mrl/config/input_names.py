@@ -140,7 +140,7 @@ def resolve_model(name: str, key: str = "model.path", weights: bool = True) -> s
     """Return the local folder of a model.
 
     Args:
-        name: a path, an id on the Hub such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, or a URL that fsspec knows.
+        name: a path, an id on the Hub such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, or a URL that fsspec reads.
         key: config key of the name, for error messages.
         weights: whether to fetch weights. If false, only config and tokenizer are fetched from the Hub.
 

@@ -304,7 +304,7 @@ def roles_of(config: Config) -> dict[str, RoleConfig]:
 
 
 def teachers_of(config: Config) -> dict[str, RoleConfig]:
-    """Return the roles from which distillation may learn, by name. Raises ValueError if two roles teach the same data source."""
+    """Return name -> role of all possible teachers in distillation. Raises ValueError if two roles teach the same data source."""
     teachers = {name: role for name, role in roles_of(config).items() if name == TEACHER or role.teaches}
     by_source: dict[str, str] = {}
     for name, role in teachers.items():

@@ -1,9 +1,8 @@
 """Time-shares GPUs between colocated models and engines.
 
 A role is the actor, the critic, the engines or a model of the key `roles`. The peers of a role are the other roles that use the
-same devices.
-Before a role is used, the scheduler offloads the peers of that role and loads the role. A role without peers always stays on its
-devices.
+same devices. Before a role is used, the scheduler offloads the peers of that role and loads the role. A role without peers always
+stays on its devices.
 
 Offloaded engines lose their weights, so the trainer ranks push the actor's weights when the engines are loaded again:
 
@@ -78,7 +77,7 @@ class MemoryScheduler:
         self._states: dict[str, MemoryState] = {}
         # Metrics since the last call of metrics(): time of transitions, number of loads, largest memory left after an offload.
         self._seconds, self._switches, self._residual_bytes = 0.0, 0, 0
-        self._used_by_rollout = {ENGINES}  # roles that work at the same time, so that they never offload each other
+        self._used_by_rollout = {ENGINES}  # roles that work at the same time, so they never offload each other
 
     def register_model(self, role: str, model: OffloadableModel) -> None:
         """Add the trainer ranks of a model. Peers are offloaded in the order of registration."""

@@ -1,4 +1,7 @@
-"""Two training steps with which `trainer._target_` may replace `Trainer.train_step`: best_of_n and by_source."""
+"""Two training steps with which `trainer._target_` may replace `Trainer.train_step`: best_of_n and by_source.
+
+mrl.core.types explains the letters of array dimensions, such as B and R.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Parts of the training loop: the interfaces that the loop calls, the phases of a step, and what a step records."""
+"""Parts of the training loop: the interfaces that the loop calls, the phases of a step, and what a step records.
+
+mrl.core.types explains the letters of array dimensions, such as B and R.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,9 +79,10 @@ class PolicyUpdater(Protocol):
         rows: NDArray[np.bool_] | None,
         loss: Loss | None,
     ) -> PendingCall[ActorUpdate]:
-        """Begin to train on the rows [B] of the rollouts. `step`: number of earlier steps of the run that trained the actor.
+        """Begin to train on the responses that `rows` [B] selects; None: on all responses.
 
-        `coefs`: name of a term of the loss (kl_loss, entropy) -> its coefficient.
+        `step`: number of earlier steps of the run that trained the actor. `coefs`: name of a term of the loss (kl_loss, entropy)
+        -> its coefficient.
         """
         ...
 
@@ -93,7 +97,7 @@ class ValueUpdater(Protocol):
     def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None
     ) -> PendingCall[CriticUpdate]:
-        """Begin to train on the returns of the rows [B] of the rollouts."""
+        """Begin to train on the returns of the responses that `rows` [B] selects; None: on those of all responses."""
         ...
 
     def metrics(self, updates: Sequence[CriticUpdate]) -> Metrics:

@@ -48,9 +48,8 @@ class ModelPlan:
     hf: HFConfig  # config.json of the folder `model_path`
     arch: Architecture  # sizes and parts of the model
     packing: Packing  # how rows are packed into micro-batches
-    head: str = field(
-        default="vocabulary", kw_only=True
-    )  # output head: vocabulary, value (critic) or score (reward model)
+    # output head: vocabulary, value (critic) or score (reward model)
+    head: str = field(default="vocabulary", kw_only=True)
     ddp: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # settings of Megatron's data parallelism
 
     @property

@@ -57,9 +57,8 @@ class RunProcesses:
         for name in served_roles(config):
             self.scheduler.register_served(name, ServedModel(lambda: self.rollout.worker, name))
         self._start_actor()
-        if (
-            self.scheduler.rollout_shares_devices()
-        ):  # SGLang sizes its KV cache by the memory that is free when it starts
+        # SGLang sizes its KV cache by the memory that is free when it starts, so the actor first leaves the shared devices.
+        if self.scheduler.rollout_shares_devices():
             self.models.wait_started(ACTOR)
             self.scheduler.make_room_for_rollout()
         worker = self._start_rollout_worker(placements)

@@ -43,7 +43,8 @@ class ServedTeacher:
     worker: RolloutWorkerHandle
     name: str  # key in the section `roles`
     top_k: int
-    rows: Callable[[Rollouts], NDArray[np.bool_]]  # returns [B]: for which responses it computes tokens
+    # returns a mask: for which of the responses the teacher computes tokens
+    rows: Callable[[Rollouts], NDArray[np.bool_]]
     load: Callable[[str], None]  # loads a role to its devices
 
     def begin_teacher_outputs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
@@ -77,7 +78,7 @@ def served_groups(config: Config, run_dir: str, colocated_roles: frozenset[froze
         arguments = default_server_args(config.model.dtype, 0, device=device)
         for unused in ("context_length", "custom_weight_loader"):  # SGLang reads the context; the weights never change
             del arguments[unused]
-        # All servers get the same seed, because SGLang (0.5.23) initialises the bias of some classification heads at random.
+        # All servers get the same seed, because SGLang (0.5.23) initializes the bias of some classification heads at random.
         arguments |= dict(skip_tokenizer_init=False, served_model_name=name, random_seed=config.run.seed)
         if name in shared:
             saver = memory_saver_args(arguments["device"])

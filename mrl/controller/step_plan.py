@@ -22,7 +22,7 @@ class StepPlan:
     trainer: type[Trainer] = Trainer
     function: Callable[[Trainer], None] | None = None  # None: the method `train_step` of the class
     fields: Mapping[str, Any] = field(default_factory=dict)  # the fields that a subclass adds
-    needs: frozenset[str] = frozenset()  # columns [R] that `Trainer.score` must compute for the step
+    needs: frozenset[str] = frozenset()  # columns that `Trainer.score` must compute for the step
 
     def build(self, **parts: Any) -> Trainer:
         """Return the trainer. `parts` are the fields of Trainer."""

@@ -166,7 +166,10 @@ class SupervisedStage:
         return {ours: sums[theirs] for theirs, ours in HELD_OUT_METRICS.items() if theirs in sums}
 
     def _loss_of_step(self, rows: SupervisedRows, drawn: NDArray[np.int64]) -> tuple[Any, Metrics]:
-        """Return the loss for the rows of a step, and metrics. A loss with a reference point (KTO) gets that of this step."""
+        """Return the loss for the rows of a step, and metrics.
+
+        A loss with a reference point (KTO, see mrl.algorithms.preference) gets the reference point of this step.
+        """
         loss = self.objective.loss
         others = rows.mismatched_of(np.unique(drawn))
         if not len(others):

@@ -1,4 +1,7 @@
-"""The training loop. Each step samples and scores responses, estimates advantages, trains, and pushes the new weights."""
+"""The training loop. Each step samples and scores responses, estimates advantages, trains, and pushes the new weights.
+
+mrl.core.types explains the letters of array dimensions, such as B and R.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +66,11 @@ class TrainingSchedule:
 
 
 def used_prompts(state: Mapping[str, Any]) -> int:
-    """Return the number of prompts that a run has used: their groups were trained, rejected by the rollout filter, or dropped."""
+    """Return the number of prompts that a run has used.
+
+    A prompt is used when a step has trained on its group, the rollout filter has rejected the group, or over-sampling has dropped
+    the group.
+    """
     return sum(state["prompts"]["drawn"]) - len(state["rollouts"]["waiting"])
 
 
@@ -130,9 +137,8 @@ class Trainer:
     schedule: TrainingSchedule
     step_function: Callable[["Trainer"], None] | None = None  # replaces `train_step`
     data_source: Callable[[int], str] = _no_data_source  # returns the data source of a row of the training prompts
-    check_learning: Callable[[int, Metrics], None] = (
-        _check_nothing  # health check: gets each finished step; may end the run
-    )
+    # health check: gets each finished step; may end the run
+    check_learning: Callable[[int, Metrics], None] = _check_nothing
     begin_step: Callable[[int], None] = _record_nothing  # tells all processes which step begins; the first step is 1
     placement_metrics: Callable[[], Metrics] = dict  # returns the metrics placement/* for the time since the last call
     progress: TrainingProgress = field(default_factory=TrainingProgress)
@@ -185,7 +191,8 @@ class Trainer:
 
         Args:
             columns: result of `score`.
-            rows: [B] mask of the responses that get advantages; all other responses are rejected. Default: all responses.
+            rows: [B] mask of the responses that get advantages; all other responses are rejected (AdvantageResult.rejected).
+                Default: all responses.
             advantage: estimator that replaces algorithm.advantage.
             loss: policy loss that replaces algorithm.loss. Only its extra columns are computed here.
         """

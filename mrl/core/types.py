@@ -5,7 +5,9 @@
     B  number of responses in a step: N * G, plus the number of rows from data.offline.path
     S  number of tokens in a batch: all prompts and responses, concatenated without padding
     R  number of sampled tokens: how many of the S tokens the policy sampled
+    L  number of tokens of a micro-batch on one trainer rank, padding included
     V  size of the vocabulary
+    H  hidden size of the model
 
 A response is everything after its prompt. A response of several turns also contains tool results. The tokens of tool
 results are neither sampled nor trained.
@@ -364,11 +366,11 @@ class TrainBatch:
     prompt_lengths: NDArray[np.int64]  # [B] number of tokens
     response_lengths: NDArray[np.int64]  # [B] number of tokens
     sampled_lengths: NDArray[np.int64]  # [B] number of tokens in the loss
-    # [B] index of the prompt; rows with the same index may compute their prompt once. None: the indices are unknown
+    # [B] index of the prompt; for rows with the same index, the prompt may be computed once. None: the indices are unknown
     groups: NDArray[np.int64] | None
     rows: NDArray[np.int64]  # indices of the rows on which the step trains
     # Indices of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0. A row that
-    # is here n times counts n times in the loss
+    # occurs n times in this array counts n times in the loss
     denominator_rows: NDArray[np.int64]
     columns: Handle = None  # refers to a dict, name -> column [R] of the block
     # teacher -> locations of its outputs
@@ -421,7 +423,7 @@ class RankBatch:
     # Indices of the rows of each micro-batch. If another replica has more micro-batches, empty micro-batches are added
     micro_batches: tuple[NDArray[np.int64], ...]
     weights: NDArray[np.float64]  # [B] token weight in the loss; all tokens of a row have the same token weight
-    # [B] index of the prompt; rows with the same index compute their prompt once. None: every row computes its own prompt
+    # [B] index of the prompt; for rows with the same index, the prompt is computed once. None: it is computed for every row
     groups: NDArray[np.int64] | None = None
     step_tokens: int = 1  # number of tokens that all replicas together compute in this optimizer step
 

@@ -59,7 +59,9 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
     parts: int,
     share_prompts: bool,
 ) -> list[PackingUnit]:
-    """Return the units of `rows`. `prompt_lengths`, `response_lengths` and `groups` are columns [B] of the whole batch.
+    """Return the units of `rows`.
+
+    `prompt_lengths`, `response_lengths` and `groups` have one number for each response of the whole batch.
 
     Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt
     once. A group is cut into several units if it has more than `max_tokens` tokens, or if its cost would make the `parts` parts
@@ -101,8 +103,8 @@ def make_whole_units(
 ) -> list[PackingUnit]:
     """Return a unit for each group, with its rows in ascending order. A group is never cut, whatever its size.
 
-    A group whose rows occur n times in `rows` gets n units. `prompt_lengths`, `response_lengths` and `groups` are columns [B]
-    of the whole batch. With `share_prompts`, a unit contains the prompt once.
+    A group whose rows occur n times in `rows` gets n units. `prompt_lengths`, `response_lengths` and `groups` have one number
+    for each response of the whole batch. With `share_prompts`, a unit contains the prompt once.
     """
     members: dict[tuple[int, int], list[int]] = {}  # (group, how often its rows occurred before) -> rows
     occurrences: dict[int, int] = {}

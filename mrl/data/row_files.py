@@ -93,7 +93,7 @@ Row = dict[str, Any]
 # What `read_table` can read, for error messages
 EXPECTED = "a .jsonl or .parquet file, or a folder written by datasets' save_to_disk"
 
-MAX_DEPTH = 100  # limit of the nesting of JSON values, because rows are traversed and pickled recursively
+MAX_DEPTH = 100  # largest nesting depth of JSON values, because rows are traversed and pickled recursively
 
 
 @dataclass(frozen=True)

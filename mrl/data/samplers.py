@@ -17,7 +17,7 @@ from mrl.data.columns import PromptExample
 Rows = NDArray[np.int64]  # indices of rows of the data set
 
 _RANDOM_STREAM = 1 << 31
-"""Last element of each seed of a sampler. A seed that shuffles the rows of a source ends with the index of the source."""
+"""Last element of each seed that a sampler uses, except the seeds of PromptTable.order. Those end with the index of a source."""
 
 WINDOW = 4  # number of groups over which the rewards of a prompt are averaged
 
@@ -54,7 +54,7 @@ class PromptTable:
         return range(end - self.sources[source].rows, end)
 
     def sources_of(self, rows: Rows) -> NDArray[np.int64]:
-        """Return the index of the source of each of these rows."""
+        """Return, for each of these rows, the index of its source."""
         return np.searchsorted(self.ends, rows, side="right")
 
     def order(self, source: int, seed: int, epoch: int) -> Rows:
@@ -107,8 +107,8 @@ def _value(example: PromptExample, name: str, row: int) -> Any:
 class PromptHistory:
     """Counts and mean rewards of all rows of a data set. All arrays have the shape [rows].
 
-    Up to WINDOW groups of a row, `mean_reward` is the mean of all these groups. Each later group has the weight 1 / WINDOW, and
-    the earlier mean has the weight 1 - 1 / WINDOW, because the policy changes.
+    While a row has at most WINDOW groups, `mean_reward` is the mean of all its groups. Each later group has the weight
+    1 / WINDOW, and the earlier mean has the weight 1 - 1 / WINDOW, because the policy changes.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -168,8 +168,8 @@ class SamplerInputs:
     seed: int  # run.seed
     drawn: Sequence[int]  # [sources] number of rows that have been drawn from each source since the run began
     history: PromptHistory  # how often each row was drawn, and the rewards of its responses
-    # Anything that the sampler wants to remember, as JSON: lists, texts, numbers and dicts with texts as keys. The sampler may
-    # change this dict. A checkpoint contains it.
+    # What the sampler stores from one call to the next, as JSON: lists, texts, numbers and dicts with texts as keys. The sampler
+    # may change this dict. A checkpoint contains it.
     state: dict[str, Any]
 
     @property

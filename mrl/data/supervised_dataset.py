@@ -30,7 +30,8 @@ class SftDataset:
     sequences_per_row: int = 1  # 2: the rows are pairs
     # name -> one number for each sequence, such as labels or margins; the loss reads it as a column
     columns: Mapping[str, list[float]] = field(default_factory=dict)
-    # for each row, the index of a second row, whose response KTO combines with the prompt of the first row; empty: none
+    # For each row, the index of a second row. The loss KTO (docs/concepts/algorithms.md) combines the second row's response with
+    # the first row's prompt. Empty: the loss needs no such rows
     mismatched_responses: list[int] = field(default_factory=list)
 
     @classmethod

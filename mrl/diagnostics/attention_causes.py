@@ -1,6 +1,7 @@
 """Finds causes of a difference between an engine and the trainer in RoPE and in attention, from the tensors of both sides.
 
-The functions fit a rotation or a scale to the inputs and outputs of each side, and compare the fits.
+The functions fit a rotation or a scale to the inputs and outputs of each side, and compare the fits. In shapes, S is the number
+of tokens, and d is the number of channels per head.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 All inputs of this place agree on both sides, so the cause is in one operation. Each function tests hypotheses about one
 operation. It recomputes the operation with NumPy under each hypothesis, and checks which hypothesis reproduces the tensors of
-each side. This needs no engine and no model.
+each side. This needs no engine and no model. In shapes, S is the number of tokens.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Compares an SGLang engine with the trainer's model on the same weights. Finds the first place that differs, and the cause."""
+"""Compares an SGLang engine with the trainer's model on the same weights. Finds the first place that differs, and the cause.
+
+mrl.core.types explains the letters of the array dimensions.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

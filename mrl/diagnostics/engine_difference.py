@@ -1,6 +1,7 @@
 """Describes the first place at which an engine and the trainer differ, and finds swapped, reordered or stale weights there.
 
-A place is a point of the forward pass at which a tensor is recorded (mrl.workers.forward_trace).
+A place is a point of the forward pass at which a tensor is recorded (mrl.workers.forward_trace). In shapes, S is the number of
+tokens, and n is the number of channels of a place.
 
 This module needs no engine and no model.
 """

@@ -1,4 +1,7 @@
-"""Parity check: compares one training step under a parallel layout with the same step in one process."""
+"""Parity check: compares one training step under a parallel layout with the same step in one process.
+
+mrl.core.types explains the letters of the array dimensions.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -48,9 +48,10 @@ class StepDumpRecorder:
 
     @contextmanager
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> Iterator[list[UpdateReport]]:
-        """Watch the optimizer steps of one training step. The caller must append the report of each to the yielded list.
+        """Watch the optimizer steps of one training step.
 
-        `update` describes the optimizer steps. `step` is the number of earlier training steps that trained the actor.
+        The caller must append the report of each optimizer step to the list that this context yields. `update` describes the
+        optimizer steps. `step` is the number of earlier training steps that trained the actor.
 
         Raises FloatingPointError with the path of the dump if a gradient is not finite.
         """

@@ -65,7 +65,7 @@ CHECKS: dict[str, Check] = {
 class ExamineOptions:
     """Options of a preflight check."""
 
-    deadline_s: float = 60.0  # longest wait for all hosts to join, and longest time of all all-reduces together
+    deadline_s: float = 60.0  # time limit for all hosts to join, and time limit for all all-reduces together
     all_reduce: bool | None = None  # whether to run all-reduces; None: only if several processes would take part
     clock: Callable[[], float] = time.time  # returns this host's time in seconds
 

@@ -1,1 +1,1 @@
-"""`mrl generate` samples responses to a data set. `mrl evaluate` computes pass@k, maj@k and the mean score of the responses."""
+"""`mrl generate` samples responses to the prompts of a data set. `mrl evaluate` computes their pass@k, maj@k and mean score."""

@@ -27,8 +27,8 @@ class PairedDifference:
     name: str  # data source, or OVERALL
     prompts: int  # number of prompts that both evaluations have
     mean_score: IntervalEstimate
-    pass_at: dict[int, IntervalEstimate]  # by k
-    maj_at: dict[int, IntervalEstimate]  # by k
+    pass_at: dict[int, IntervalEstimate]  # k -> difference of pass@k
+    maj_at: dict[int, IntervalEstimate]  # k -> difference of maj@k
 
 
 @dataclass(frozen=True)

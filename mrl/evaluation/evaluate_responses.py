@@ -29,8 +29,8 @@ class Evaluation:
     """Summaries of an evaluation, and the scored responses from which they are computed."""
 
     summaries: list[EvaluationSummary]
-    rows: list[Row]  # [B] scored responses, each a dict with the columns of `response_schema`
-    answers: list[str | None]  # [B] answer for which each response votes in maj@k
+    rows: list[Row]  # scored responses, each a dict with the columns of `response_schema`
+    answers: list[str | None]  # answer for which each response votes in maj@k
     reward: dict[str, Any]  # config section `reward` that gave the scores
     settings: JsonObject  # settings of the generation, from _generate.json
     comparison: Comparison | None = None  # differences from the evaluation in evaluate.compare
@@ -45,9 +45,14 @@ class Evaluation:
 def evaluate(folder: Path, config: Config) -> Evaluation:
     """Summarise the responses in the output folder of `mrl generate`, or in files of another tool.
 
-    The responses are scored first if they have no scores or if evaluate.rescore is set. Raises ValueError if `folder` contains
-    neither a finished generation nor files of responses, if evaluate.k exceeds the number of responses to a prompt, if the
-    reward is invalid, or if evaluate.compare names no evaluation of the same prompts.
+    The responses are scored first if they have no scores or if evaluate.rescore is set.
+
+    Raises ValueError in these cases:
+
+    - `folder` contains neither a finished generation nor files of responses.
+    - evaluate.k exceeds the number of responses to a prompt.
+    - The reward is invalid.
+    - evaluate.compare names no evaluation of the same prompts.
     """
     before = read_scores(Path(config.evaluate.compare)) if config.evaluate.compare else []
     settings, rows = _read_input(folder, config.evaluate.columns)

@@ -86,8 +86,8 @@ class EvaluationSummary:
     responses: int
     # Mean@n, where n is the number of responses to a prompt. Its expected value does not depend on n.
     mean_score: IntervalEstimate
-    pass_at: dict[int, IntervalEstimate]  # by k
-    maj_at: dict[int, IntervalEstimate]  # by k
+    pass_at: dict[int, IntervalEstimate]  # k -> mean of pass@k
+    maj_at: dict[int, IntervalEstimate]  # k -> mean of maj@k
     failed_fraction: float  # fraction of responses that could not be scored
     unanswered_fraction: float  # fraction of responses without an answer, which do not vote in maj@k
     cut_fraction: float | None  # fraction of responses that were truncated at the token limit; None: unknown
@@ -95,7 +95,7 @@ class EvaluationSummary:
 
 
 def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[PromptScores]:
-    """Group scored rows by prompt. `answers` [B] are the answers for which the responses vote in maj@k.
+    """Group scored rows by prompt. `answers`: for each row, the answer for which the response votes in maj@k.
 
     The rows need the columns prompt_digest (see `prompt_digest`), finish_reason and num_tokens. The values of finish_reason and
     num_tokens may be None.

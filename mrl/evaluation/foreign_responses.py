@@ -1,7 +1,7 @@
 """Reads parquet and jsonl files with responses that other tools have sampled (`evaluate.input`).
 
-This module knows the columns of the files that verl, lm-evaluation-harness and lighteval write. For other files, evaluate.columns
-names the columns.
+LAYOUTS has the columns of the files that verl, lm-evaluation-harness and lighteval write. For other files, evaluate.columns names
+the columns.
 """
 
 import json
@@ -28,7 +28,7 @@ KEY = "evaluate.columns"
 
 @dataclass(frozen=True)
 class ResponseColumns(Columns):
-    """Names of the columns of a file of responses: the columns of a prompt, and those of its responses."""
+    """Column names in a file of responses: the columns for a prompt, and the columns for its responses."""
 
     response: str = "response"  # a text, or a list of texts: all responses to the prompt
     num_tokens: str | None = None  # number of tokens of the response; None: the file has no such column
@@ -212,7 +212,7 @@ def _layout_of(row: Row) -> Layout:
 
 
 def _texts(value: Any, name: str) -> list[str]:
-    """Return the responses of a row. Raises RowError if `value` is neither a text nor a list of texts, or of lists of texts."""
+    """Return the responses of a row. Raises RowError unless `value` is a text, a list of texts, or a list of lists of texts."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and all(isinstance(each, list) for each in texts):
         texts = list(chain(*texts))

@@ -282,7 +282,7 @@ def _wait_for_all(futures: Sequence[ObjectRef], timeout_s: float) -> dict[Object
     """Wait for all answers. Raises the first error of a call.
 
     Each wait inside Ray is short, because an exception that a signal handler raises inside Ray would break Ray.
-    Also raises GetTimeoutError after `timeout_s`, and the errors of `check_wait`.
+    Also raises GetTimeoutError after `timeout_s`, and the errors of `mrl.core.run_errors.check_wait`.
     """
     end, pending, answers = time.monotonic() + timeout_s, list(futures), {}
     while pending:

@@ -69,8 +69,8 @@ class EngineTime:
     def _all_reduce_s(self, tokens: float) -> float:
         """Return the seconds of the all-reduces in one decoding step with `tokens` tokens: two all-reduces in each layer.
 
-        The result includes the latency even for an engine on one GPU. There, the latency stands for the time to launch the
-        kernels of the layer.
+        The result includes the latency even for an engine on one GPU. For such an engine, the latency is an estimate of the
+        time to launch the kernels of the layer.
         """
         size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
         return 2 * self.shape.num_layers * (size / self.cluster.link_bytes_per_s(self.tp) + self.cluster.latency_s)

@@ -220,9 +220,10 @@ class LayoutSearch:
         return fastest_by(seconds), fastest_by(seconds + switch)
 
     def _timed_layouts(self) -> Iterator[tuple[ReplicaLayout, IntArray, FloatArray, FloatArray]]:
-        """Yield (layout, numbers of replicas that fit [R], seconds of training [R], seconds of offloading and loading [R]).
+        """Yield (layout, numbers of replicas that fit, seconds of training, seconds of offloading and loading).
 
-        Layouts with recomputation are used only for numbers of replicas that do not fit without recomputation.
+        The last three are arrays with one element for each number of replicas. Layouts with recomputation are used only for
+        numbers of replicas that do not fit without recomputation.
         """
         for plain in self.space.layouts():
             replicas = self._replicas(plain)

@@ -56,7 +56,7 @@ class RolloutSetup:
 
 @dataclass(frozen=True)
 class GroupLengths:
-    """Lengths of the first T groups that a run draws, in order. Later groups are random draws from these T groups."""
+    """Lengths of the first T groups of G responses that a run draws, in order. Later groups are random draws from these T."""
 
     responses: NDArray[np.int64]  # [T, G] tokens of each response
     prompts: NDArray[np.int64]  # [T] tokens of each prompt
@@ -338,7 +338,7 @@ class Scenario:
     name: str
     setup: RolloutSetup
     prediction: Prediction
-    skip: int  # number of first steps that the means leave out, because the run is not in steady state yet
+    skip: int  # number of first steps that the means do not include, because the run is not in steady state yet
 
     @property
     def seconds(self) -> float:

@@ -66,7 +66,7 @@ class HostMemory:
 
     processes: int  # the processes themselves, with their libraries
     offloaded: int  # models of offloaded roles, in pinned memory
-    reference: int  # weights of the reference, and the actor's weights while its ranks use those of the reference
+    reference: int  # the reference's weights, and a copy of the actor's weights while the reference is on the GPU
     checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
     delta: int  # copy of the last pushed weights, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store on which no step has trained yet
@@ -362,8 +362,8 @@ def _host_memory(
 def _teacher_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
     """Return the host memory that distillation over the whole vocabulary needs on a node with `ranks` actor ranks.
 
-    An actor rank with rows of the output layer also keeps the same rows of each teacher's output layer. The teachers compute
-    hidden states for all sampled tokens of a step.
+    An actor rank with a vocabulary shard of the output layer also keeps the same shard of each teacher's output layer. The
+    teachers compute hidden states for all sampled tokens of a step.
     """
     if not (sizes := actor.settings.teacher_hidden):
         return 0

@@ -19,13 +19,13 @@ from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds
 from mrl.rollout.staleness_buffer import split_over_engines
 
 MIN_STEPS = 4  # smallest number of steps to which speeds can be fitted
-MAX_ROUNDS = 20  # largest number of repetitions of the two parts of fit_engine
+MAX_ROUNDS = 20  # fit_engine repeats its two parts at most this number of times
 END_OF_TIME = 1e18  # seconds; no simulated request finishes later
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Lengths and seconds of one step of a synchronous run."""
+    """Lengths and seconds of one step of a synchronous run. The step has N groups of G responses."""
 
     prompts: NDArray[np.int64]  # [N] tokens of each prompt
     responses: NDArray[np.int64]  # [N, G] tokens of each response
@@ -90,8 +90,8 @@ def fit_engine(steps: Sequence[RecordedStep], num_engines: int, max_running: int
     alone. A training step waits for its slowest engine. Which engine is the slowest depends on a, c and d. So this function
     repeats two parts: choose the slowest engine of each step, and fit the coefficients to these engines.
 
-    The fitted coefficients are a, c - d and d, and none is negative. So d <= c: a prefilled
-    token takes no longer than a decoded token. Without this bound, d would be undetermined if prompts are short.
+    The fitted coefficients are a, c - d and d, and none is negative. So d <= c: a prefilled token takes no longer than a decoded
+    token. Without this bound, d would be undetermined if prompts are short.
     """
     features = [_engine_features(step, num_engines, max_running) for step in steps]  # for each step [engines, 3]
     seconds = np.array([step.engine_s for step in steps])

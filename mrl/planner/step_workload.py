@@ -33,7 +33,7 @@ class LengthDistribution:
 
     @classmethod
     def of(cls, prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> LengthDistribution:
-        """Return the distribution of recorded groups. `prompts`: [T] prompt lengths. `responses`: [T, G] response lengths."""
+        """Return the distribution of T recorded groups of G responses. `prompts`: [T] lengths. `responses`: [T, G] lengths."""
         return cls(round(float(prompts.mean())), np.sort(responses.astype(np.float64), axis=None))
 
     @cached_property
@@ -115,12 +115,12 @@ class StepWorkload:
 
     @cached_property
     def without_gradients(self) -> StepWorkload:
-        """The same step with the packs of passes without gradients."""
+        """The same step, but with the token budget of passes without gradients for all passes."""
         return replace(self, max_tokens=self.forward_max_tokens or self.max_tokens)
 
     @cached_property
     def of_critic(self) -> StepWorkload:
-        """The same step with the packs of the critic."""
+        """The same step, but with the token budgets of the critic."""
         train, forward = self.critic_budgets or (self.max_tokens, self.forward_max_tokens)
         return replace(self, max_tokens=train, forward_max_tokens=forward)
 

@@ -210,7 +210,7 @@ def _parameter_sizes(
 
 
 def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKind) -> list[int]:
-    """Return the number of elements of each parameter of the final norm and the head.
+    """Return, for each parameter of the final norm and the head, its number of elements.
 
     If the output layer shares its weights with an embedding on the same stage, the result contains only the final norm. If the
     embedding is on another stage, the last stage has its own copy of the shared weights, which the result includes.

@@ -59,7 +59,7 @@ class HttpService:
     concurrency: int = 32  # number of concurrent calls
     timeout_s: float = 60.0  # time limit of one attempt in seconds
     attempts: int = 3  # largest number of attempts per call to `url`; calls to a `role` are repeated until `deadline_s`
-    deadline_s: float = 240.0  # time limit of a whole batch in seconds; calls without an answer then fail
+    deadline_s: float = 240.0  # time limit (s) for all responses of one call of the reward; unfinished calls then fail
     api_key_env: str | None = None  # name of an environment variable, whose value is sent as Bearer token
 
     def __post_init__(self) -> None:

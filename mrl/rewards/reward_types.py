@@ -138,7 +138,7 @@ class Scores:
     values: NDArray[np.float64]  # [B] value of each response; 0 if scoring failed
     failed: NDArray[np.bool_]  # [B] whether scoring failed
     parts: dict[str, NDArray[np.float64]]  # name of a part -> its values [B]; NaN if a response has no such part
-    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values of the assistant turns; None: no values per turn
+    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values of a response's turns; None: no such values
 
     @classmethod
     def of(cls, scores: Sequence[Score]) -> "Scores":
@@ -253,13 +253,17 @@ class Weighted(CombinedReward):
     """Weighted sum of named rewards, which are its parts. The mean of each part is logged as `reward/<name>_mean`.
 
     The logged mean is not multiplied by the weight. Every score also has `terms`: the values of the parts, not multiplied by
-    their weights. GDPO normalises each term separately. If a part fails for a response, the response has a failed score, and
-    the term of this part is 0. If the score of a part has parts of its own, these get the names `<name>_<inner part>`. If a part
-    has a value for each turn, these values are added to the same turns of the sum. The value of any other part is added to the
-    last turn.
+    their weights. GDPO (docs/concepts/algorithms.md) normalises each term separately. If a part fails for a response, the
+    response has a failed score, and the term of this part is 0. If the score of a part has parts of its own, these get the names
+    `<name>_<inner part>`. If a part has a value for each turn, these values are added to the same turns of the sum. The value of
+    any other part is added to the last turn.
 
-    Raises ValueError if `parts` is empty or has a value that is not a reward, if a name does not consist of a-z, 0-9 and _ or
-    does not begin with a letter, if `weights` is not empty and has other names than `parts`, or if a weight is not a number.
+    Raises ValueError in these cases:
+
+    - `parts` is empty, or one of its values is not a reward.
+    - A name does not begin with a letter, or has characters other than a-z, 0-9 and _.
+    - `weights` is not empty, and has other names than `parts`.
+    - A weight is not a number.
     """
 
     parts: Mapping[str, Reward]

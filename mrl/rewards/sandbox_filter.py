@@ -105,7 +105,7 @@ RULES = (
     CallRule("openat", (257, 56), (ArgumentCondition(2, _OPEN_MODES, os.O_ACCMODE | os.O_TRUNC),)),
     CallRule(
         "mmap", (9, 222), (ArgumentCondition(3, (0,), _MAP_HUGETLB),)
-    ),  # without huge pages, which other processes would lose
+    ),  # without huge pages, because all processes of the machine share a fixed number of them
     CallRule("madvise", (28, 233), (ArgumentCondition(2, _MADVISE),)),
     CallRule("clone", (56, 220), (ArgumentCondition(0, _THREAD_FLAGS),)),
     CallRule("kill", (62, 129), (ArgumentCondition(0, (OWN_PID,)),)),

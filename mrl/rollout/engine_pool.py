@@ -114,7 +114,7 @@ class EnginePool:
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
         self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
-        self._num_retried = self._num_retried_before = 0  # retried responses: now, and at the last `take_metrics`
+        self._num_retried = self._num_retried_before = 0  # retries in all: now, and at the last `take_metrics`
 
     @property
     def urls(self) -> list[str]:
@@ -143,7 +143,7 @@ class EnginePool:
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
-        """Put exactly these engines in service. Engines that were in service before keep their requests."""
+        """Put exactly these engines in service. An engine that stays in service keeps its pending requests."""
         if self._http is None and engines:
             # aiohttp needs a tenth of the CPU time of httpx. It is imported here because the import takes 0.5 s.
             import aiohttp

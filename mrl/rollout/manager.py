@@ -1,6 +1,6 @@
 """RolloutManager: the part of the driver that draws prompts and calls the rollout worker.
 
-The driver sees lengths and rewards, but no tokens.
+The driver sees lengths and rewards, but no tokens. mrl.core.types explains the letters G and N, and shapes such as [B].
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -247,7 +247,7 @@ class RolloutManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a state that `state_dict` returned. Running requests are cancelled.
 
-        The completions that untrained requests have in the completion cache are used again.
+        The completions of untrained requests that rollout_log.CompletionCache holds are used again.
         """
         self._step, self._num_drawn = state["step"], state["drawn"]
         self._untrained = tuple(map(tuple, state["waiting"]))

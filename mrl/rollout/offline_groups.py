@@ -27,7 +27,8 @@ def _sample(row: OfflineRow, step: int) -> Sample:
 def with_offline_part(scored: ScoredBatch, num_offline: int) -> ScoredBatch:
     """If rewards have parts, also give the last `num_offline` responses a part, PLAIN_TERM, which equals their reward.
 
-    An estimator that reads only the parts, such as GDPO, would otherwise ignore the rewards of the file.
+    An estimator that reads only the parts, such as GDPO (docs/concepts/algorithms.md), would otherwise ignore the rewards of the
+    file.
     """
     if not scored.parts:
         return scored
@@ -52,7 +53,7 @@ def with_offline_column(block: TokenBlock, num_offline: int) -> TokenBlock:
 
 
 def known_rollout_logprobs(block: TokenBlock, old_logprobs: Column | None) -> Column:
-    """Return the rollout log-probabilities [R].
+    """Return the rollout log-probabilities, one for each sampled token.
 
     Offline rows may have no log-probabilities. Such rows get the old log-probabilities, if these are given.
     """

@@ -58,7 +58,7 @@ class GroupSampler:
         self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent or scores_early)
 
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
-        """Divide the prompt requests into lists. Each list is sent as one HTTP request, in this order.
+        """Divide the prompt requests into lists, in the order of sending. Each list is sent as one HTTP request.
 
         Several groups share one HTTP request, because fewer requests cost the engines less CPU. Each group has an HTTP request
         of its own in these cases:
@@ -367,7 +367,7 @@ class RolloutPipeline:
         self._changed.notify_all()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
-        """Cancel the HTTP requests of these prompt requests. HTTP requests that also serve other prompt requests go on."""
+        """Cancel the HTTP requests of these prompt requests. A request that also serves other prompt requests continues."""
         for number in numbers:
             running: Future[Any] | None = self._running.pop(number, None)
             if running is not None and running not in self._running.values():

@@ -1,4 +1,7 @@
-"""Text samples: the responses that samples.jsonl keeps, with the text, log-probability and advantage of each token."""
+"""Text samples: the responses that samples.jsonl keeps, with the text, log-probability and advantage of each token.
+
+mrl.core.types explains the letters in shapes such as [R] and [B].
+"""
 
 import json
 import math
@@ -57,7 +60,7 @@ def _text_sample(group: int, sample: Sample, data: PromptDataset, columns: Mappi
         num_tokens=trajectory.num_sampled,
         truncated=bool(trajectory.truncated),
         parts={name: float(value) for name, value in sample.score.parts.items()},
-        failure=sample.score.failure and sample.score.failure.encode(errors="replace").decode(),  # valid JSON
+        failure=sample.score.failure and sample.score.failure.encode(errors="replace").decode(),  # no lone surrogates
         group=group,
         source=data.data_source(sample.row) or None,
         ground_truth=_ground_truth_text(data.ground_truth(sample.row)),

@@ -1,4 +1,4 @@
-"""ServedModels: the servers of all served models, which are reward models, judges and teachers of the key `roles`."""
+"""ServedModels: the SGLang servers of the reward models, judges and teachers that the key `roles` names."""
 
 import logging
 import threading
@@ -39,8 +39,8 @@ class ServedModels:
         self._max_restarts = max_restarts
         self._restarts = dict.fromkeys(self._servers, 0)
         self._lost: str | None = None  # why a model is lost; None: all models are served
-        self._announced: dict[str, set[str]] = {}  # name -> URLs of ready servers, which rewards know
-        # Name of an offloaded model -> URLs of the servers without device memory
+        self._announced: dict[str, set[str]] = {}  # name -> URLs that `set_servers` has told the rewards
+        # Name of an offloaded model -> URLs of the servers that have released their device memory
         self._released: dict[str, list[str]] = {}
         self._ended = threading.Event()
         self._lock = threading.Lock()  # held while servers are replaced, offloaded or loaded

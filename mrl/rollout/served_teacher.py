@@ -13,7 +13,7 @@ from mrl.rollout.client import EngineClient
 from parallel.trainer_config import MIN_REST_PROB
 
 CONCURRENCY = 32  # number of concurrent requests to each server
-RETRY_PAUSE_S = 1.0  # pause before a failed request is repeated, because a replacement of the server takes time
+RETRY_PAUSE_S = 1.0  # pause before a failed request is repeated, because a new server needs time to start
 
 
 def top_k_of_rows(
@@ -46,7 +46,7 @@ def _top_k_of_row(
 ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """Return log-probabilities [n, k] and token ids [n, k] for the n sampled tokens of a row.
 
-    Attempt i asks the server with the index `number` + i, modulo the number of servers.
+    Attempt i sends the request to the server with the index `number` + i, modulo the number of servers.
     """
     start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
     sampled = block.sampled_index[(block.sampled_index >= start) & (block.sampled_index < end)] - start

@@ -1,4 +1,4 @@
-"""The sampled groups of one step: on which groups the step trains, the metrics, and the bias towards short responses."""
+"""Chooses the sampled groups on which a step trains, computes their metrics, and measures the bias towards short responses."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from mrl.rewards.reward_types import Score, Scores
 from mrl.rollout.trajectory import Group, ResponseUsage, Sample, StepGroups
 
 MAX_SOURCES = 20  # largest number of data sources that have metrics of their own
-RolloutFilter = Callable[[NDArray[np.float64]], bool]  # rewards [G] of a group -> whether steps may train on it
+RolloutFilter = Callable[[NDArray[np.float64]], bool]  # rewards of a group -> whether steps may train on it
 
 
 def score_failures(groups: Iterable[Group]) -> list[str | None]:
@@ -121,7 +121,7 @@ def _source_metrics(samples: Sequence[Sample], source_name: Callable[[int], str 
 
 
 def _reward_statistics(groups: list[NDArray[np.float64]]) -> dict[str, float]:
-    """Return the mean reward over prompts, and how much rewards differ. `groups`: the rewards [G] of each group."""
+    """Return the mean reward over prompts, and how much rewards differ. `groups`: the rewards of each group."""
     rewards, has_equal_sizes = np.concatenate(groups), len({len(group) for group in groups}) == 1
     return {
         "reward/mean": float(rewards.mean() if has_equal_sizes else np.mean([group.mean() for group in groups])),
@@ -176,8 +176,9 @@ class LengthBias:
         return {"rollout/length_selected_ratio": float(np.mean(recent) / np.mean(drawn))} if drawn else {}
 
     def _consecutive(self, count: int) -> list[float]:
-        """Return the mean lengths of the last `count` prompt requests before `end`, and delete those before `end - 4 * count`.
+        """Return the mean lengths of the last `count` prompt requests before `end`.
 
+        Also deletes the lengths of the requests before `end - 4 * count`.
         `end` is the serial number of the first prompt request whose group is not sampled yet.
         """
         end = first = min(self._lengths, default=0)

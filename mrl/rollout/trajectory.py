@@ -1,4 +1,7 @@
-"""Trajectories, samples and groups, and their conversion to a token block (TokenBlock) and to the driver's columns."""
+"""Trajectories, samples and groups, and their conversion to a token block (TokenBlock) and to the driver's columns.
+
+mrl.core.types explains the letters in shapes such as [G], [B] and [R].
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,7 @@
 """RolloutWorker: the Ray actor that samples responses and scores them. It holds the engines, the prompts and the reward.
 
 The driver calls this actor through the rollout manager. The driver sees lengths and rewards, but no tokens.
+mrl.core.types explains the letters in shapes such as [R] and [B].
 """
 
 import logging
@@ -113,9 +114,8 @@ class RolloutWorker:
         self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
         # The sampled groups of the last collected step, and the rewards and tokens of these groups and of the offline rows
         self._collected: tuple[list[Group], ScoredBatch, TokenBlock] | None = None
-        self._columns: dict[
-            str, Column
-        ] = {}  # columns [R] of the last collected step: arguments and results of `estimate`
+        # Columns [R] of the last collected step: arguments and results of `estimate`
+        self._columns: dict[str, Column] = {}
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait until every engine and every served model takes requests; return the URLs of all engines."""
@@ -219,8 +219,8 @@ class RolloutWorker:
         """Cancel all running requests, and continue from the state before `step`. The next call must be `sample`.
 
         `num_drawn`: number of prompts that were drawn so far. `untrained`: the prompt requests that no step has taken, each as
-        (serial number, row, min_weight_version, size). The completions that these requests have in the completion cache are used
-        again. In checkpoints of older versions of mrl, the requests have no size.
+        (serial number, row, min_weight_version, size). The completions of these requests that rollout_log.CompletionCache holds
+        are used again. In checkpoints of older versions of mrl, the requests have no size.
         """
         self._pipeline.restart(num_drawn, [PromptRequest(*request) for request in untrained], step)
         self._cache.read()
@@ -425,7 +425,7 @@ class RolloutWorker:
         return found.metrics()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds, user and system, of this process and of all processes of the engines, for benchmarks."""
+        """Return the CPU seconds (user and system) of this process, and those of all engine processes, for benchmarks."""
         times = os.times()
         return dict(rollout=times.user + times.system, engine=self.engines.cpu_seconds())
 

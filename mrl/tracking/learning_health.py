@@ -99,7 +99,7 @@ def one_response_text(advantage: str) -> str:
 
 
 def _is_solved(step: StepView) -> bool:
-    """Return whether all rewards of the step are equal, no earlier step had a higher mean, and the first steps a lower mean."""
+    """Return whether all rewards of the step are equal, above the mean of the first steps, and not below any earlier mean."""
     mean, first = step.value("reward/mean"), step.baseline("reward/mean")
     best = step.best.get("reward/mean", -math.inf)
     is_best = mean > best or math.isclose(mean, best, abs_tol=1e-9)
@@ -189,7 +189,7 @@ def _nothing_trained(step: StepView) -> str:
 
 
 def _reward_collapsed(step: StepView) -> bool:
-    """Return whether the mean reward lost most of its rise, or fell while all responses of the step get the same reward.
+    """Return whether the mean reward lost most of its rise, or fell and all responses of the step have the same reward.
 
     Rewards may be negative, so the mean is not compared with 0. The responses to one prompt often get the same reward. For the
     standard error, each prompt therefore counts as one reward.

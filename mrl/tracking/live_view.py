@@ -1,7 +1,7 @@
 """The current state of a run, and a frame that shows this state on the terminal (`mrl top`).
 
-The state is read from the run directory and from this host. Reading does not disturb the run: it opens no connection to Ray or to
-an engine, tries no lock and writes no file.
+The state is read from the run directory and from this host. Reading does not disturb the run: `mrl top` opens no connection to
+Ray or to an engine, takes no lock and writes no file.
 """
 
 import math
@@ -70,7 +70,7 @@ class ProcessView:
     other_activities: int = 0
     activity_s: float | None = None  # how long the activity has lasted; None for a dead process
     use: Use | None = None  # None for a process of another host
-    load: EngineLoad | None = None  # of an engine
+    load: EngineLoad | None = None  # load of an engine; None for other processes
 
     @property
     def runs_here(self) -> bool:

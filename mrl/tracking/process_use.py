@@ -213,7 +213,7 @@ class Gpus:
         return called is not None and called(*arguments) == 0
 
     def read(self) -> list[GpuUse]:
-        """Return the use of each GPU. GPUs that do not report their use are left out, such as GPUs that MIG splits."""
+        """Return the use of each GPU. The result omits GPUs that do not report their use, such as GPUs that MIG splits."""
         found = []
         for index, handle in enumerate(self._handles):
             busy, memory = _Utilization(), _Memory()

@@ -90,7 +90,7 @@ def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Sp
 
 
 def _tail_seconds(requests: Sequence[Span], interval: tuple[float, float]) -> float:
-    """Return for how long at most half of the interval's requests still run: from the median end to the last end of a request."""
+    """Return the seconds from the median end to the last end of the requests that end in `interval`."""
     start, end = interval
     ends = sorted(span.end for span in requests if start < span.end <= end)
     return ends[-1] - ends[(len(ends) - 1) // 2] if ends else 0.0
@@ -133,7 +133,7 @@ def rank_work(timeline: ProcessTimeline) -> RankWork:
 
 
 def trainer_ranks(timelines: Sequence[ProcessTimeline]) -> list[RankWork]:
-    """Return the times of each rank of the actor and of the critic. Ranks without passes are left out."""
+    """Return the times of each rank of the actor and of the critic. The result omits ranks without passes."""
     work = [rank_work(timeline) for role in ("actor", "critic") for timeline in timelines if timeline.role == role]
     return [rank for rank in work if rank.passes_s]
 

@@ -156,9 +156,8 @@ class Coordinator:
         """Set the weight version of all engines, and resume generation if `resume` is true."""
         self.call_all(EngineControl.end_weight_update, push)
         self.call_all(lambda engine: engine.set_weight_version(str(version)), push)
-        if (
-            self.pause_mode is not PauseMode.in_place
-        ):  # in_place lets requests go on with the KV cache of the old weights
+        # With in_place, requests continue with the KV cache of the old weights.
+        if self.pause_mode is not PauseMode.in_place:
             self.call_all(lambda engine: engine.flush_cache(self.timeout_s), push)
         if resume:
             self.call_all(EngineControl.resume, push)

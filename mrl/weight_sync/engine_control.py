@@ -19,9 +19,8 @@ from mrl.config.process_schema import PauseMode
 from mrl.config.secrets import ENGINE_KEY, authorization
 
 RETRY_S = 0.02  # seconds between two attempts of a request that a busy engine refuses
-CONNECT_RETRIES = (
-    3  # further attempts to open a connection; a request is sent only over an open connection, so never twice
-)
+# Further attempts to open a connection. A request is sent only over an open connection, so no request is sent twice.
+CONNECT_RETRIES = 3
 
 WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 """Value of the server argument `custom_weight_loader`, with which engines must be started for live weight sync."""
@@ -101,13 +100,12 @@ class EngineControl:
 
         A paused engine stays paused, because it may hold only a part of a push.
         """
-        with suppress(
-            EngineError
-        ):  # raised if no session is open; if there is another reason, the next `begin_weight_update` fails
+        # EngineError is raised if no session is open. If there is another reason, the next `begin_weight_update` fails.
+        with suppress(EngineError):
             self.end_weight_update()
 
     def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float) -> None:
-        """Send one serialised payload to each tensor-parallel rank, within a weight update session."""
+        """Send one serialized payload to each tensor-parallel rank, within a weight update session."""
         body = dict(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
         path = "/update_weights_from_tensor"
         self._parse(path, self._post(path, body, timeout_s))
@@ -123,7 +121,7 @@ class EngineControl:
     def flush_cache(self, timeout_s: float = 30.0) -> None:
         """Empty the KV cache.
 
-        An engine refuses this while a generation is ending. The request is then repeated until the deadline.
+        While a generation is ending, an engine refuses this request. The request is then repeated until the deadline.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -148,9 +146,8 @@ class EngineControl:
 
     def checksums(self) -> list[dict[str, str]]:
         """Return one dict for each tensor-parallel rank: SGLang's name of a tensor -> hash of its values."""
-        ranks = self._call("/weights_checker", action="checksum")[
-            "ranks"
-        ]  # every data-parallel group reports all ranks
+        ranks = self._call("/weights_checker", action="checksum")["ranks"]
+        # Every data-parallel group reports all ranks, so a rank may be reported several times.
         by_rank = {_first(rank["parallelism_info"])["tp_rank"]: rank["checksums"] for rank in ranks}
         return [by_rank[rank] for rank in sorted(by_rank)]
 

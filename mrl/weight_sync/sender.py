@@ -142,10 +142,9 @@ class RelaySender(BucketSender):
         if step.previous is None:
             header = BucketHeader(bucket.nbytes, fill_buffer(data, bucket, read))
             if step.next is not None:
+                # The header is set before the bytes are sent, so that the next ranks find it when the bytes arrive.
                 self._chain_headers.append(chain_header_key(push, step.chain))
-                self.channel.put(
-                    self._chain_headers[-1], header
-                )  # before the bytes are sent, so that the header is set when the bytes arrive
+                self.channel.put(self._chain_headers[-1], header)
         else:
             for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, data, step.previous)]):
                 work.wait()

@@ -203,9 +203,8 @@ def compile_transfer_plan(
     routes = list(_routes(trainer, engine, dtype_of, chunk_bytes))
     load: dict[int, int] = defaultdict(int)
     by_sender: dict[int, list[tuple[int, TensorChunk, tuple[int, ...]]]] = defaultdict(list)
-    for order in sorted(
-        range(len(routes)), key=lambda i: -routes[i][0].nbytes
-    ):  # assigning the largest chunks first balances the senders best
+    # The largest chunks are assigned first, because this order balances the senders best.
+    for order in sorted(range(len(routes)), key=lambda i: -routes[i][0].nbytes):
         chunk, tp_ranks, candidates = routes[order]
         sender = min(candidates, key=lambda rank: (load[rank], rank))
         load[sender] += align(chunk.nbytes)

@@ -148,7 +148,7 @@ class CudaIpcSendEndpoint:
         self.slot_bytes = slot_bytes
 
     def handle(self) -> tuple[bytes, str, int]:
-        from torch.multiprocessing.reductions import reduce_tensor  # imported here because it initialises CUDA
+        from torch.multiprocessing.reductions import reduce_tensor  # imported here because it initializes CUDA
 
         rebuild, arguments = reduce_tensor(self._buffer)
         device = arguments[_DEVICE_ARGUMENT]
@@ -299,7 +299,10 @@ class ProcessGroupEndpoint:
         return data
 
     def close(self) -> None:
-        """Abort all groups. All sends are acknowledged, and the regular end of an NCCL group would wait for dead engines."""
+        """Abort all groups. No bytes are lost, because the receivers have acknowledged all sends.
+
+        The groups are not ended regularly, because the regular end of an NCCL group would wait for dead engines.
+        """
         self.slots = ()
         while self.groups:
             _abort_group(self.groups.popitem()[1])

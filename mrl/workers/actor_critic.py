@@ -1,6 +1,9 @@
 """The actor, the critic and the reward model on one trainer rank.
 
 The actor is a language model. The critic learns to predict returns. The reward model learns to score whole sequences.
+
+mrl.core.types explains the letters of array dimensions, such as B and R. MicroBatch (mrl.workers.micro_batch) explains
+`local R`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,12 +41,12 @@ class MegatronActor(MegatronModel):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
-        self._teacher_weights: dict[str, Tensor] = {}  # teacher -> this rank's rows of its output layer, on the host
+        self._teacher_weights: dict[str, Tensor] = {}  # teacher -> this rank's shard of its output layer, on the host
 
     def load_teacher_weights(self, folders: Mapping[str, str]) -> None:
-        """Load this rank's rows of the teachers' output layers to the host, for distillation over the whole vocabulary.
+        """Load this rank's shard of each teacher's output layer to the host, for distillation over the whole vocabulary.
 
-        `folders`: teacher -> Hugging Face folder. Only ranks of the last pipeline stage load rows.
+        `folders`: teacher -> Hugging Face folder. Only ranks of the last pipeline stage load shards.
         """
         dtype = getattr(torch, self.spec.dtype)
         self._teacher_weights = {
@@ -78,7 +81,7 @@ class MegatronActor(MegatronModel):
     def compute_teacher_outputs(
         self, block: TokenBlock, batch: RankBatch, temperature: float, top_k: int | None
     ) -> list[dict[str, NDArray]]:
-        """Compute as a teacher, for the sampled tokens of each micro-batch, the outputs that distillation needs.
+        """Return, for the sampled tokens of each micro-batch, the outputs of this teacher that distillation needs.
 
         With `top_k`, these outputs are the most probable tokens under softmax(logits / temperature) and their log-probabilities.
         Without `top_k`, they are hidden states. Only the last pipeline stage returns them.

@@ -1,4 +1,8 @@
-"""Computations for distillation on a trainer rank: outputs of a teacher, and the divergence of the policy from its teachers."""
+"""Computations for distillation on a trainer rank: outputs of a teacher, and the divergence of the policy from its teachers.
+
+mrl.core.types explains the letters of array dimensions, such as B and R. MicroBatch (mrl.workers.micro_batch) explains
+`local R`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,15 +24,16 @@ class DivergenceHead:
 
     distillation: Distillation
     temperature: float  # temperature of the policy's and of the teachers' distributions
-    # teacher -> this rank's rows [V/tp, H_t] of the teacher's output layer; empty with top_k
+    # teacher -> this rank's shard [V/tp, H_t] of the teacher's output layer; H_t: the teacher's hidden size. Empty with top_k
     teacher_weights: Mapping[str, Tensor]
     vocab_size: int
     chunk_size: int  # largest number of rows of logits that exist at the same time
 
     def __call__(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> list[Tensor]:
-        """Return DIVERGENCE_OUTPUTS [local R] for hidden states [local R, H] and this rank's rows [V/tp, H] of the output layer.
+        """Return the DIVERGENCE_OUTPUTS (mrl.algorithms.distillation), each [local R].
 
-        Without top_k, returns only the first of these outputs. A token that no teacher teaches gets 0.
+        `hidden` [local R, H]: hidden states that predict the sampled tokens. `weight` [V/tp, H]: this rank's shard of the
+        policy's output layer. Without top_k, returns only the first of the outputs. A token that no teacher teaches gets 0.
         """
         return (self._top_k if self.distillation.top_k else self._whole_vocabulary)(hidden, weight, micro)
 

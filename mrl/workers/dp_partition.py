@@ -1,6 +1,7 @@
 """Partitions a batch into mini-batches, and each mini-batch over replicas and micro-batches.
 
 The partition needs only the lengths of the sequences, so the driver, which has no tokens, can compute it.
+mrl.core.types explains the letters of array dimensions, such as B and R.
 """
 
 from dataclasses import dataclass, field, replace
@@ -61,7 +62,7 @@ def partition_step(
 ) -> StepPartition:
     """Assign every trained row of a mini-batch to one replica and one micro-batch.
 
-    `weighting` computes the loss weights, which are normalised over the whole mini-batch.
+    `weighting` computes the loss weights, which are normalized over the whole mini-batch.
     """
     weights = _loss_weights(batch, weighting)
     shared, groups = packing.share_prompts and batch.groups is not None, _groups(batch)
@@ -90,10 +91,10 @@ def step_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.flo
 
 
 def _loss_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
-    """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalised over `denominator_rows`.
+    """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalized over `denominator_rows`.
 
-    A row that is n times in `denominator_rows` gets the total weight of n rows. If the row is several times in `rows`, each
-    occurrence gets an equal part of this weight.
+    A row that occurs n times in `denominator_rows` gets the total weight of n rows. If the row occurs several times in `rows`,
+    each occurrence gets an equal part of this weight.
     """
     weights, rows = np.zeros(len(batch.prompt_lengths)), batch.denominator_rows
     np.add.at(weights, rows, weighting(batch.sampled_lengths[rows], _groups(batch)[rows]))

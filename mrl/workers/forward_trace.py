@@ -2,7 +2,8 @@
 
 `mrl certify engine` compares these tensors with the same tensors of an SGLang engine. A place is a point in the model at which a
 tensor is recorded. Trainer and engine (mrl.rollout.engines.forward_recorder) use the same names of places, such as
-`layers.3.rotated_query`. The trainer must run in the layout of a single process, so that no tensor is split.
+`layers.3.rotated_query`. The trainer must run in the layout of a single process, so that no tensor is split. mrl.core.types
+explains the letters of array dimensions, such as S and H.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,7 @@ def trainer_weights(model: MegatronActor, prefixes: Sequence[str], suffix: str) 
 
 
 def store_arrays(arrays: Arrays, path: str | Path) -> TensorFile:
-    """Write the arrays to a safetensors file. The returned object reads them one by one, and can be sent to another process."""
+    """Write the arrays to a safetensors file. The returned TensorFile reads one array at a time, and can be sent to processes."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
     return TensorFile(path)

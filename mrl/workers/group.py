@@ -1,4 +1,7 @@
-"""Worker group: all trainer ranks of one model. It partitions batches, calls every rank, and combines the reports."""
+"""Worker group: all trainer ranks of one model. It partitions batches, calls every rank, and combines the reports.
+
+mrl.core.types explains the letters of array dimensions, such as B and R.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,10 +23,11 @@ from mrl.workers.worker import TrainWorker, must_be_loaded_first
 from parallel.dims import ParallelDims
 
 RANK_TIMEOUT_MARGIN_S = 60.0
-"""Difference of two timeouts in seconds.
+"""Seconds by which one timeout is longer than another.
 
-The timeout of the process groups of the ranks is longer than the driver's timeout of a call, so the ranks are still waiting when
-the driver writes its hang report. The ranks check the deadline of a checkpoint, and the driver waits longer than this deadline.
+The timeout of the ranks' process groups is longer than the driver's timeout of a call, so the ranks are still waiting when the
+driver writes its hang report. Only for a checkpoint, the driver waits longer than the ranks, because each rank itself checks the
+deadline of the checkpoint.
 """
 
 
@@ -76,7 +80,7 @@ class ComputedColumns:
         return cls(columns, max(rank.seconds for rank in by_rank), {"": parts} if parts else {})
 
     def renamed(self, names: Mapping[str, str]) -> "ComputedColumns":
-        """Return the same columns with other names. `names`: present name -> new name."""
+        """Return the same columns with other names, without outputs of teachers. `names`: present name -> new name."""
         return ComputedColumns({names[name]: parts for name, parts in self.columns.items()}, self.seconds)
 
 

@@ -1,6 +1,7 @@
 """One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
 
 MegatronActor, MegatronCritic and MegatronRewardModel derive from MegatronModel, and add the head and the loss.
+mrl.core.types explains the letter R in array dimensions, and MicroBatch (mrl.workers.micro_batch) explains `local R`.
 """
 
 import math

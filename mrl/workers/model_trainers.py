@@ -1,4 +1,7 @@
-"""The driver's part in training: selects the rows and learning rates of optimizer steps, and computes metrics from reports."""
+"""The driver's part in training: selects the rows and learning rates of optimizer steps, and computes metrics from reports.
+
+mrl.core.types explains the letters of array dimensions, such as B and R.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -132,7 +135,7 @@ class ActorTrainer:
         rows: NDArray[np.bool_] | None = None,
         loss: Loss | None = None,
     ) -> PendingCall[ActorUpdate]:
-        """Begin the optimizer steps on all rows that are neither rejected nor skipped.
+        """Begin the optimizer steps on all rows that are neither rejected (AdvantageResult.rejected) nor skipped.
 
         Args:
             rollouts: responses of the step.
@@ -261,8 +264,8 @@ def train_batch(
 ) -> TrainBatch:
     """Return a batch of the rows for which `trained` [B] is true. The default is all rows that are not rejected.
 
-    The loss is normalised over all rows that `advantages` does not reject, whether they are trained or not. A row that counts
-    n times is n times in `denominator_rows`.
+    The loss is normalized over all rows that `advantages` does not reject, also those that `trained` excludes. A row that
+    counts n times occurs n times in `denominator_rows`.
     """
     in_denominator = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected
     counted = np.flatnonzero(in_denominator)

@@ -90,7 +90,7 @@ def trace_layers(
 def forward_outputs(
     model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, temperature: float
 ) -> dict[int, NDArray]:
-    """Return row -> log-probabilities or values. Only one rank of the replica has them; others return an empty dict."""
+    """Return row -> log-probabilities or values. Only one rank of a replica has them; the other ranks return an empty dict."""
     if isinstance(model, MegatronCritic):
         columns = model.compute_values(block, batch)
     else:
@@ -131,8 +131,8 @@ def _gather(model: MegatronModel, tensors: Iterable[tuple[str, Tensor]]) -> dict
 class ActivationHooks:
     """Context with forward hooks that sketch the hidden states after each of this rank's layers.
 
-    Between layers, a rank has all H elements of a hidden state under every layout. Turn off activation recomputation, because a
-    recomputed state could not be assigned to its tokens.
+    mrl.workers.trace_comparison explains sketches. Between layers, a rank has all H elements of a hidden state under every
+    layout. Turn off activation recomputation, because a recomputed state could not be assigned to its tokens.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], sequence_parallel: bool) -> None:

@@ -121,7 +121,7 @@ class Tolerances:
     gradients: float  # difference of two elements, relative to the largest element of the tensor
     weights: float  # difference of two elements, relative to the largest element of the tensor
     # Difference of two elements, relative to the largest element of the tensor. This tolerance is larger than `weights`, because
-    # Adam normalises gradients and thereby amplifies their round-off.
+    # Adam normalizes gradients and thereby amplifies their round-off.
     updates: float
     layers: float  # distance of two hidden states of a token, relative to the norm of the reference's state
 

@@ -213,7 +213,7 @@ class TrainWorker:
     def compute_columns(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, names: Sequence[str]
     ) -> RankColumns:
-        """Compute columns [R] of this replica's rows in one forward pass. `names`: outputs of MegatronActor.head."""
+        """Compute columns of this replica's rows in one forward pass. `names`: outputs of MegatronActor.head."""
         with track_activity("computing log-probabilities"), span("log-probabilities"):
             batch, start = self._own_batch(rank_batches), time.perf_counter()
             return self._put_columns(self.model.compute_columns(block, batch, temperature, names), batch, start)
@@ -222,7 +222,7 @@ class TrainWorker:
     def compute_reference_logprobs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> RankColumns:
-        """Compute the column ref_logprobs [R] of this replica's rows: log-probabilities under the weights of the reference."""
+        """Compute the column ref_logprobs of this replica's rows: log-probabilities under the weights of the reference."""
         with track_activity("computing reference log-probabilities"), span("reference log-probabilities"):
             batch, start = self._own_batch(rank_batches), time.perf_counter()
             columns = self.model.compute_reference_logprobs(block, batch, temperature)
@@ -232,7 +232,7 @@ class TrainWorker:
     def compute_teacher_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, top_k: int | None
     ) -> RankColumns:
-        """Compute as a teacher, for this replica's rows, the outputs that distillation reads."""
+        """Compute the outputs of this teacher that distillation reads, for this replica's rows."""
         with track_activity("computing teacher outputs"), span("teacher outputs"):
             batch, start = self._own_batch(rank_batches), time.perf_counter()
             outputs = self.model.compute_teacher_outputs(block, batch, temperature, top_k)
@@ -249,7 +249,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> RankColumns:
-        """Compute the column values [R] of this replica's rows."""
+        """Compute the column `values` of this replica's rows."""
         with track_activity("computing values"), span("values"):
             batch, start = self._own_batch(rank_batches), time.perf_counter()
             return self._put_columns(dict(values=self.model.compute_values(block, batch)), batch, start)
@@ -336,7 +336,7 @@ class TrainWorker:
     def forward_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> dict[int, Any]:
-        """Return row -> log-probabilities or values. Only one rank of the replica has them; others return an empty dict."""
+        """Return row -> log-probabilities or values. Only one rank of a replica has them; other ranks return an empty dict."""
         from mrl.workers.parity_trace import forward_outputs
 
         return forward_outputs(self.model, block, self._own_batch(rank_batches), temperature)

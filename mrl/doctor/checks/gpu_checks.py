@@ -140,7 +140,7 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 def check_topology(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     """Find hosts where only some pairs of GPUs have NVLink, links that differ between hosts, and unready NVSwitch fabrics.
 
-    Hosts where no pair of GPUs has NVLink are not reported, unless other hosts have NVLink.
+    A host where no pair of GPUs has NVLink is reported only if other hosts have NVLink.
     """
     for host in cluster.hosts:
         yield from _check_links(host)

@@ -172,7 +172,7 @@ def _check_ray_address(cluster: ClusterFacts, host: HostFacts, unreachable_from:
 def check_interfaces(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     """Find hosts on which NCCL or gloo would choose an interface that does not reach all hosts.
 
-    NCCL's choice is checked on hosts with GPUs, gloo's choice if there are several hosts.
+    The choice of NCCL is checked on hosts with GPUs. The choice of gloo is checked if there are several hosts.
     """
     default = LOOPBACK if _starts_local_ray(cluster) else ""
     for host in cluster.hosts:

@@ -129,9 +129,9 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     package sgl_kernel, but this package is not installed on a CPU. This function replaces the function of sgl_kernel.
 
     Args:
-        seed: [B], 64 bits, the seed of each request in the engine's batch.
+        seed: [B], 64 bits, the seed of each of the B requests in the engine's batch.
         positions: [B], 32 bits, the position of the token that each request samples.
-        col_indices: [V], 32 bits, the indices of the vocabulary.
+        col_indices: [V], 32 bits, the indices of the V tokens of the vocabulary.
 
     Returns:
         [B, V], int64, values from 0 to 2**32 - 1.

@@ -43,7 +43,7 @@ def register_hooks() -> None:
 
 
 def harmless(hook: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a hook: its first error is logged, and it does nothing afterwards. An uncaught error would end the SGLang server."""
+    """Wrap a hook so that it logs its first error and then does nothing. An uncaught error would end the SGLang server."""
     failed = False
 
     @wraps(hook)

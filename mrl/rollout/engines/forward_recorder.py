@@ -25,7 +25,7 @@ from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT, EngineLayout
 Arrays = dict[str, NDArray]
 
 REQUEST = "request.json"
-"""File that asks for the recording of the next forward pass: {"name": name of the output file, "weights": prefixes}."""
+"""File that makes the engine record its next forward pass: {"name": name of the output file, "weights": prefixes}."""
 _MODULES_WITH_INPUTS = ("RowParallelLinear", "RadixAttention")  # classes of SGLang whose inputs are recorded, too
 _CONCATENATED = ("query", "key", "value", "normed_query", "normed_key", "rotated_query", "rotated_key", "attention")
 _CONCATENATED += ("gate", "up", "activation")  # at these places, each tensor-parallel rank has a part
@@ -153,7 +153,7 @@ def read_recording(folder: str | Path, name: str, num_ranks: int) -> list[Arrays
 
 
 def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
-    """Return the recorded weights by Hugging Face name. `ranks`: see `read_recording`."""
+    """Return Hugging Face name of a tensor -> recorded weights. `ranks`: see `read_recording`."""
     shapes = {name: shape for row in layout.rows for name, shape in row.hf_shapes(layout.sizes).items()}
     weights: Arrays = {}
     for rank, arrays in enumerate(ranks):
@@ -171,7 +171,7 @@ def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
 
 
 def engine_trace(ranks: Sequence[Arrays], arch: Architecture) -> Arrays:
-    """Return the recorded tensors by place, in the form of mrl.workers.forward_trace. `ranks`: see `read_recording`."""
+    """Return place -> recorded tensor, in the form of mrl.workers.forward_trace. `ranks`: see `read_recording`."""
     traces = [_rank_trace(arrays, arch, len(ranks)) for arrays in ranks]
     if len(traces) == 1:
         return traces[0]
@@ -276,7 +276,7 @@ def _dense_mlp(module: Arrays) -> Arrays:
 
 
 def _mixture_of_experts(module: Arrays, arch: Architecture) -> Arrays:
-    """Return place -> array for an MoE layer. `routing` has, for each token, the weights of its experts, and 0 for all others."""
+    """Return place -> array for an MoE layer. `routing` has, for each token, the weights of its experts, and 0 elsewhere."""
     block = "mlp" if "mlp.topk/out0" in module else "block_sparse_moe"
     places = _pick(
         module,

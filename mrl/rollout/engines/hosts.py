@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 type AnyEngineServer = EngineServer | RayEngine | ExternalEngine
-"""A child process of this process, processes that Ray actors start on device slots, or a server that the user runs."""
+"""A server as a child process of this process, a server that Ray actors start on device slots, or a server of the user."""
 
 
 class EngineServers:

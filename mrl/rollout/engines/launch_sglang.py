@@ -46,7 +46,7 @@ def main() -> None:
     """Serve until the process is killed. The command-line argument is the path of a JSON file with fields of ServerArgs."""
     arguments = Path(sys.argv[1])
     fields: dict[str, Any] = json.loads(arguments.read_text())
-    arguments.unlink()  # it contains the API key
+    arguments.unlink()  # the file contains the API key
     register_server()
     limit_model_imports(Path(fields["model_path"]))
     if fields.get("device") == "cpu":

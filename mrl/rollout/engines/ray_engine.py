@@ -142,7 +142,7 @@ class RayEngine:
             raise TimeoutError(f"{name} was not ready after {timeout_s:g} s; {logs}") from None
 
     def alive(self) -> bool:
-        """Return whether the engine's processes run on every node, as far as Ray knows."""
+        """Return whether the engine's processes run on every node, according to Ray."""
         return bool(self._ended) and not ray.wait(self._ended, timeout=0, fetch_local=False)[0]
 
     @property

@@ -13,7 +13,7 @@ from mrl.rollout.cpu import ATTENTION_BACKEND
 from mrl.weight_sync.engine_control import WEIGHT_LOADER
 
 DETERMINISTIC = "enable_deterministic_inference"
-"""Argument that makes a server use the seeds of requests, and kernels whose rounding does not depend on the other requests."""
+"""Argument that makes a server use the seeds of requests, and kernels whose rounding does not depend on other requests."""
 
 NO_TOKENIZER = "skip_tokenizer_init"
 """Argument of a server that has no tokenizer. Such a server costs less CPU, but cannot find stop texts in its responses."""

@@ -53,7 +53,7 @@ INTERVAL_Z = 1.96  # normal quantile of a 95 % interval
 
 
 def learning_charts(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return the charts of one run. A chart without values is left out."""
+    """Return the charts of one run. The result omits charts without values."""
     charts = []
     for title, chosen in _recorded_charts([run]):
         series = [one for name, label in chosen if (one := _series(run, name, label))["points"]]
@@ -137,7 +137,10 @@ def _series(run: RecordedRun, name: str, label: str) -> dict[str, Any]:
 
 
 def _evaluated_rows(run: RecordedRun, name: str) -> int | None:
-    """Return over how many rows of the data a metric eval/* is a mean; None if the config has no number, or for other metrics."""
+    """Return the number of prompts over which a metric eval/* is averaged; None if the config does not limit it.
+
+    Returns None for any other metric, too.
+    """
     if not name.startswith("eval/"):
         return None
     sets = run.setting("data.test_sets", {})

@@ -102,7 +102,7 @@ class RecordedRun:
         return [int(event.get("step") or 0) for event in self.events if event.get("event") == "resume"]
 
     def series(self, name: str) -> dict[int, float]:
-        """Return the values of a metric by step. Steps without a finite value are left out."""
+        """Return step -> value of a metric. The result omits steps without a finite value."""
         steps = self.evaluations if name.startswith("eval/") else self.metrics
         return {step: values[name] for step, values in steps.items() if values.get(name) is not None}
 
