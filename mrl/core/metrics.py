@@ -93,13 +93,13 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/samples": Metric(
         "",
-        "number of responses that the step trains; groups that rollout.filter rejects are not included",
+        "number of responses on which the step trains; groups that rollout.filter rejects are not included",
         ",.0f",
         good="constant, unless rollout.filter rejects groups",
     ),
     "rollout/tokens": Metric(
         "tokens",
-        "number of sampled tokens in the responses that the step trains",
+        "number of sampled tokens in the responses on which the step trains",
         ",.0f",
         good="changes only with the length of the responses",
         reduction="sum",
@@ -405,10 +405,10 @@ METRICS: dict[str, Metric] = {
         good="falls slowly; near 0 the policy no longer explores",
     ),
     "batch/offline_samples": Metric(
-        "", "number of rows of data.offline.path that the step trains", ".0f", good="near data.offline.rows_per_step"
+        "", "number of rows of data.offline.path in the step", ".0f", good="near data.offline.rows_per_step"
     ),
     "batch/offline_reward_mean": Metric(
-        "", "mean reward of the rows of data.offline.path that the step trains", good="constant for a file of one kind"
+        "", "mean reward of the rows of data.offline.path in the step", good="constant for a file of one kind"
     ),
     "batch/computed_tokens": Metric(
         "tokens",
