@@ -8,6 +8,7 @@ import gc
 import logging
 import multiprocessing
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,22 @@ absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """If a test has the marker `extended_except(*ids)`, mark all its cases as extended, except the cases with these ids."""
+    """Mark cases of parametrized tests as extended.
+
+    With the marker `extended_except(*ids)`, all cases except those with these ids; with `extended_after(n)`, all cases after the
+    first n.
+    """
+    num_cases: Counter[tuple[str, str]] = Counter()
     for item in items:
-        exception = item.get_closest_marker("extended_except")
-        if exception and item.callspec.id not in exception.args:
+        if exception := item.get_closest_marker("extended_except"):
+            is_extended = item.callspec.id not in exception.args
+        elif limit := item.get_closest_marker("extended_after"):
+            test = item.parent.nodeid, item.originalname
+            num_cases[test] += 1
+            is_extended = num_cases[test] > limit.args[0]
+        else:
+            continue
+        if is_extended:
             item.add_marker("extended")
 
 

@@ -39,6 +39,7 @@ def test_the_prefix_cache_is_off(inputs, tmp_path, override):
     assert plan(inputs, tmp_path, override).server_args["disable_radix_cache"] is True
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("override", "why"),
     [

@@ -154,6 +154,7 @@ def test_nested_plug_ins_are_built():
     assert "values" in mixed.needs
 
 
+@pytest.mark.extended_after(4)
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("algorithm", ["grpo", "policy_gradient"])
 def test_every_correction_is_a_part_of_an_algorithm(name, algorithm):

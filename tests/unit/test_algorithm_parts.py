@@ -38,6 +38,7 @@ def algorithm(*overrides: str):
     return build_algorithm(hydra_entry.compose_config(hydra_entry.check_overrides([*base, *overrides])))
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize(
     "overrides, needs",
     [
@@ -65,6 +66,7 @@ OTB_CORRECTION = "++algorithm.advantage.correction._target_=mrl.algorithms.corre
 IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampling"
 
 
+@pytest.mark.extended_after(4)
 @pytest.mark.parametrize(
     "overrides, message",
     [

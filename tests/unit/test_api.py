@@ -65,6 +65,7 @@ def test_a_slurm_job_is_refused():
             function(["experiment=quickstart", "cluster=slurm", "run.dir=x"])
 
 
+@pytest.mark.extended
 def test_a_command_gets_the_whole_config(monkeypatch, tmp_path):
     """From a file, the child composes the same config as the parent, including values that no override has set."""
     config = mrl.load_config([*OVERRIDES, f"run.dir={tmp_path / 'run'}", "algorithm=ppo"])
@@ -82,6 +83,7 @@ def test_a_command_gets_the_whole_config(monkeypatch, tmp_path):
     assert "max_steps: 7" in text and "mrl.algorithms.advantages.GAE" in text and "prompts_per_step: 16" in text
 
 
+@pytest.mark.extended
 def test_a_failed_command_raises_its_message(capfd):
     with pytest.raises(mrl.CommandError, match="no-such-folder") as failed:
         mrl.convert("to-megatron", model_path="no-such-folder", output="never")

@@ -134,6 +134,7 @@ ROWS = {
 }
 
 
+@pytest.mark.extended
 def test_the_scores_are_those_of_each_reward_on_its_own_rows():
     """One batch has rewards in this process, in worker processes and in the sandbox, whole groups, a sum, and a crash."""
     responses = [

@@ -215,6 +215,7 @@ def test_only_process_groups_that_span_hosts_are_tested():
     assert multi_host_groups(groups, [0, 0, 0, 0]) == {} and multi_host_groups(groups, [0, 1]) == {"tp 0": (0, 1)}
 
 
+@pytest.mark.extended
 def test_an_all_reduce_of_two_processes_succeeds_and_one_without_its_peer_fails():
     lease = PortLease()
     plan = CollectivePlan("127.0.0.1", lease.port, ["vm", "vm"], {"tp 0": [0, 1]}, single_host=True)

@@ -63,6 +63,7 @@ def test_the_keys_of_sampling_have_sglangs_names(config):
     assert own.body() == body | dict(stop=["###"], stop_token_ids=[3])
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -103,6 +104,7 @@ def test_stop_texts_of_the_run_need_engines_with_a_tokenizer(config):
 IMPORTANCE = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampling"
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -230,6 +232,7 @@ def test_rows_of_a_file_become_groups_of_a_step_with_the_prompts_of_training(off
     assert (found[2] == -0.5).all() and (found[3] == -2.0).all() and np.isnan(found[1]).all()
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -110,6 +110,7 @@ def brute_force(texts: list[str], k: int) -> tuple[float, float]:
     return float(np.mean(passes)), float(np.mean(majorities))
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_a_summary_equals_the_enumeration_of_all_subsets(folder, k):
     found = evaluate(folder, config_of())
@@ -200,6 +201,7 @@ def test_prompts_of_two_sets_over_one_file_are_kept_apart(folder):
     assert [row["score"] for row in found.rows] == [4.0] * 20, "a group is the responses to one prompt"
 
 
+@pytest.mark.extended
 def test_a_set_is_scored_again_by_its_own_reward(folder):
     change_rows(folder, lambda row: dict(set=row["data_source"]))
     sets = {"a": {"files": ["a.parquet"], "reward": {"_target_": "mrl.rewards.rule_based.Length", "max_tokens": 100}}}
@@ -359,6 +361,7 @@ def test_details_of_lighteval_are_scored_against_the_right_choice(tmp_path):
     assert summary.pass_at[1].value == 0.5
 
 
+@pytest.mark.extended
 def test_columns_of_any_name_are_mapped_and_data_sources_are_kept_apart(tmp_path):
     lines = [
         dict(question="a?", completions=["7", "8"], answer=7, task="x", n=3),
@@ -404,6 +407,7 @@ def test_mistakes_in_foreign_files_name_file_row_and_column(folder, tmp_path):
         evaluate(folder, config_of(**{"evaluate.columns": {"response": "text"}}))
 
 
+@pytest.mark.extended
 def test_a_comparison_pairs_the_prompts(folder, tmp_path, capsys):
     """Two models answer the same prompts. The earlier evaluation has one more prompt, and its rows have another order."""
     now = {"p0": ["7", "7", "8", "7"], "p1": ["8", "8", "8", "7"], "p2": ["7", "8", "8", "8"]}
@@ -441,6 +445,7 @@ def test_a_comparison_pairs_the_prompts(folder, tmp_path, capsys):
         evaluate(tmp_path / "now.jsonl", config_of(**other | {"evaluate.compare": str(tmp_path / "nowhere")}))
 
 
+@pytest.mark.extended
 def test_a_generation_equals_itself_in_a_comparison(folder, tmp_path):
     config = config_of(**{"evaluate.compare": str(tmp_path / "first")})
     write_evaluation(evaluate(folder, config_of()), tmp_path / "first", config_of())

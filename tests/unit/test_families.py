@@ -63,6 +63,7 @@ def test_an_unknown_field_is_named_in_the_error(fields, name):
             read(known | dict(scale_depth=value))
 
 
+@pytest.mark.extended_after(4)
 @pytest.mark.parametrize("name", TINY)
 def test_a_missing_field_has_the_default_of_transformers(tmp_path, fields, name):
     """A config without a field gives the same architecture as the config in which transformers writes the default."""

@@ -519,6 +519,7 @@ def test_the_engines_of_a_job_need_a_pool_of_their_own(configure):
         engine_pools(configure(**{"rollout.engine_urls": ["http://host:1"]}))
 
 
+@pytest.mark.extended_after(5)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -239,6 +239,7 @@ def test_a_set_says_how_it_is_sampled_and_scored():
     assert sampled.reward is greedy.reward == GSM8K(strict=False) and sampled.sets == {"gsm": 5}
 
 
+@pytest.mark.extended_after(4)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -131,6 +131,7 @@ def test_without_a_network_one_line_says_how_to_fetch(resolved):
         assert f"={name}: there is no such path" in said and f"run `{command}`" in said and "\n" not in said
 
 
+@pytest.mark.extended
 def test_commands_take_an_id(home):
     def run(*words: str):
         command = [sys.executable, "-m", "mrl.cli", *words]

@@ -49,6 +49,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.extended
 def test_an_installed_package_has_all_files_that_commands_read(package):
     installed = package.site_packages / "mrl"
     for name in INSTALLED:

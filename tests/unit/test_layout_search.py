@@ -154,6 +154,7 @@ def layout_on_all_gpus(search, sizes):
     return layout, search.space.cluster.gpus // layout.gpus
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("fields", "nodes", "sizes"),
     PUBLISHED,
@@ -186,6 +187,7 @@ def test_the_same_search_has_the_same_result():
     assert len({candidate.kind for candidate in first.best}) == len(first.best) == 5
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -284,6 +286,7 @@ def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
         assert said in out
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -300,6 +303,7 @@ def test_an_error_names_the_key(tmp_path, capsys, words, said):
     assert code == 2 and said in err and "Traceback" not in err and not out
 
 
+@pytest.mark.extended
 def test_the_best_candidates_have_different_layouts():
     """Variants that differ only in their virtual pipeline stages count as one layout."""
     result = search_of(QWEN3_30B_A3B, 4).run(5)
@@ -310,6 +314,7 @@ def test_the_best_candidates_have_different_layouts():
 
 
 @pytest.mark.parametrize(("fields", "nodes"), [(QWEN3_8B, 1), (QWEN3_30B_A3B, 4)])
+@pytest.mark.extended
 def test_async_is_never_slower_than_one_step_off(fields, nodes):
     """A run with mode=async and staleness 1 is the same as one_step_off, and the search chooses the best staleness."""
     search = search_of(fields, nodes)

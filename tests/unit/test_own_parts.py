@@ -125,6 +125,7 @@ WRONG_CALLS = {
 }
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(("key", "arguments", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_a_function_with_other_arguments_is_refused_before_the_start(user_file, key, arguments, message):
     path = user_file("wrong_call", f"\n\ndef part({arguments}):\n    pass\n")
@@ -153,6 +154,7 @@ WRONG_ADVANTAGES = {
 }
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(("result", "message"), WRONG_ADVANTAGES.values(), ids=WRONG_ADVANTAGES)
 def test_wrong_advantages_name_the_function(user_file, result, message):
     source = f"import numpy as np\nfrom mrl.algorithms.inputs import Advantages\n\n\ndef mine(inputs):\n    return {result}\n"
@@ -201,6 +203,7 @@ WRONG_LOSSES = {
 }
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize("key", ["algorithm.loss", "algorithm.correction"])
 @pytest.mark.parametrize(("result", "message"), WRONG_LOSSES.values(), ids=WRONG_LOSSES)
 def test_a_wrong_loss_or_correction_names_the_function(user_file, key, result, message):

@@ -127,6 +127,7 @@ def applies(requirement, extras):
     return requirement.marker is None or any(map(requirement.marker.evaluate, markers))
 
 
+@pytest.mark.extended
 def test_every_import_is_a_dependency_that_setup_py_declares(setup_arguments):
     providers = packages_distributions()
     lines = [*setup_arguments["install_requires"], *setup_arguments["extras_require"]["train"]]

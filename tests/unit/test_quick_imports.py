@@ -20,6 +20,7 @@ print("torch._inductor.compile_fx" in sys.modules)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles Megatron's fused functions")
+@pytest.mark.extended
 def test_importing_megatron_on_a_cpu_does_not_import_the_torch_compiler():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

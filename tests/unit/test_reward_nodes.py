@@ -270,6 +270,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_file_in_conf_reward_makes_a_reward(name, file, tmp_path):
     """The file replaces the reward that the experiment chooses."""

@@ -84,6 +84,7 @@ def test_the_last_complete_box_counts():
     assert last_boxed(r"\boxed{" * 100_000) is None
 
 
+@pytest.mark.extended
 def test_an_answer_that_cannot_be_compared_in_time_fails_alone():
     texts = [r"\boxed{5}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{10^{10^{10}} + 1}", "(" * 1_000_000 + "5", r"\boxed{5}"]
     with Scorer(MathVerify(), workers=2, sample_timeout_s=15.0) as scorer:

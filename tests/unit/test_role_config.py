@@ -40,6 +40,7 @@ def test_a_role_has_a_column_and_the_layout_of_the_actor_except_for_its_own_size
     assert parallel_layout(composed, "roles.reference").tp == 1 and parallel_layout(composed, "roles.mine").tp == 2
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -157,6 +158,7 @@ def reward_model(folder: Path, **fields: object) -> RewardModel:
 ONE_OUTPUT = dict(id2label={"0": "score"})
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize(
     ("architecture", "outputs", "message"),
     [

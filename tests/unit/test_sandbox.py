@@ -554,6 +554,7 @@ def test_a_failed_lock_is_an_error_and_not_a_result(monkeypatch, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("abi", [1, 2, 3, 4, 5])
 def test_older_landlock_versions_protect_too(monkeypatch, tmp_path, abi):
     older = tmp_path / "sandbox_child.py"

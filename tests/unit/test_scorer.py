@@ -133,6 +133,7 @@ def test_scored_responses_are_not_scored_again():
     assert CALLS == [1], "one response cannot be narrowed down"
 
 
+@pytest.mark.extended
 def test_a_hanging_batch_is_ended_and_retried_in_smaller_parts():
     start = time.monotonic()
     with Scorer(Batch(), workers=2, sample_timeout_s=1.0) as scorer:

@@ -114,6 +114,7 @@ def test_plan_and_doctor_read_the_own_folder(own, capsys):
     assert "mine" in mistake and "nosuch" in mistake
 
 
+@pytest.mark.extended
 def test_the_points_of_a_sweep_compose_in_any_folder(own, tmp_path, monkeypatch):
     def start(sweep, index):
         sweep.point_folder(index).mkdir()
@@ -129,6 +130,7 @@ def test_the_points_of_a_sweep_compose_in_any_folder(own, tmp_path, monkeypatch)
     assert compose(shlex.split(sweep.command(1))[2:]).optim.lr == 0.25
 
 
+@pytest.mark.extended
 def test_a_dry_run_of_a_slurm_sweep_prints_the_job_array_and_submits_nothing(own, tmp_path, monkeypatch, capsys):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\ntouch {tmp_path}/submitted\necho 7\n")
@@ -174,6 +176,7 @@ def test_a_group_without_a_file_names_its_files():
 
 
 @pytest.mark.parametrize("command", [train_process.main, plan.main], ids=["train", "plan"])
+@pytest.mark.extended
 def test_the_help_of_hydra_is_printed(command, capsys):
     with pytest.raises(SystemExit) as end:
         command(["--hydra-help"])

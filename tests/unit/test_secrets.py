@@ -114,6 +114,7 @@ def test_a_config_file_with_a_secret_is_refused():
         from_hydra(OmegaConf.create({"sglang": {"ssl_keyfile_password": "abc"}}))
 
 
+@pytest.mark.extended
 def test_a_config_file_with_a_secret_leaves_no_copy_in_the_runs_folder(tmp_path):
     (tmp_path / "conf/experiment").mkdir(parents=True)
     (tmp_path / "conf/experiment/mine.yaml").write_text(

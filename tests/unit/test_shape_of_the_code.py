@@ -38,6 +38,7 @@ def test_no_call_path_is_broken(measured):
     assert not [detail for detail in measured[1] if detail.startswith("call path")]
 
 
+@pytest.mark.extended
 def test_a_call_path_whose_functions_do_not_name_each_other_is_broken():
     stranger = "mrl/weight_sync/transfer_plan.py:choose_transport"
     for path in json.loads(measure_structure.CALL_PATHS_FILE.read_text()).values():

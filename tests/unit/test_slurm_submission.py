@@ -39,6 +39,7 @@ def train(tmp_path_factory):
 JOB = ("cluster=slurm", "cluster.nodes=1", "cluster.gpus_per_node=2")
 
 
+@pytest.mark.extended
 def test_a_job_is_submitted_and_the_output_says_how_to_follow_it(train):
     status, said, submitted = train(*JOB, "cluster.slurm.time=1:00:00")
     assert (status, submitted) == (0, True), said
@@ -52,6 +53,7 @@ def test_a_dry_run_prints_the_job_and_submits_nothing(train):
     assert "#SBATCH --signal=B:USR1@300\n#SBATCH --requeue\n" in said, "of conf/cluster/slurm.yaml"
 
 
+@pytest.mark.extended
 def test_a_job_has_as_many_nodes_as_the_run_needs(train):
     status, said, _ = train("--dry-run", "cluster=[slurm,h100]", "parallel.dp=8")
     assert status == 0 and "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n" in said, "8 trainers and an engine"

@@ -48,6 +48,7 @@ def test_every_file_of_the_group_objective_is_tested():
     assert {path.stem for path in (hydra_entry.CONF / "objective").glob("*.yaml")} == OBJECTIVES.keys()
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_declares_its_rows_its_head_and_its_reference(inputs, tmp_path, name):
     objective = SupervisedObjective.of(config_of(inputs, tmp_path, f"objective={name}"))
@@ -62,6 +63,7 @@ def test_arguments_of_an_objective_are_config_keys(inputs, tmp_path):
     assert SupervisedObjective.of(config).loss == preference.SimPO(2.5, 0.5)
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

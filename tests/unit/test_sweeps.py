@@ -297,6 +297,7 @@ def test_proposals_that_never_can_run_are_an_error(tmp_path):
         proposer.propose(0)
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

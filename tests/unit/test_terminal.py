@@ -158,6 +158,7 @@ def test_a_run_that_reached_its_goal_continues_without_the_goal(finished_run):
 
 
 @pytest.mark.parametrize("name", ["jörg's (1)", "a#b&c=1", "~x y,z"])
+@pytest.mark.extended
 def test_the_next_commands_and_a_restart_can_be_parsed_with_any_folder(tmp_path, monkeypatch, name):
     """The run tells the supervisor the overrides that a restart needs in addition."""
     folder = tmp_path / name
