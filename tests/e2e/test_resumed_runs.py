@@ -46,8 +46,7 @@ def test_an_asynchronous_run_that_loses_its_engine_and_its_driver_equals_a_synch
     checkpoints = ["checkpoint.every=2", "checkpoint.asynchronous=false"]
     run = start_mrl("train", *quickstart, *strikes, *options, *checkpoints).finish(400)
     assert run.process.returncode == 0, run.output()
-    assert [step["rollout/replaced_engines"] for step in run.metrics()] == [0, 1, 0, 0, 0]
-    assert "restart 1 of 5" in run.output()
+    assert "is replaced" in run.output() and "restart 1 of 5" in run.output()
     check_equal_runs(run.folder, recorded.folder)
     assert run.leftovers() == []
 
