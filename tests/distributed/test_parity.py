@@ -126,6 +126,7 @@ def test_an_actor_with_experts(traced, dims):
     check(reference(traced, "moe"), traced("moe", dims))
 
 
+@pytest.mark.extended
 def test_replicas_that_share_a_copy_of_the_experts_run_in_lockstep(traced):
     """Ranks (0, 1), (2, 3) and (4, 5) hold one copy of the experts each; ranks 0 to 2 are one replica, 3 to 5 another."""
     dims = ParallelDims(

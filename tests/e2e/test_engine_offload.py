@@ -144,6 +144,7 @@ def test_offloading_an_unreachable_engine_does_nothing():
     engines.load_kv_cache()
 
 
+@pytest.mark.extended
 def test_an_engine_that_refuses_to_offload_is_named(engine):
     engines = scripted_lifecycle(no_push, urls=[f"{engine.server.url}/nowhere"], timeout_s=5)
     with pytest.raises(EngineError, match=r"nowhere.*404"):

@@ -10,57 +10,16 @@ from run_comparison import check_equal_runs, check_equal_weights, learning_metri
 from mrl.checkpoint.starts import read_events
 from mrl.core.sample_file import read_samples
 
-STRIKING_FILTER = '''
-from dataclasses import dataclass
-from pathlib import Path
 
-from mrl_runs import descendants, own_processes, signal_all
-
-STRIKES = {8: "mrl.rollout.engines.launch_sglang", 20: "mrl.commands.train_process"}
-groups = []
-
-
-@dataclass(frozen=True)
-class Striking:
-    """Accepts all groups. Kills the engine in step 2, and the driver in step 4, each once. A step has 6 groups."""
-
-    done: str  # folder with one file for each program that was killed
-
-    def __call__(self, rewards):
-        groups.append(1)
-        program = STRIKES.get(len(groups))
-        if program and not Path(self.done, program).exists():
-            Path(self.done, program).touch()
-            for process in own_processes(program):
-                signal_all([*descendants(process), process])
-        return True
-'''
-
-
-def test_an_asynchronous_run_that_loses_its_engine_and_its_driver_equals_a_synchronous_run(
-    start_mrl, quickstart, recorded, tmp_path, user_module
-):
-    user_module("striking_filter", STRIKING_FILTER)
-    strikes = ["rollout.filter._target_=striking_filter.Striking", f"++rollout.filter.done={tmp_path}"]
-    options = ["trainer.max_steps=5", "rollout.mode=async", "rollout.max_staleness=0"]
-    checkpoints = ["checkpoint.every=2", "checkpoint.asynchronous=false"]
-    run = start_mrl("train", *quickstart, *strikes, *options, *checkpoints).finish(400)
-    assert run.process.returncode == 0, run.output()
-    assert "is replaced" in run.output() and "restart 1 of 5" in run.output()
-    check_equal_runs(run.folder, recorded.folder)
-    assert run.leftovers() == []
-
-
-@pytest.mark.extended
-def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(
+def test_an_asynchronous_run_whose_driver_is_killed_equals_an_uninterrupted_synchronous_run(
     start_mrl, quickstart, recorded, tmp_path, user_module
 ):
     """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2, which is already complete."""
     user_module("killing_filter", KILLING_FILTER)
     kill = ["rollout.filter._target_=killing_filter.Killing", f"++rollout.filter.done={tmp_path / 'killed'}"]
-    run = start_mrl(
-        "train", *quickstart, *kill, "trainer.max_steps=5", "checkpoint.every=2", "checkpoint.asynchronous=false"
-    ).finish()
+    options = ["trainer.max_steps=5", "rollout.mode=async", "rollout.max_staleness=0"]
+    checkpoints = ["checkpoint.every=2", "checkpoint.asynchronous=false"]
+    run = start_mrl("train", *quickstart, *kill, *options, *checkpoints).finish(400)
     assert run.process.returncode == 0, run.output()
     assert (tmp_path / "killed").exists() and "restart 1 of 5" in run.output()
     check_equal_runs(run.folder, recorded.folder)

@@ -182,14 +182,8 @@ MISTAKES = {
 }
 AS_COMMANDS = ("an unknown key", "a reward that raises", "a missing column")
 CORE = {
-    *("an argument with dashes", "a key without a value", "a misspelt reward function", "a reward without return"),
-    *(
-        "a reward with another key",
-        "a reward that needs a missing module",
-        "a parser that raises",
-        "a data set that raises",
-    ),
-    *("a damaged model", "a missing column", "a role without a pool", "an unknown key", "a broken line"),
+    *("an argument with dashes", "a misspelt reward function", "a reward without return", "a damaged model"),
+    *("a reward that needs a missing module", "a missing column", "an unknown key", "a broken line"),
 }
 
 

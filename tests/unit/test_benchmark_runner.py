@@ -171,6 +171,7 @@ def test_a_program_that_fails_when_it_runs_again_is_reported_as_failed(monkeypat
     assert outcome.error == "exit status 3" and outcome.worse == []
 
 
+@pytest.mark.extended
 def test_programs_that_fail_hang_or_miss_something_are_named(tmp_path, monkeypatch):
     fake_root(monkeypatch, tmp_path, 1000)
     programs = [

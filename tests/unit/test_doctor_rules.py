@@ -342,6 +342,7 @@ def test_requirements_are_derived_from_the_config(tmp_path):
     assert "parallel.tp=3 does not divide num_attention_heads" in mistake
 
 
+@pytest.mark.extended
 def test_existing_checkpoints_reduce_the_space_that_is_needed(tmp_path):
     """A job that Slurm requeued has already written some of its checkpoints."""
     keys = ["experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs", f"run.dir={tmp_path}/run"]

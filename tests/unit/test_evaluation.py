@@ -126,6 +126,7 @@ def test_a_summary_equals_the_enumeration_of_all_subsets(folder, k):
     assert b.mean_score.value == pytest.approx(0.25 + 0.75 * 5 / 12) and b.failed_fraction == 0
 
 
+@pytest.mark.extended
 def test_a_threshold_decides_what_passes(folder):
     everything = evaluate(folder, config_of(**{"evaluate.threshold": 0.25, "evaluate.k": [3, 1]})).summaries[-1]
     assert list(everything.pass_at) == [1, 3] and everything.pass_at[1].value == 1.0
@@ -234,6 +235,7 @@ def test_the_reward_of_the_evaluation_is_checked_before_the_generation(monkeypat
         command.job(config_of(**bad))
 
 
+@pytest.mark.extended
 def test_the_output_names_the_reward_above_the_table(folder, tmp_path, capsys):
     command.job(config_of(**{"evaluate.input": str(folder), "evaluate.output": str(tmp_path / "out")}))
     shown = capsys.readouterr().out
@@ -300,6 +302,7 @@ def test_validation_dumps_of_verl_are_scored(tmp_path, capsys):
     assert "60: 8 responses; 0.0% not scored" in shown
 
 
+@pytest.mark.extended
 def test_samples_of_lm_evaluation_harness_count_once_for_all_filters(tmp_path):
     def line(number: int, response_filter: str) -> dict:
         return dict(
@@ -343,6 +346,7 @@ def test_rows_of_other_tools_get_the_reward_of_their_source_or_ability(tmp_path)
     assert found.answers == ["7", "it is 7"], "LastWord says what the answers of its rows are"
 
 
+@pytest.mark.extended
 def test_details_of_lighteval_are_scored_against_the_right_choice(tmp_path):
     rows = [
         dict(

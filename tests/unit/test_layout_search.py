@@ -272,6 +272,7 @@ def test_the_search_has_only_candidates_that_fit_the_transport(tmp_path, transpo
     assert {candidate.placement for candidate in make_search(config)._candidates(3)} == placements
 
 
+@pytest.mark.extended
 def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
     code, out, _ = run(capsys, f"model.path={write_model(tmp_path, QWEN3_8B)}", *ARGUMENTS, "plan.top=3")
     assert code == 0
@@ -326,6 +327,7 @@ def test_async_is_never_slower_than_one_step_off(fields, nodes):
     assert f"rollout.max_staleness={fastest.rollout.staleness}" in overrides(search, fastest)
 
 
+@pytest.mark.extended
 def test_the_length_of_prompts_is_shown_with_its_source(tmp_path, capsys):
     words = (f"model.path={write_model(tmp_path, QWEN3_8B)}", "cluster=h100", "cluster.nodes=1")
     assert "prompts of 512 tokens (assumed; plan.prompt_tokens sets it)" in " ".join(run(capsys, *words)[1].split())

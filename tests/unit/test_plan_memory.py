@@ -88,6 +88,7 @@ def test_json_output_has_the_estimated_numbers(tmp_path, capsys):
     assert not printed["fits"] and printed["alternatives"] and all(change["fits"] for change in printed["alternatives"])
 
 
+@pytest.mark.extended
 def test_advice_has_the_memory_of_its_config(tmp_path):
     estimator = MemoryEstimator.of(config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED))
     changes = advise(estimator.config, estimator.estimate)

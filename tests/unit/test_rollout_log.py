@@ -239,6 +239,7 @@ def test_a_truncated_last_record_is_not_read(tmp_path, cut):
     assert again.get(0, [5]) == completion(1) and again.get(1, [5]) is None
 
 
+@pytest.mark.extended
 def test_a_changed_bit_of_a_completion_is_found_and_the_other_completions_are_used(tmp_path, caplog):
     cache = CompletionCache(tmp_path, 3)
     cache.put([0], [[5]], [completion(1)])

@@ -125,6 +125,7 @@ def reward_with_daemon(responses: list[Response]) -> list[Score]:
     return [Score(1.0) for _ in responses]
 
 
+@pytest.mark.extended
 def test_daemons_of_a_reward_end_with_its_worker_processes(tmp_path, started):
     """Another pool in the same process keeps its workers, although both pools have the same fork server."""
     with Scorer(reward_with_daemon, workers=1) as other:

@@ -213,6 +213,7 @@ def ports(options: dict[str, str]) -> set[int]:
     return fixed | set(range(int(options["--min-worker-port"]), int(options["--max-worker-port"]) + 1))
 
 
+@pytest.mark.extended
 def test_two_jobs_on_a_node_have_different_ports(batch, tmp_path):
     """Job ids that differ by the number of port blocks select the same block; the second job takes the next block."""
     first = batch("run.dir=a", FAKE_STATUS="wait", FAKE_NODES="n1")
@@ -306,6 +307,7 @@ def test_a_job_preempted_during_the_doctors_checks_starts_nothing_more(batch, tm
     assert not job.started("ray.scripts.scripts") and job.leftovers() == []
 
 
+@pytest.mark.extended
 def test_logs_of_nccl_are_in_the_runs_folder(batch, tmp_path):
     job = batch("run.dir=mine", NCCL_DEBUG="INFO")
     assert job.end() == 0, job.said
@@ -320,6 +322,7 @@ def test_lost_nodes_are_counted_over_the_starts_of_a_job(batch, tmp_path):
         assert job.end() == status, job.said
 
 
+@pytest.mark.extended
 def test_a_task_of_an_array_is_queued_again_alone_and_the_doctor_checks_its_own_point(batch, tmp_path):
     array = dict(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3", MRL_SWEEP=f"{tmp_path}/sweep")
     job = batch("run.dir=sweep", FAKE_STATUS="75", **array)

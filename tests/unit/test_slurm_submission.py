@@ -71,6 +71,7 @@ def test_the_memory_check_can_be_disabled(train):
 ENGINES = ("cluster=[slurm,h100]", "rollout.num_engines=6", "rollout.engine_tp=2")
 
 
+@pytest.mark.extended
 def test_a_generation_is_submitted_with_as_many_nodes_as_its_engines_need(train):
     status, said, submitted = train("--dry-run", *ENGINES, "generate.rows=4", command="generate")
     assert (status, submitted) == (0, False), said
@@ -120,7 +121,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.extended_except("too few GPUs", "too little memory")
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_reported_before_submission(train, arguments, message):
     status, said, submitted = train(*arguments)

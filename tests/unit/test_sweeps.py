@@ -341,6 +341,7 @@ def test_a_point_without_a_status_file_has_failed(tmp_path):
     assert outcome.state == PointState.failed and "exit status 3" in outcome.reason
 
 
+@pytest.mark.extended
 def test_another_sweep_in_the_folder_is_refused(inputs, tmp_path, capsys):
     sweep_of(tmp_path).write()
     with pytest.raises(SystemExit):
@@ -387,6 +388,7 @@ def fast_points(monkeypatch):
     monkeypatch.setattr(LocalRunner, "poll_s", 0.05)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("sweeper", ["grid", "basic"])
 def test_hydra_runs_a_sweep_with_our_launcher_and_any_sweeper(sweeper, fast_points, inputs, tmp_path, capsys):
     words = [f"hydra/sweeper={sweeper}", "optim.lr=1e-4,5e-4", f"data.inputs.folder={inputs}", f"run.dir={tmp_path}/s"]
