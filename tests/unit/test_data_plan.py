@@ -133,16 +133,18 @@ def test_a_row_that_no_pattern_of_the_reward_matches_is_refused(inputs, tmp_path
 
 
 def test_the_longest_responses_of_a_set_limit_its_prompts(inputs, tmp_path):
-    sets = f"data.test_sets={{long: {{files: [{inputs}/test.parquet], max_response_tokens: 60}}}}"
+    def sets(limit: int) -> str:
+        return f"data.test_sets={{long: {{files: [{inputs}/test.parquet], max_response_tokens: {limit}}}}}"
+
     with pytest.raises(
         ValueError, match=r"10 of 20 rows cannot be used:\n.*7 tokens are more than the 4 that leave room"
     ):
-        plan(inputs, tmp_path, sets)
-    assert len(plan(inputs, tmp_path, sets.replace("60", "57"))[1]) == 20
+        plan(inputs, tmp_path, sets(60))
+    assert len(plan(inputs, tmp_path, sets(57))[1]) == 20
     with pytest.raises(
         ValueError, match=r"data.test_sets.long.max_response_tokens=64: the model's context of 64 tokens"
     ):
-        plan(inputs, tmp_path, sets.replace("60", "64"))
+        plan(inputs, tmp_path, sets(64))
 
 
 def test_each_set_needs_a_reward_that_scores_its_rows(inputs, tmp_path):
