@@ -99,8 +99,13 @@ def capabilities() -> Capabilities:
     """Detect the usable NVIDIA libraries once and log them in one line.
 
     A library that is installed but cannot be imported is logged, too. Megatron then treats it as not installed.
+
+    Transformer Engine would multiply float32 matrices in TF32, whose products have errors of about 1e-3. The environment variable
+    NVIDIA_TF32_OVERRIDE=0 prevents this in all NVIDIA libraries; a value that the user has set is kept.
     """
     cuda = has_cuda()
+    if cuda:
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before the first call of cuBLAS, which reads the variable
     detected = Capabilities(
         cuda=cuda,
         transformer_engine=cuda and _is_usable("transformer_engine.pytorch", "Transformer Engine", "torch's layers"),

@@ -17,6 +17,7 @@ MIN_NCCL_FOR_SUSPEND = (2, 29, 7)
 
 _HOOK_ID = 0x737064  # torch identifies each hook by an integer; this integer is "spd" in ASCII
 _suspended: list[ProcessGroup] = []  # groups on which a collective raises an error
+_suspended_backends: list[dist.ProcessGroupNCCL] = []  # in the same order on all ranks
 
 
 def initialize(dims: ParallelDims, seed: int) -> None:
@@ -91,6 +92,7 @@ def suspend_communicators() -> None:
     """
     for backend in _suspendable_backends():
         backend.suspend()
+        _suspended_backends.append(backend)
     for group in _all_groups():
         group.register_pre_hook(_HOOK_ID, _make_refusal(group))
         _suspended.append(group)
@@ -99,8 +101,8 @@ def suspend_communicators() -> None:
 
 def resume_communicators() -> None:
     """Undo `suspend_communicators()`. Every rank calls this."""
-    for backend in _suspendable_backends():
-        backend.resume()
+    while _suspended_backends:
+        _suspended_backends.pop(0).resume()
     _allow_collectives()
     atexit.unregister(_allow_collectives)
 
@@ -129,9 +131,13 @@ def _all_groups() -> list[ProcessGroup]:
 
 
 def _suspendable_backends() -> list[dist.ProcessGroupNCCL]:
-    """Return the NCCL backends of this process, in the same order on all ranks."""
+    """Return the NCCL backends of this process that have a communicator, in the same order on all ranks.
+
+    NCCL creates the communicator of a group at its first collective. `suspend()` of a backend without communicator would raise
+    RuntimeError.
+    """
     if device().type != "cuda" or torch.cuda.nccl.version() < MIN_NCCL_FOR_SUSPEND:
         return []
     backends = [group._get_backend(device()) for group in _all_groups()]
     nccl = {id(backend): backend for backend in backends if isinstance(backend, dist.ProcessGroupNCCL)}
-    return [backend for backend in nccl.values() if hasattr(backend, "suspend")]
+    return [backend for backend in nccl.values() if hasattr(backend, "suspend") and backend._is_initialized()]

@@ -140,7 +140,7 @@ def _locate_engine_rank(receiver: Any) -> None:
     """Locate the weights of an engine rank on the GPU that has the rank's index on its node, and hash them as on a GPU."""
     import torch
 
-    from mrl.weight_sync.sender import _weighted_sum
+    from mrl.weight_sync.sender import weighted_sums
 
     location_of = receiver.location_of
 
@@ -150,7 +150,9 @@ def _locate_engine_rank(receiver: Any) -> None:
         return location_of(torch.device("cuda", get_parallel().tp_rank % len(visible_gpus())))
 
     receiver.location_of = location_of_rank
-    receiver.checksum = lambda tensor: _weighted_sum(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    receiver.checksums = lambda tensors: weighted_sums(
+        [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors]
+    )
 
 
 STAND_INS: dict[str, Callable[[Any], None]] = {

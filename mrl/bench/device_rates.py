@@ -30,7 +30,7 @@ from models.conversion.mapping import Box
 from mrl.bench.sections import SectionJob, Value
 from mrl.core.installation import CONF
 from mrl.core.processes import end_with_parent
-from mrl.weight_sync.sender import checksum, chunk_views, fill_buffer
+from mrl.weight_sync.sender import checksums, chunk_views, fill_buffer
 from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
 from mrl.weight_sync.transports import (
     NUM_SLOTS,
@@ -319,7 +319,7 @@ def measure_ipc(job: SectionJob) -> None:
     theirs.close()  # otherwise this process would not notice when the receiver ends
     endpoint = (CudaIpcSendEndpoint if has_cuda() else SharedMemorySendEndpoint)(sizes.bucket_bytes)
     source = torch.randint(0, 256, (sizes.bucket_bytes,), dtype=torch.uint8, device=device())
-    ours.send((endpoint.handle(), checksum(source)))
+    ours.send((endpoint.handle(), checksums([source])))
     mapped_s = _receive(ours)
     endpoint.on_connected()
     for turn in ("warm-up", "push"):
@@ -375,7 +375,7 @@ def receive_buckets(connection: Connection, sizes: TransferSizes) -> None:
             synchronize()
             copy_s += time.perf_counter() - begun
             connection.send(index)
-    connection.send((copy_s, checksum(target) == expected))
+    connection.send((copy_s, checksums([target]) == expected))
     endpoint.close()
 
 
@@ -393,7 +393,7 @@ def measure_checksums(job: SectionJob) -> None:
 
         fill_s = seconds_of(fill)
         copy_s = seconds_of(lambda: copy.copy_(slot))
-        hash_s = seconds_of(lambda: [checksum(view) for view in chunk_views(slot, bucket)])
+        hash_s = seconds_of(lambda: checksums(chunk_views(slot, bucket)))
         # fill_s includes the checksums of the sender. The receiver copies the bucket and computes its checksums again.
         push_s = fill_s + copy_s + hash_s
         job.row(

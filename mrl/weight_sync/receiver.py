@@ -37,7 +37,7 @@ from mrl.weight_sync.control_channel import (
     receipt_key,
     receiver_plan_key,
 )
-from mrl.weight_sync.sender import BucketHeader, checksum, chunk_views, decode_delta
+from mrl.weight_sync.sender import BucketHeader, checksums, chunk_views, decode_delta
 from mrl.weight_sync.transfer_plan import Bucket, Destination, ProcessLocation, TensorChunk
 from mrl.weight_sync.transports import (
     ProcessGroupEndpoint,
@@ -219,9 +219,10 @@ def _wrong_chunks(session: ReceiverSession, parameters: dict[str, Tensor]) -> li
     """
     wrong = []
     for bucket, destinations in session.buckets:
-        checksums = session.headers[bucket.key].checksums
-        for chunk, destination, expected in zip(bucket.chunks, destinations, checksums, strict=True):
-            if checksum(_view(parameters, destination)) != expected:
+        found = checksums([_view(parameters, destination) for destination in destinations])
+        expected = session.headers[bucket.key].checksums
+        for chunk, destination, mine, sent in zip(bucket.chunks, destinations, found, expected, strict=True):
+            if mine != sent:
                 wrong.append(f"{chunk} in {destination.param}")
     return wrong[:MAX_NAMES] + ([f"and {len(wrong) - MAX_NAMES} more"] if len(wrong) > MAX_NAMES else [])
 

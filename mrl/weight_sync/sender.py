@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import xxhash
 import zstandard
 from torch import Tensor
@@ -25,7 +27,8 @@ from mrl.weight_sync.transports import NUM_SLOTS, SendEndpoint
 from parallel.spans import span
 
 ZSTD_LEVEL = 1  # the lowest of 22 levels; a higher level takes more time than it saves on a network
-_HASH_BLOCK_WORDS = 1 << 24  # number of 4-byte words that a GPU hashes at once
+_BLOCK_WORDS = 1 << 18  # number of 4-byte words in a block of the checksum that a GPU computes
+_BLOCKS_AT_ONCE = 32  # number of blocks that a GPU hashes at once; this needs twice the memory of these blocks
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # the 64-bit golden-ratio constant, as an int64
 
 ReadTensor = Callable[[str, Box], Tensor]
@@ -175,34 +178,54 @@ def chunk_views(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
 def fill_buffer(buffer: Tensor, bucket: Bucket, read: ReadTensor) -> tuple[int, ...]:
     """Write all chunks of a bucket to `buffer`, cast to the engine's dtype, and return their checksums."""
-    checksums = []
-    for chunk, view in zip(bucket.chunks, chunk_views(buffer, bucket), strict=True):
+    views = chunk_views(buffer, bucket)
+    for chunk, view in zip(bucket.chunks, views, strict=True):
         view.copy_(read(chunk.name, chunk.box))
-        checksums.append(checksum(view))
-    return tuple(checksums)
+    return checksums(views)
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return a 64-bit hash of a tensor's bytes: XXH3 on a CPU, a weighted sum on a GPU.
+def checksums(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return a 64-bit hash of the bytes of each tensor: XXH3 on a CPU, a weighted sum on a GPU.
 
-    Sender and receiver have the same kind of device, so they compute the same kind of hash.
+    Sender and receiver have the same kind of device, so they compute the same kind of hash. The host waits for a GPU only once.
     """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return _weighted_sum(data) if data.is_cuda else xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
+    data = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    if data and data[0].is_cuda:
+        return weighted_sums(data)
+    return tuple(xxhash.xxh3_64_intdigest(memoryview(each.numpy())) for each in data)
 
 
-def _weighted_sum(data: Tensor) -> int:
-    """Return sum(factor * word) over the 4-byte words of `data`, plus the number of bytes, modulo 2**64.
+def weighted_sums(data: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return `_weighted_sum` of the bytes of each uint8 tensor [nbytes], as numbers from 0 to 2**64 - 1."""
+    return tuple(total & (2**64 - 1) for total in torch.stack([_weighted_sum(each) for each in data]).tolist())
 
-    The factor of a word is an odd number that depends on the position of the word. The last word is padded with zeros.
+
+def _weighted_sum(data: Tensor) -> Tensor:
+    """Return sum(factor * word) over the 4-byte words of uint8 [nbytes], plus a term for the number of bytes, modulo 2**64.
+
+    The factor of a word is the product of two odd numbers: one for its position in its block, and one for the block. So each
+    changed word changes the sum. The words are padded with zeros. Returns int64 [].
     """
-    words = torch.nn.functional.pad(data, (0, -data.numel() % 4)).view(torch.int32)
-    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), _HASH_BLOCK_WORDS):
-        block = words[start : start + _HASH_BLOCK_WORDS].to(torch.int64)
-        position = torch.arange(start, start + block.numel(), device=data.device)
-        total += (block * ((position * _GOLDEN_RATIO) ^ (position >> 7)).mul_(2).add_(1)).sum()
-    return int(total.item()) & (2**64 - 1)
+    nbytes = len(data)
+    if len(data) % 4:
+        data = F.pad(data, (0, -len(data) % 4))
+    elif data.storage_offset() % 4:
+        data = data.clone()
+    of_position = _factors(0, _BLOCK_WORDS, data.device)
+    of_block = _factors(_BLOCK_WORDS, _BLOCKS_AT_ONCE, data.device)  # no block has the factor of a position
+    total = torch.full((), nbytes, dtype=torch.int64, device=data.device)
+    for part in data.view(torch.int32).split(_BLOCK_WORDS * _BLOCKS_AT_ONCE):
+        blocks = F.pad(part, (0, -len(part) % _BLOCK_WORDS)) if len(part) % _BLOCK_WORDS else part
+        sums = (blocks.view(-1, _BLOCK_WORDS) * of_position).sum(1)
+        total = total * _GOLDEN_RATIO + (sums * of_block[: len(sums)]).sum()
+    return total
+
+
+@cache
+def _factors(start: int, count: int, device: torch.device) -> Tensor:
+    """Return elements `start` to `start + count` of a sequence of different odd numbers, int64 [count]."""
+    number = torch.arange(start, start + count, device=device)
+    return ((number * _GOLDEN_RATIO) ^ (number >> 7)).mul_(2).add_(1)
 
 
 def encode_delta(new: Tensor, old: Tensor, bucket: Bucket) -> bytes | None:

@@ -379,6 +379,63 @@ def test_a_save_ends_while_the_communicators_of_the_offloaded_model_are_suspende
             assert error.startswith(f"allreduce on the process group {name}: its communicators are suspended")
 
 
+class Backend:
+    """Stand-in for torch's NCCL backend of a group. Like that backend, it can suspend only a communicator that exists."""
+
+    def __init__(self, initialized: bool) -> None:
+        self.initialized, self.calls = initialized, []
+
+    def _is_initialized(self) -> bool:
+        return self.initialized
+
+    def suspend(self) -> None:
+        if not self.initialized:
+            raise RuntimeError("NCCL communicator not initialized.")
+        self.calls.append("suspend")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+
+def offload_with_nccl(rank: int, path) -> list[list[str]]:
+    """Offload and load a model whose first and last group have a communicator. Return the calls of each group's backend."""
+    from types import SimpleNamespace
+
+    from parallel import groups
+
+    actor, all_groups = make_actor(path, ParallelDims(), "bfloat16"), groups._all_groups()
+    backends = [Backend(initialized=place in (0, len(all_groups) - 1)) for place in range(len(all_groups))]
+    groups.device = lambda: torch.device("cuda")
+    groups.dist = SimpleNamespace(ProcessGroupNCCL=Backend)
+    torch.cuda.nccl.version = lambda: groups.MIN_NCCL_FOR_SUSPEND
+    groups._all_groups = lambda: [OfGroup(backend) for backend in backends]
+    actor.offload(keep_weights=False)
+    actor.load_to_device()
+    return [backend.calls for backend in backends]
+
+
+class OfGroup:
+    """Stand-in for a process group with an NCCL backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.group_desc = backend, "group"
+
+    def _get_backend(self, device) -> Backend:
+        return self.backend
+
+    def register_pre_hook(self, *_) -> None: ...
+
+    def unregister_pre_hook(self, *_) -> None: ...
+
+
+def test_groups_that_have_not_communicated_yet_are_not_suspended(run_ranks, tmp_path):
+    """NCCL creates the communicator of a group at its first collective. At the first offload, most groups have none."""
+    make("dense", tmp_path / "model")
+    (calls,) = run_ranks(ParallelDims(), offload_with_nccl, tmp_path / "model")
+    assert len(calls) > 2 and calls[0] == calls[-1] == ["suspend", "resume"]
+    assert not any(calls[1:-1])
+
+
 METHODS_OF_LEVEL = {
     OffloadLevel.FULLY_LOADED: "reset_optimizer update trace_step trace_layers load_step_dump save load begin_save",
     OffloadLevel.WEIGHTS_LOADED: "copy_weights_to_reference compute_columns compute_reference_logprobs compute_values "

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from models.conversion.mapping import Box
-from mrl.weight_sync.sender import _weighted_sum, checksum, chunk_views, fill_buffer
+from mrl.weight_sync.sender import checksums, chunk_views, fill_buffer, weighted_sums
 from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
 from mrl.weight_sync.transports import CudaIpcSendEndpoint, SharedMemorySendEndpoint, SharedSlotsRecvEndpoint
 from parallel.device import device, has_cuda, synchronize
@@ -49,7 +49,7 @@ def send(folder: Path) -> None:
         hashes = fill_buffer(slot, bucket, lambda name, box, bucket=bucket: tensors[name] + bucket.index)
         if has_cuda():  # on a CPU, the checksum is another function
             sent = [(tensors[p.name] + bucket.index).bfloat16().view(-1).view(torch.uint8).cpu() for p in chunks]
-            assert hashes == tuple(map(_weighted_sum, sent))
+            assert hashes == weighted_sums(sent)
         send_endpoint.send(bucket.index, bucket.nbytes, [0])
         write(folder / f"sent.{bucket.index}", hashes)
         wait_for(folder / f"acknowledged.{bucket.index}")
@@ -68,7 +68,7 @@ def receive(folder: Path) -> None:
         for target, chunk in zip(mine, chunk_views(data, bucket), strict=True):
             target.copy_(chunk)
         synchronize()
-        assert tuple(checksum(t) for t in mine) == hashes
+        assert checksums(mine) == hashes
         (folder / f"acknowledged.{bucket.index}").touch()
     recv_endpoint.close()
 

@@ -79,6 +79,16 @@ def test_libraries_that_can_be_imported_are_used_and_absent_ones_are_not_reporte
     assert not [record for record in own_records() if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.parametrize("chosen", [None, "1"])
+def test_products_of_float32_matrices_are_exact_on_a_gpu_unless_the_user_wants_tf32(capabilities, monkeypatch, chosen):
+    """Transformer Engine asks cuBLAS for TF32. NVIDIA's libraries refuse this if the variable is 0."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "")  # restores the variable after the test
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE") if chosen is None else monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", chosen)
+    reads = "import os; value = os.environ['NVIDIA_TF32_OVERRIDE']"
+    capabilities({"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": reads})
+    assert import_module("transformer_engine.pytorch").value == (chosen or "0")
+
+
 def test_on_a_gpu_host_memory_is_pinned(monkeypatch):
     """Copies to a GPU use the full speed of the bus, and do not block the host, only if the host memory is pinned."""
     asked: dict[bool, dict] = {}

@@ -1,5 +1,6 @@
 """Engine servers: where they run, which GPUs they see, and which servers are replaced when they end early."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from http_engines import spec_of
 
 from mrl.config.process_schema import FaultToleranceConfig
+from mrl.core.installation import python_path
 from mrl.core.types import DeviceSlot
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines import hosts, ray_engine, server
@@ -53,6 +55,22 @@ def test_ranks_on_several_nodes_do_not_use_a_rendezvous_file(tmp_path):
     variable = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
     assert environment(tmp_path)[variable] == f"file://{tmp_path}/rendezvous"
     assert variable not in environment(tmp_path, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:20000")
+
+
+# A child that the server spawns runs the module again, under the name __mp_main__.
+HIDDEN = """
+import runpy, sys
+runpy.run_module("mrl.rollout.engines.launch_sglang", run_name=sys.argv[1])
+print("megatron" in sys.modules and sys.modules["megatron"] is None)
+"""
+
+
+@pytest.mark.parametrize("name, hidden", [("__mp_main__", True), ("another_module", False)])
+def test_the_processes_of_a_server_cannot_import_megatron(name, hidden):
+    """Megatron's import changes a setting of torch_memory_saver, so that a colocated engine could not capture CUDA graphs."""
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    output = subprocess.check_output([sys.executable, "-P", "-c", HIDDEN, name], text=True, env=environment)
+    assert output == f"{hidden}\n"
 
 
 SET_TITLE = """

@@ -42,6 +42,16 @@ LISTEN_TIMEOUT_S = 30.0  # how long `wait_until_listening` waits for the HTTP se
 PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"
 
 
+def hide_megatron() -> None:
+    """Make each import of Megatron fail in this process.
+
+    SGLang imports Megatron if it is installed, for a debugging tool that mrl does not use. The import takes seconds. It also
+    sets the mode "torch" of the package torch_memory_saver. In this mode, SGLang cannot capture CUDA graphs whose memory an
+    offloaded engine releases, so each colocated engine would fail when it starts.
+    """
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # an import then raises ModuleNotFoundError
+
+
 def main() -> None:
     """Serve until the process is killed. The command-line argument is the path of a JSON file with fields of ServerArgs."""
     arguments = Path(sys.argv[1])
@@ -190,5 +200,7 @@ def list_shared_memory_file(ports: Any, *_: object, **__: object) -> None:
             file.write(shm_path_for(ports.instance_id) + "\n")
 
 
+if __name__ in ("__main__", "__mp_main__"):  # the server, and a child that it has spawned
+    hide_megatron()
 if __name__ == "__main__":
     main()
