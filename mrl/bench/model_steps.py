@@ -245,12 +245,15 @@ def free_device_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if has_cuda() else 0
 
 
-def planned_bytes(sizes: StepSizes, config: dict[str, Any], keys_per_token: float = 1.5) -> int:
-    """Return the memory of an update that the planner of `mrl plan memory` predicts."""
+def planned_bytes(sizes: StepSizes, config: dict[str, Any], max_tokens: int = 0, keys_per_token: float = 1.5) -> int:
+    """Return the memory of an update that the planner of `mrl plan memory` predicts.
+
+    `max_tokens`: tokens of the largest micro-batch. 0: the largest number of tokens that a micro-batch may have.
+    """
     hf = HFConfig(Path("config.json"), config)
     family = family_of(hf)
     settings = TrainerSettings(
-        max_tokens=sizes.max_tokens,
+        max_tokens=max_tokens or sizes.max_tokens,
         itemsize=model_dtype().itemsize,
         keys_per_token=keys_per_token,
         bucket_bytes=0,
@@ -265,14 +268,14 @@ def _kernels() -> Kernels:
     return GPU_KERNELS if capabilities().transformer_engine else replace(GPU_KERNELS, fused_mlp=False)
 
 
-def keys_read_per_token(block: TokenBlock, plan: StepPartition) -> float:
-    """For each micro-batch with shared prompts, divide the keys that attention reads by the tokens. Return the largest ratio."""
-    ratios = [1.0]
+def largest_micro_batch(block: TokenBlock, plan: StepPartition) -> tuple[int, float]:
+    """Return the tokens of the largest micro-batch with shared prompts, and the keys that its attention reads per token."""
+    sizes = []
     for rows in plan.rank_batches[0].micro_batches:
         prompts = block.prompt_lengths[_first_rows(rows, plan)].sum()
         tokens = prompts + block.response_lengths[rows].sum()
-        ratios.append(float((prompts + block.lengths[rows].sum()) / tokens))
-    return max(ratios)
+        sizes.append((int(tokens), float((prompts + block.lengths[rows].sum()) / tokens)))
+    return max(sizes)
 
 
 def report_memory(
@@ -284,7 +287,7 @@ def report_memory(
     block: TokenBlock,
 ) -> None:
     """Report the peak memory of an update beside the planner's prediction."""
-    planned = planned_bytes(sizes, config, keys_read_per_token(block, plan))
+    planned = planned_bytes(sizes, config, *largest_micro_batch(block, plan))
     if not has_cuda():
         job.row("memory of an update", ("planned", planned / MIB, "MiB"))
         job.leave_out("peak memory of an update", "torch does not count the memory of a CPU")
@@ -301,7 +304,7 @@ def report_kernels(job: SectionJob, update: Callable[[], None]) -> None:
     """Report the kernels that take the most time in an update; on a CPU, the operators of torch."""
     job.progress("profile by kernel")
     activity = torch.profiler.ProfilerActivity
-    activities = [activity.CPU, activity.CUDA] if has_cuda() else [activity.CPU]
+    activities = [activity.CUDA if has_cuda() else activity.CPU]  # the evaluation of both kinds of events takes minutes
     with torch.profiler.profile(activities=activities) as profile:
         update()
         synchronize()

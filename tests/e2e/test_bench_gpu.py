@@ -190,7 +190,7 @@ def check_flops(job: SectionJob) -> None:
         plan = model_steps.partition(batch, 10_000, shared)
         found[shared] = model_steps.multiply_adds(config, block, plan, shared)
         if shared:
-            assert model_steps.keys_read_per_token(block, plan) == pytest.approx(208 / 144)
+            assert model_steps.largest_micro_batch(block, plan) == (144, pytest.approx(208 / 144))
     q, kv, hidden, ffn, layers = 4 * 16, 2 * 2 * 16, 64, 96, 2
     per_token = layers * (hidden * (2 * q + kv) + 3 * hidden * ffn)
     head, per_pair = 64 * 512 * 8 * 16, layers * 2 * q / 2
