@@ -114,6 +114,7 @@ def overrides(files, *more: str) -> list[str]:
         "rollout.top_p=0.9",
         "rollout.stop=['4']",
         "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampling",
+        "++algorithm.correction.mode=reject",  # the last digits of the engine's log-probabilities then change no weight
         "trainer.epochs=2",
         "trainer.max_steps=100",
         "checkpoint.every=1",

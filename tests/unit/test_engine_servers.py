@@ -21,7 +21,7 @@ from mrl.rollout.engines.ray_engine import group_by_node, visible_devices_env
 from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import check_server_args, memory_saver_args
 
-KILLED, FAILED, READY = "killed", "failed", "ready"
+KILLED, FAILED, READY, PAUSED = "killed", "failed", "ready", "paused"
 
 
 def slots(*places: str) -> list[DeviceSlot]:
@@ -201,8 +201,13 @@ def start(monkeypatch, tmp_path):
                 starts.started += 1
 
             def wait_ready(self, timeout_s: float) -> None:
+                if self.fate == PAUSED:
+                    raise TimeoutError(f"the SGLang server at {self.url} was not ready after {timeout_s} s")
                 if self.fate != READY:
                     raise RuntimeError(f"the SGLang server at {self.url} ended before it was ready")
+
+            def alive(self) -> bool:
+                return self.fate in (READY, PAUSED)
 
             @property
             def was_killed(self) -> bool:
@@ -231,6 +236,18 @@ def test_a_replacement_that_ends_before_it_is_ready_is_replaced_again(start):
     after = pool.replace([before[1]], 10)
     assert after[0] == before[0] and after[1] not in before
     assert (starts.started, starts.stopped) == (6, 4), "servers that ended are stopped as well"
+    pool.close()
+
+
+def test_the_replacement_of_a_server_does_not_wait_for_the_offloaded_servers(start):
+    """An offloaded engine is paused until its next push, so SGLang does not report that it is ready."""
+    pool, starts = start([])
+    before = pool.wait_ready(10)
+    pool._servers.servers[0].fate = PAUSED
+    after = pool.replace([before[1]], 10)
+    assert after[0] == before[0] and after[1] not in before and starts.started == 3
+    pool._servers.servers[0].fate = KILLED
+    assert before[0] not in pool.replace([after[1]], 10), "a server that has ended is still noticed"
     pool.close()
 
 

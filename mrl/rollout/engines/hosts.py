@@ -49,6 +49,7 @@ class EngineServers:
         self._serial_numbers = itertools.count()  # one for each started server; a replacement gets a new number
         self._replacing = threading.Lock()  # held while a server is replaced
         self._were_ready = False  # whether all servers were ready at least once
+        self._ready: list[EngineServer | RayEngine] = []  # servers that were ready once
         self.servers: list[AnyEngineServer] = [ExternalEngine(url) for url in group.external_urls]
         self.servers = self.servers or [self._start(index) for index in range(group.count)]
 
@@ -82,7 +83,7 @@ class EngineServers:
         return [server.url for server in self.servers]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every server takes requests.
+        """Wait until every server was ready for requests once. A server that is paused or offloaded now needs no wait.
 
         A server that ends before it is ready is replaced, up to `max_replacements` times. At the first start, a server is
         replaced only once, and only if it was killed. A server that exits by itself would fail again, for example because of a
@@ -96,8 +97,12 @@ class EngineServers:
             replacements = self.group.max_replacements if self._were_ready else 1
             for replacements_left in range(replacements, -1, -1):
                 server = self.servers[index]
+                if server in self._ready and server.alive():
+                    break
                 try:
                     server.wait_ready(max(1.0, deadline - time.monotonic()))
+                    if not isinstance(server, ExternalEngine):
+                        self._ready.append(server)
                     break
                 except RuntimeError as error:
                     replaceable = not isinstance(server, ExternalEngine) and (self._were_ready or server.was_killed)
@@ -125,6 +130,7 @@ class EngineServers:
                     log.warning("engine %s is replaced", url)
                     server.stop(timeout_s=5.0)
                     unregister_processes(self._registry, server.log_path.stem)
+                    self._ready = [each for each in self._ready if each is not server]
                     self.servers[index] = self._start(index)
 
     def cpu_seconds(self) -> float:
