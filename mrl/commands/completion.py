@@ -16,7 +16,8 @@ Prints a script that completes commands, config keys, config groups (such as alg
 keys that have a fixed set of values.
 
   bash    echo 'source <(mrl completion bash)' >> ~/.bashrc
-  zsh     echo 'source <(mrl completion zsh)' >> ~/.zshrc      after the line with compinit
+  zsh     echo 'source <(mrl completion zsh)' >> ~/.zshrc
+          In ~/.zshrc, this line must come after the line that calls compinit.
   fish    mrl completion fish > ~/.config/fish/completions/mrl.fish
 
 The script has the keys of the installed version. After an update of mrl, a new shell has the new keys. For fish, run the command

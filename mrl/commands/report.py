@@ -21,9 +21,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the argument parser of `mrl report`."""
     top = argparse.ArgumentParser(
         prog="mrl report",
-        description="Write one HTML file that shows a run: its health, learning curves, times, samples and origin. With two "
-        "runs, the file compares them. With the folder of a sweep, it compares the points. The file needs no network and no "
-        "other file. The run may still be in progress.",
+        description="Write one HTML file that shows a run: its warnings, learning curves, times, samples, config and versions. "
+        "With two runs, the file compares them. With the folder of a sweep, it compares the points. The file needs no network "
+        "and no other file. The run may still be in progress.",
         epilog="Example: mrl report outputs/quickstart/TIME",
     )
     top.add_argument("runs", metavar="RUN", nargs="+", help="one or two run directories, or the folder of a sweep")

@@ -17,9 +17,9 @@ from mrl.data.columns import PromptExample
 Rows = NDArray[np.int64]  # indices of rows of the data set
 
 _RANDOM_STREAM = 1 << 31
-"""Last element of each seed that a sampler uses, except the seeds of PromptTable.order. Those end with the index of a source."""
+"""Last element of the seeds of SamplerInputs.rng_of. The seeds of PromptTable.order end with the index of a source instead."""
 
-WINDOW = 4  # number of groups over which the rewards of a prompt are averaged
+WINDOW = 4  # the mean reward of a prompt is an exponential average over about this number of groups
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PromptTable:
 
     @cached_property
     def _orders(self) -> dict[int, tuple[int, int, Rows]]:
-        """Index of a source -> seed, its current epoch, and the order of its rows in this epoch."""
+        """Index of a source -> (seed, epoch, order of its rows): the last order that was computed for the source."""
         return {}
 
     @cached_property
@@ -74,7 +74,9 @@ class PromptTable:
         return {}
 
     def column(self, name: str) -> NDArray:
-        """Return the values of all rows, [rows]: `data_source`, `ability` or `style`, or a field of `extra_info`.
+        """Return the value of the column `name` for each row, [rows].
+
+        `name` is `data_source`, `ability`, `style` or a field of `extra_info`.
 
         A dotted name is a field inside a field. Raises ValueError if a row lacks the value, or if the values are neither all
         numbers nor all texts.
@@ -137,7 +139,7 @@ class PromptHistory:
             self._num_rewards += 1
 
     def latest_rewards(self, rows: range, count: int) -> NDArray[np.float64]:
-        """Return `mean_reward` of the `count` rows of this range with the most recent rewards, the most recent row first."""
+        """Return the `mean_reward` of the `count` rows in this range that received a reward last, latest first."""
         latest = self.latest[rows.start : rows.stop]
         order = np.argsort(-latest, kind="stable")[:count]
         return self.mean_reward[rows.start : rows.stop][order[latest[order] >= 0]]
@@ -183,9 +185,9 @@ class SamplerInputs:
         return self.rng_of(0)
 
     def rng_of(self, index: int) -> np.random.Generator:
-        """Return random numbers for the choice of row `index` out of `count`. They do not depend on `count`.
+        """Return random numbers for choice number `index` (from 0) of this call. They do not depend on `count`.
 
-        The number of rows that a call chooses may depend on the speed of engines, for example with rollout.filter.
+        So the chosen rows are reproducible, even if `count` depends on the speed of engines, for example with rollout.filter.
         """
         return np.random.default_rng([self.seed, self.num_drawn + index, _RANDOM_STREAM])
 
@@ -218,7 +220,7 @@ history of rewards for the sampler.
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Draws from the sources in proportion to their weights, and the rows of a source in epochs. The default sampler.
+    """Chooses sources in proportion to their weights. Draws each row of a source once per epoch. The default sampler.
 
     If a source has the fraction w of the total weight of all sources, it contributes on average `w * n` of the first n rows, and
     always fewer than `w * n + 1`. Each source has its own epochs. The order of rows within an epoch depends only on the seed, the
@@ -274,7 +276,7 @@ class Curriculum:
                 raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more.")
 
     def __call__(self, inputs: SamplerInputs) -> Rows:
-        """Return the next rows. Raises ValueError if the sources have weights, or if there are fewer rows than stages."""
+        """Return the next rows. Raises ValueError if sources have different weights, or if there are fewer rows than stages."""
         prompts = inputs.prompts
         if len({source.weight for source in prompts.sources}) > 1:
             raise ValueError("a curriculum sorts the rows of all sources together; remove the weights in data.mixture.")
@@ -299,10 +301,11 @@ class Curriculum:
 class DifficultyMixture:
     """Draws more rows from the sources that are neither solved nor too hard.
 
-    p is the pass rate of a source: the mean reward of its `window` prompts with the most recent rewards, scaled so that `worst`
-    is 0 and `best` is 1. The probability of a source is proportional to weight * max(floor, 4 p (1 - p)), where weight is the
-    source's weight in data.mixture. The factor 4 p (1 - p) is largest at p = 1/2. If rewards are 0 or 1, the rewards of a group
-    differ most at this pass rate. A source without rewards counts as p = 1/2. Each source has its own epochs, in random order.
+    p is the pass rate of a source. It is the mean reward of the last `window` prompts of the source that received a reward,
+    scaled so that `worst` is 0 and `best` is 1. The probability of a source is proportional to weight * max(floor, 4 p (1 -
+    p)), where weight is the source's weight in data.mixture. The factor 4 p (1 - p) is largest at p = 1/2. If rewards are 0
+    or 1, the rewards of a group differ most at this pass rate. A source without rewards counts as p = 1/2. Each source has
+    its own epochs, in random order.
     """
 
     uses_rewards: ClassVar[bool] = True

@@ -22,7 +22,7 @@ from mrl.rollout.client import Completion, SamplingParams
 from mrl.rollout.engine_pool import deadline_error
 
 FILES_AHEAD = 2
-"""Number of output files whose responses are requested in advance, in addition to the files that the engines sample at one time.
+"""Number of output files whose responses are requested in advance, in addition to the files that fill the engines.
 
 So the engines stay busy while the slowest responses of a file are sampled, and while the responses of a file are scored. An
 output file contains the responses to generate.prompts_per_file prompts.
@@ -79,7 +79,7 @@ def generate(
 class RequestDispatcher:
     """Distributes requests over engines, with a limit on the responses that each engine samples at the same time.
 
-    Each request goes to the engine with the fewest pending responses.
+    Each HTTP request goes to the engine with the fewest pending responses.
     """
 
     def __init__(self, watcher: EngineWatcher, in_flight: int) -> None:

@@ -212,9 +212,15 @@ def describe_determinism(config: Config) -> str:
     if config.generate.temperature == 0:
         kind = "greedy decoding: the most likely token each time"
     elif config.generate.deterministic:
-        kind = f"each response has its own seed, computed from run.seed={config.run.seed}, set, file, row and sample number"
+        kind = (
+            f"each response has its own seed, computed from run.seed={config.run.seed} and the numbers of its test set, file, "
+            "row and sample"
+        )
     else:
-        return "not reproducible: a response depends on the other requests in its engine's batch; run.seed only seeds the engines"
+        return (
+            "not reproducible: a response depends on the other requests in its engine's batch; run.seed sets only the seeds of "
+            "the engines"
+        )
     if not config.generate.deterministic:
         return (
             kind
@@ -222,5 +228,5 @@ def describe_determinism(config: Config) -> str:
         )
     return (
         kind
-        + ". A repeated run gives the same responses on a GPU with batch-invariant kernels, and the same up to rounding on a CPU"
+        + ". A repeated run gives the same responses on a GPU with batch-invariant kernels; on a CPU, rounding may change a token"
     )

@@ -6,8 +6,8 @@ inputs over tensor-parallel ranks. Section 5 describes recomputation. This modul
 trains: gated MLPs, grouped and latent attention, experts, and packed sequences. The attention kernels save no scores. So the
 paper's term 5 a s^2 b does not occur.
 
-Symbols: s is the number of tokens of a pack on one context-parallel rank. r is the number of rows of hidden states on one
-tensor-parallel rank, outside of tensor-parallel matrices: r = s / tp with sequence parallelism, else r = s.
+Symbols: s is the number of tokens of a pack on one context-parallel rank. r is the number of tokens whose hidden states
+one rank holds between the tensor-parallel matrices, for example in norms: r = s / tp with sequence parallelism, else r = s.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class MicroBatchShape:
     etp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
-    keys_per_token: float = 1.0  # keys that attention reads, divided by tokens; above 1 if responses share a prompt
+    keys_per_token: float = (
+        1.0  # keys that attention reads, divided by tokens; above 1 if a prompt is copied for responses
+    )
     imbalance: float = 1.0  # tokens that reach the rank's experts, divided by the mean of all ranks
     kernels: Kernels = GPU_KERNELS
 
@@ -93,7 +95,7 @@ class MicroBatchShape:
 
     @property
     def rows(self) -> int:
-        """r: rows of hidden states on this rank, outside of tensor-parallel matrices."""
+        """r: number of tokens whose hidden states this rank holds between the tensor-parallel matrices."""
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
 
     @property
@@ -153,7 +155,7 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     q, kv = shape.num_heads * d // batch.tp, shape.num_kv_heads * d // batch.tp
     keys = batch.key_rows
     saved: BytesByTensor = {}
-    if shape.qk_norm or not batch.is_gathered:  # the inputs of the norms, or the values, are views of the projection
+    if shape.qk_norm or not batch.is_gathered:  # views of the projection are saved: inputs of the norms, or values
         saved["qkv projection"] = s * (q + 2 * kv) * e
     if shape.qk_norm:
         heads, several_groups = (shape.num_heads + shape.num_kv_heads) // batch.tp, shape.num_kv_heads // batch.tp > 1
@@ -245,7 +247,9 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
 
 
 def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
-    """Return the bytes of the router: indices and router weights of the chosen experts, and the order of the sent tokens."""
+    """Return the bytes of the router: indices and weights of the chosen experts, and the order of the sent tokens.
+
+    A sigmoid router also saves its scores, and a router with groups of experts saves the indices of the groups."""
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
     scores = (shape.num_experts * (STATISTIC_BYTES + 1) + STATISTIC_BYTES) if shape.sigmoid_router else 0
