@@ -3,11 +3,13 @@
 mrl.core.types explains the letters of array dimensions, such as B and R.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +20,11 @@ from mrl.core.metrics import Metrics
 from mrl.core.run_errors import ProcessesLostError
 from mrl.core.types import AdvantageResult, Handle, Rollouts, TeacherPart
 from mrl.data.prompts import PromptStream
-from mrl.workers.group import PendingCall
-from mrl.workers.model_trainers import ActorUpdate, CriticUpdate
 from parallel.spans import record
+
+if TYPE_CHECKING:  # these modules import Ray, which `mrl plan` does not need
+    from mrl.workers.group import PendingCall
+    from mrl.workers.model_trainers import ActorUpdate, CriticUpdate
 
 State = dict[str, Any]  # plain JSON values
 

@@ -3,10 +3,12 @@
 mrl.core.types explains the letters of array dimensions, such as B and R.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +34,9 @@ from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRun
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
 from mrl.tracking.tracker import Tracker
-from mrl.workers.model_trainers import ColumnPass
+
+if TYPE_CHECKING:  # imports Ray, which `mrl plan` does not need
+    from mrl.workers.model_trainers import ColumnPass
 
 WEIGHT_CHANGING = ("update", "weight_sync")
 """Phases in which the trainers may have newer weights than after the last finished step.
@@ -135,7 +139,7 @@ class Trainer:
     recover: LostProcessRecovery  # restarts lost processes
     preemption_requested: Callable[[], bool]  # whether the run must stop before the next step
     schedule: TrainingSchedule
-    step_function: Callable[["Trainer"], None] | None = None  # replaces `train_step`
+    step_function: Callable[[Trainer], None] | None = None  # replaces `train_step`
     data_source: Callable[[int], str] = _no_data_source  # returns the data source of a row of the training prompts
     # health check: gets each finished step; may end the run
     check_learning: Callable[[int, Metrics], None] = _check_nothing

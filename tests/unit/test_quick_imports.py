@@ -1,4 +1,4 @@
-"""Imports that a trainer process without a GPU avoids, and imports that a generation without a cluster avoids."""
+"""Imports that a trainer process without a GPU avoids, and imports that commands without a cluster avoid."""
 
 import subprocess
 import sys
@@ -27,7 +27,10 @@ def test_importing_megatron_on_a_cpu_does_not_import_the_torch_compiler():
     assert done.stdout.strip() == "False"
 
 
-def test_a_generation_without_a_cluster_imports_neither_ray_nor_sglang():
-    program = "import sys, mrl.commands.generate, mrl.commands.evaluate; print({'ray', 'sglang'} & sys.modules.keys())"
+@pytest.mark.parametrize("commands", [("generate", "evaluate"), ("plan", "convert", "doctor")], ids=" ".join)
+def test_commands_without_a_cluster_import_neither_ray_nor_sglang(commands):
+    """Without the extra `train`, neither of the two packages is installed."""
+    modules = ", ".join(f"mrl.commands.{command}" for command in commands)
+    program = f"import sys, {modules}; print({{'ray', 'sglang'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
