@@ -12,7 +12,7 @@ help: ## list the targets
 train: setup ## run `make setup`, then mrl train with the arguments in ARGS, e.g. ARGS="experiment=quickstart trainer.max_steps=10"
 	$(BIN)/mrl train $(ARGS)
 
-test: lint ## lint, then the core tests: about 12 minutes on two cores; ARGS has arguments of pytest, e.g. ARGS="-k packing"
+test: lint ## lint, then the core tests: about 10 minutes on two cores; ARGS has arguments of pytest, e.g. ARGS="-k packing"
 	$(PYTEST) $(ARGS)
 
 test-all: lint browser ## lint, all tests that need no GPU, no Slurm and no hours, then the mutation score: about two hours on two cores
