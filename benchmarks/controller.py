@@ -283,7 +283,7 @@ class DriverMeter:
 
     def rewind(self, last_step: int, evaluated: bool) -> None: ...
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         ray.wait = self._wait
 
     def row(self, size: Size) -> str:
