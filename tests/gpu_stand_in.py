@@ -150,9 +150,7 @@ def _locate_engine_rank(receiver: Any) -> None:
         return location_of(torch.device("cuda", get_parallel().tp_rank % len(visible_gpus())))
 
     receiver.location_of = location_of_rank
-    receiver.checksums = lambda tensors: weighted_sums(
-        [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors]
-    )
+    receiver.checksums = weighted_sums
 
 
 STAND_INS: dict[str, Callable[[Any], None]] = {

@@ -249,7 +249,8 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
 def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     """Return the bytes of the router: indices and weights of the chosen experts, and the order of the sent tokens.
 
-    A sigmoid router also saves its scores, and a router with groups of experts saves the indices of the groups."""
+    A sigmoid router also saves its scores, and a router with groups of experts saves the indices of the groups.
+    """
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
     scores = (shape.num_experts * (STATISTIC_BYTES + 1) + STATISTIC_BYTES) if shape.sigmoid_router else 0

@@ -122,7 +122,7 @@ class EnginePool:
         return self._servers.urls
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until every engine takes requests, and put all engines in service. Returns the URLs of all engines."""
+        """Wait until every engine was ready once, and put all engines in service. Returns the URLs of all engines."""
         self._servers.wait_ready(timeout_s)
         failed = self._unreported_failures()
         in_service = {engine.client.url: engine for engine in self.engines if engine.failure is None}
@@ -158,7 +158,7 @@ class EnginePool:
                 self._heartbeats[engine] = asyncio.create_task(self._check_heartbeat(engine))
 
     def replace(self, urls: Sequence[str], timeout_s: float) -> list[str]:
-        """Replace these engines by new engines, and wait until every engine takes requests. Returns the URLs of all engines."""
+        """Replace these engines by new engines, and wait until the new engines take requests. Returns the URLs of all engines."""
         for url in urls:
             self._servers.replace(url)
         return self.wait_ready(timeout_s)

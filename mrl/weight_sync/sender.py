@@ -189,15 +189,20 @@ def checksums(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
     Sender and receiver have the same kind of device, so they compute the same kind of hash. The host waits for a GPU only once.
     """
-    data = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    if data and data[0].is_cuda:
-        return weighted_sums(data)
-    return tuple(xxhash.xxh3_64_intdigest(memoryview(each.numpy())) for each in data)
+    if tensors and tensors[0].is_cuda:
+        return weighted_sums(tensors)
+    return tuple(xxhash.xxh3_64_intdigest(memoryview(_bytes_of(tensor).numpy())) for tensor in tensors)
 
 
-def weighted_sums(data: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return `_weighted_sum` of the bytes of each uint8 tensor [nbytes], as numbers from 0 to 2**64 - 1."""
-    return tuple(total & (2**64 - 1) for total in torch.stack([_weighted_sum(each) for each in data]).tolist())
+def weighted_sums(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return `_weighted_sum` of the bytes of each tensor, as numbers from 0 to 2**64 - 1."""
+    totals = torch.stack([_weighted_sum(_bytes_of(tensor)) for tensor in tensors])
+    return tuple(total & (2**64 - 1) for total in totals.tolist())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, uint8 [nbytes]."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _weighted_sum(data: Tensor) -> Tensor:
