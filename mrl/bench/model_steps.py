@@ -6,11 +6,12 @@ Each function `measure_*` is a section of `mrl bench gpu` (see mrl.bench.section
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from models.conversion.hf_reader import file_layout
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.algorithms.losses import PPOClip
-from mrl.bench.device_rates import GIB, MIB, seconds_of
+from mrl.bench.device_rates import GIB, MIB, peak_memory, seconds_of
 from mrl.bench.sections import SectionJob, Value
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS, Kernels
@@ -32,7 +33,7 @@ from mrl.planner.trainer_memory import TrainerSettings, trainer_memory
 from mrl.workers.actor_critic import MegatronActor
 from mrl.workers.dp_partition import Packing, StepPartition, partition_step
 from parallel import collectives, groups
-from parallel.device import capabilities, has_cuda, set_threads, synchronize
+from parallel.device import capabilities, has_cuda, release_cached_memory, set_threads, synchronize
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
@@ -71,6 +72,7 @@ QWEN3_4B: dict[str, Any] = dict(
     vocab_size=151936,
     use_sliding_window=False,
 )
+QWEN3_06B = QWEN3_4B | dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_hidden_layers=28)
 TOY = QWEN3_4B | dict(
     head_dim=16,
     hidden_size=64,
@@ -100,6 +102,13 @@ STEPS = {
     "small": StepSizes(QWEN3_4B, 4, 8, (128, 512), (128, 1024), 8192, sleep_layers=6),
     "toy": StepSizes(TOY, 4, 4, (8, 16), (8, 32), 256, sleep_layers=2),
 }
+LONG_RESPONSES = {  # size -> name of the model, its config, and the numbers of tokens of the response
+    "full": ("Qwen3-0.6B", QWEN3_06B, (16384, 65536)),
+    "small": ("Qwen3-0.6B", QWEN3_06B, (8192, 16384)),
+    "toy": ("small model", TOY, (64, 256)),
+}
+PROMPT = 8  # tokens before a long response
+RECOMPUTED_MODULES = ["mlp", "layernorm"]
 USABLE_FRACTION = 0.85  # fraction of the free GPU memory that the measured model may use according to the planner
 HOST_FRACTION = 0.4  # fraction of the free host memory for the copy of an offloaded model
 PROFILED_KERNELS = 10
@@ -140,6 +149,36 @@ def measure_step(job: SectionJob) -> None:
             if shared:
                 report_memory(job, sizes, config, update, plan, block)
                 report_kernels(job, update)
+
+
+def measure_long_responses(job: SectionJob) -> None:
+    """Section long: measure updates of a small model on one long response, without and with recomputed activations."""
+    start_one_rank()
+    model, config, lengths = LONG_RESPONSES[job.spec.size]
+    recomputed = dict(recompute_granularity="selective", recompute_modules=RECOMPUTED_MODULES)
+    for recompute, overrides in (("", {}), (f", recomputes {' and '.join(RECOMPUTED_MODULES)}", recomputed)):
+        actor = build_actor(job, config, overrides, share_prompts=False)
+        for tokens in lengths:
+            name = f"{model}: one response of {tokens} tokens{recompute}"
+            with job.case(name):
+                job.row(name, *_long_response(job, actor, config, tokens))
+            release_cached_memory()
+        del actor
+
+
+def _long_response(job: SectionJob, actor: MegatronActor, config: dict[str, Any], tokens: int) -> list[Value]:
+    """Return speed and memory of an update on one sequence of `tokens` tokens."""
+    bounds = ((PROMPT, PROMPT), (tokens - PROMPT, tokens - PROMPT))
+    block, batch = random_groups(np.random.default_rng(0), config["vocab_size"], (1, 1), bounds)
+    plan = partition(batch, tokens, share_prompts=False)
+
+    def update() -> None:
+        actor.update(block, [plan.rank_batches[0]], LOSS, [LR])
+
+    seconds = seconds_of(update, budget_s=2.0, least=2)
+    flops = 6 * multiply_adds(config, block, plan, shared=False)
+    values: list[Value] = [("time", seconds, "s"), ("speed", tokens / seconds, "tokens/s")]
+    return [*values, *job.efficiency(flops / seconds / 1e12), *peak_memory(update)]
 
 
 def random_groups(
@@ -199,8 +238,13 @@ def _first_rows(rows: NDArray[np.int64], plan: StepPartition) -> NDArray[np.int6
     return rows[np.unique(groups_of_rows[rows], return_index=True)[1]]
 
 
-def build_actor(job: SectionJob, config: dict[str, Any]) -> MegatronActor:
-    """Build an actor with random weights.
+def build_actor(
+    job: SectionJob,
+    config: dict[str, Any],
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    share_prompts: bool = True,
+) -> MegatronActor:
+    """Build an actor with random weights. `overrides`: fields of Megatron's TransformerConfig.
 
     The weight file is sparse: it needs no space on the disk and reads as zeros. The weights are drawn on the device.
     """
@@ -215,7 +259,9 @@ def build_actor(job: SectionJob, config: dict[str, Any]) -> MegatronActor:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(prefix)
         file.truncate(max(entry.start + entry.nbytes for entry in entries.values()))
-    actor = MegatronActor(ModelSpec(str(folder), ALONE, str(dtype).removeprefix("torch."), OptimConfig(lr=LR), {}))
+    optimizer, fields = OptimConfig(lr=LR), dict(overrides)
+    spec = ModelSpec(str(folder), ALONE, str(dtype).removeprefix("torch."), optimizer, fields, share_prompts)
+    actor = MegatronActor(spec)
     with torch.no_grad():
         for chunk in actor.chunks:
             for param in chunk.module.parameters():

@@ -22,6 +22,7 @@ NEEDED = {  # section -> quantities that it must report
     "head": {"time", "rate", "largest error", "of the measured rate"},
     "attention": {"time", "rate", "size"},
     "step": {"time", "speed", "rate", "planned", "share", "computed tokens"},
+    "long": {"time", "speed", "rate", "peak memory"},
     "sleep": {"sleep", "wake", "state", "storages of the model"},
     "ipc": {"push", "copy in the receiver"},
     "hashing": {"checksums", "share of checksums in a push", "share of the hash"},
