@@ -4,6 +4,7 @@ Each function `measure_*` is a section of `mrl bench gpu` (see mrl.bench.section
 `parallel.device.patch_megatron_for_cpu` must run before the import.
 """
 
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -164,6 +165,8 @@ def measure_long_responses(job: SectionJob) -> None:
                 job.row(name, *_long_response(job, actor, config, tokens))
             release_cached_memory()
         del actor
+        gc.collect()  # a model refers to itself, so its memory is freed only by the garbage collector
+        release_cached_memory()
 
 
 def _long_response(job: SectionJob, actor: MegatronActor, config: dict[str, Any], tokens: int) -> list[Value]:

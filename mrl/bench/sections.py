@@ -64,6 +64,8 @@ SECTIONS = (
 USED_BY_PROGRAMS = 0.95  # fraction of the section's time after which pytest is ended
 TEST_LINE = re.compile(r"(\S*::(\S+)) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?")
 """Line that pytest prints for a test: file with name, name alone, outcome, and the reason if the test was skipped."""
+SUMMARY_LINE = re.compile(r"(?:FAILED|ERROR) \S*::(\S+) - (.*)")
+"""Line that pytest prints at its end for a test that failed: name, and the first line of the error."""
 
 MACHINE = Section("machine", "card and versions", "mrl.bench.device_rates:read_machine", 0.0)
 
@@ -322,6 +324,8 @@ def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
                 job.leave_out(name, reason or "skipped")
             elif outcome != "PASSED":
                 job.fail(f"{name}: {outcome.lower()}")
+        elif match := SUMMARY_LINE.match(line):
+            job.fail(f"{match[1]}: {match[2]}")
     status = pytest.wait()
     timer.cancel()
     failed = counts["FAILED"] + counts["ERROR"]

@@ -129,6 +129,7 @@ def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
         "tests/gpu/test_kernels.py::test_attention[cuda] PASSED                                   [ 25%]",
         "tests/gpu/test_actor.py::test_update[tp-cuda] SKIPPED (2 ranks need 2 GPUs (of 1))      [ 50%]",
         "tests/gpu/test_actor.py::test_update[one-cuda] FAILED                                    [ 75%]",
+        "FAILED tests/gpu/test_actor.py::test_update[one-cuda] - AssertionError: rank 0: 1.5 is not 1.0",
     ]
     program = tmp_path / "pytest"
     end = "exec sleep 1000" if deadline_s == 0.0 else "exit 1"
@@ -143,7 +144,10 @@ def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
         assert left_out[-1].startswith("the other programs: there was no time for them")
         return
     assert left_out == ["test_update[tp-cuda]: 2 ranks need 2 GPUs (of 1)"]
-    assert [event["problem"] for event in found if "problem" in event] == ["test_update[one-cuda]: failed"]
+    assert [event["problem"] for event in found if "problem" in event] == [
+        "test_update[one-cuda]: failed",
+        "test_update[one-cuda]: AssertionError: rank 0: 1.5 is not 1.0",
+    ]
     programs = [event["program"] for event in found if "program" in event]
     assert programs == [
         {"tests/gpu/test_kernels.py::test_attention[cuda]": "passed"},
