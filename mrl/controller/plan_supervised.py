@@ -76,11 +76,16 @@ def check_supervised_data(config: Config, model: ModelPlan) -> None:
 
 
 def check_warm_start(config: Config) -> None:
-    """Raise ValueError if the objective of a warm start trains another model than the actor."""
+    """Raise ValueError if the objective of a warm start trains another model than the actor, or if the actor has adapters."""
     if SupervisedObjective.of(config).head != "vocabulary":
         raise ValueError(
             f"sft.objective._target_={config.sft.objective.get('_target_')}: it trains a reward model, which cannot be the warm "
             "start of the actor; train it with mrl sft, or set sft.train=null."
+        )
+    if config.lora.rank:
+        raise ValueError(
+            f"lora.rank={config.lora.rank} with sft.train={config.sft.train}: the warm start of a run trains no adapters; train "
+            "it with mrl sft, and set model.path to the folder that mrl sft writes."
         )
 
 
