@@ -76,16 +76,16 @@ def check_supervised_data(config: Config, model: ModelPlan) -> None:
 
 
 def check_warm_start(config: Config) -> None:
-    """Raise ValueError if the objective of a warm start trains another model than the actor, or if the actor has adapters."""
+    """Raise ValueError if the objective of a warm start trains another model than the actor, or if its output is ambiguous."""
     if SupervisedObjective.of(config).head != "vocabulary":
         raise ValueError(
             f"sft.objective._target_={config.sft.objective.get('_target_')}: it trains a reward model, which cannot be the warm "
             "start of the actor; train it with mrl sft, or set sft.train=null."
         )
-    if config.lora.rank:
+    if config.lora.rank and config.sft.output:
         raise ValueError(
-            f"lora.rank={config.lora.rank} with sft.train={config.sft.train}: the warm start of a run trains no adapters; train "
-            "it with mrl sft, and set model.path to the folder that mrl sft writes."
+            f"sft.output={config.sft.output} with lora.rank={config.lora.rank}: a resumed run would add its adapters to the merged "
+            "weights in this folder; set sft.output=null, or make the folder with mrl sft and set model.path to it."
         )
 
 
