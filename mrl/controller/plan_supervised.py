@@ -84,8 +84,8 @@ def check_warm_start(config: Config) -> None:
         )
     if config.lora.rank and config.sft.output:
         raise ValueError(
-            f"sft.output={config.sft.output} with lora.rank={config.lora.rank}: a resumed run would add its adapters to the merged "
-            "weights in this folder; set sft.output=null, or make the folder with mrl sft and set model.path to it."
+            f"sft.output={config.sft.output} with lora.rank={config.lora.rank}: a resumed run would add its adapters to the "
+            "merged weights in this folder; set sft.output=null, or make the folder with mrl sft and set model.path to it."
         )
 
 

@@ -91,12 +91,12 @@ def test_every_layer_needs_an_adapter(models):
 def test_settings_that_contradict_frozen_weights_are_refused(models, tmp_path):
     folder = str(models["qwen3_moe"])
     with pytest.raises(
-        ValueError, match="moe_router_bias_update_rate=0.1: the routers of a model with adapters are frozen"
+        ValueError, match=r"moe_router_bias_update_rate=0.1: the routers of a model with adapters are frozen"
     ):
         plan_model(config_of(folder, tmp_path, "megatron.moe_router_bias_update_rate=0.1"), folder)
     with pytest.raises(ValueError, match="a reward model has no adapters"):
         plan_model(config_of(folder, tmp_path), folder, head="score")
-    with pytest.raises(ValueError, match="sft.output=there with lora.rank=2"):
+    with pytest.raises(ValueError, match=r"sft.output=there with lora.rank=2"):
         check_warm_start(config_of(folder, tmp_path, "sft.output=there"))
 
 
@@ -124,7 +124,7 @@ def test_a_peft_folder_is_accepted_and_each_difference_is_named(models, peft):
         check_peft(replace(lora, targets=["q_proj"]), family, arch)
     fields = json.loads((peft / "adapter_config.json").read_text())
     (peft / "adapter_config.json").write_text(json.dumps(fields | dict(use_rslora=True)))
-    with pytest.raises(ValueError, match="use_rslora=True in adapter_config.json is not supported; expected False"):
+    with pytest.raises(ValueError, match=r"use_rslora=True in adapter_config.json is not supported; expected False"):
         check_peft(lora, family, arch)
     (peft / "adapter_config.json").write_text(json.dumps(fields))
     matrices = load_file(peft / "adapter_model.safetensors")
@@ -133,7 +133,7 @@ def test_a_peft_folder_is_accepted_and_each_difference_is_named(models, peft):
     with pytest.raises(ValueError, match=f"1 tensors of .* do not fit; the first is {name}"):
         check_peft(lora, family, arch)
     (peft / "adapter_model.safetensors").unlink()
-    with pytest.raises(ValueError, match="adapter_model.safetensors is missing"):
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors is missing"):
         check_peft(lora, family, arch)
 
 
