@@ -24,6 +24,7 @@ SAMPLING_KEYS = (
     "reward",
     "algorithm",
     "optim",
+    "lora",
     "critic",
     "roles",
     "sft",

@@ -101,6 +101,8 @@ def warm_start_settings(config: Config) -> dict[str, Any]:
     if sft["objective"] == SftConfig().objective:
         del sft["objective"]
     settings = dict(model=config.model.path, seed=None if config.data.inputs else config.run.seed, sft=sft)
+    if config.lora.rank:
+        settings["lora"] = asdict(config.lora)
     chat = {name: value for name, value in asdict(chat_template(config)).items() if value}
     return settings | (dict(chat=chat) if chat else {})
 

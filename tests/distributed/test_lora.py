@@ -162,7 +162,7 @@ def test_gradients_of_other_families(run_ranks, expected, kind, dims):
     check(reference, adapters, StepTrace.merge(run_ranks(dims, trace, lora_spec(model, dims, adapters))))
 
 
-@pytest.mark.extended_except("1")
+@pytest.mark.extended_except("one process")
 @pytest.mark.parametrize("dims", [ONE, ParallelDims(tp=2, pp=2)], ids=str)
 def test_gradients_with_recomputation(run_ranks, expected, dims):
     from mrl.workers.trace_comparison import StepTrace
