@@ -159,6 +159,14 @@ def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, routi
         )
 
 
+_LORA_CONFLICTS = {
+    "moe_router_bias_update_rate": "the routers of a model with adapters are frozen",
+    "moe_shared_expert_overlap": "the shared experts get gathered tokens, which their adapters do not expect",
+    "use_transformer_engine_op_fuser": "fused operations do not call the linear layers, so they would ignore the adapters",
+}
+"""Fields of Megatron that a run with adapters cannot set -> the reason."""
+
+
 def _check_lora(config: Config, hf: HFConfig, arch: Architecture, head: str) -> None:
     """Raise ValueError if the actor cannot have the adapters that the section `lora` describes."""
     lora = config.lora
@@ -166,11 +174,11 @@ def _check_lora(config: Config, hf: HFConfig, arch: Architecture, head: str) -> 
         raise ValueError(
             f"lora.rank={lora.rank}: a reward model has no adapters, because its new head is trained; leave out lora.rank."
         )
-    if rate := config.megatron.get("moe_router_bias_update_rate"):
-        raise ValueError(
-            f"megatron.moe_router_bias_update_rate={rate}: the routers of a model with adapters are frozen; leave it out, or set "
-            "lora.rank=0."
-        )
+    for name, reason in _LORA_CONFLICTS.items():
+        if value := config.megatron.get(name):
+            raise ValueError(
+                f"megatron.{name}={value} with lora.rank={lora.rank}: {reason}; leave it out, or set lora.rank=0."
+            )
     check_lora(lora, family_of(hf), arch)
     if lora.path:
         check_peft(lora, family_of(hf), arch)
