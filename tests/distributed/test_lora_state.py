@@ -57,13 +57,19 @@ def adapter_bytes(actor) -> dict[str, bytes]:
     return {name: param.detach().numpy().tobytes() for name, param in actor.adapters.params.items()}
 
 
-def export(rank: int, spec: ModelSpec) -> dict[str, torch.Tensor]:
+def arrays(tensors) -> dict[str, np.ndarray]:
+    """Return the tensors as arrays, which a rank can return to the test. The conversion to float32 is exact."""
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}
+
+
+def export(rank: int, spec: ModelSpec) -> dict[str, np.ndarray]:
     actor = build(spec)
     exported = {name: tensor.clone() for name, tensor in actor.export()} if actor.participates_in_export else {}
+    assert all(tensor.dtype == getattr(torch, spec.dtype) for tensor in exported.values())
     if spec.dims.world_size == 1:
         read = actor.bridge.reader()  # weight sync reads the weights with it
         assert all(torch.equal(read(name, Box.whole(t.shape)), t) for name, t in exported.items())
-    return exported
+    return arrays(exported.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -77,7 +83,7 @@ def test_the_export_equals_w_plus_scaled_b_a_byte_for_byte(run_ranks, folders, d
         weights[name] = (weights[name].float() + SCALE * (b @ a)).to(weights[name].dtype)
     found = run_ranks(dims, export, lora_spec(model, dims, adapters, dtype=dtype))[0]
     assert found.keys() == weights.keys()
-    different = [name for name in found if not torch.equal(found[name], weights[name])]
+    different = [name for name, tensor in weights.items() if found[name].tobytes() != tensor.float().numpy().tobytes()]
     assert not different, different[:5]
 
 
@@ -86,7 +92,7 @@ def describe_initial_model(rank: int, spec: ModelSpec):
     assert logprobs(actor, rank) == logprobs(base, rank), "B is 0, so new adapters change nothing"
     frozen = [p for chunk in actor.chunks for n, p in chunk.named_parameters() if ".lora." not in n]
     assert frozen and not any(p.requires_grad for p in frozen)
-    return {name: tensor.clone() for name, tensor in actor.adapters.export()}
+    return arrays(actor.adapters.export())
 
 
 def test_new_adapters_are_the_same_in_every_layout_and_change_nothing(run_ranks, folders):
@@ -94,10 +100,10 @@ def test_new_adapters_are_the_same_in_every_layout_and_change_nothing(run_ranks,
     expected = run_ranks(ONE, describe_initial_model, lora_spec(model, ONE))[0]
     a, b = (dict((n, t) for n, t in expected.items() if part in n) for part in ("lora_A", "lora_B"))
     assert len(a) == len(b) == len(linear_layers(model)) and not any(t.any() for t in b.values())
-    assert all(0.9 < t.abs().max() * t.size(1) ** 0.5 <= 1 for t in a.values())
-    assert len({t.numpy().tobytes() for t in a.values()}) == len(a), "each matrix has its own random numbers"
+    assert all(0.9 < np.abs(t).max() * t.shape[1] ** 0.5 <= 1 for t in a.values())
+    assert len({t.tobytes() for t in a.values()}) == len(a), "each matrix has its own random numbers"
     found = run_ranks(TP2PP2, describe_initial_model, lora_spec(model, TP2PP2))[0]
-    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+    assert found.keys() == expected.keys() and all(found[n].tobytes() == expected[n].tobytes() for n in found)
 
 
 def use_reference(rank: int, spec: ModelSpec):
@@ -148,8 +154,8 @@ def test_another_layout_loads_a_checkpoint_of_adapters(run_ranks, folders, tmp_p
     run_ranks(TP2PP2, save_and_continue, spec, tmp_path / "checkpoint")
     expected = run_ranks(ONE, train_on, lora_spec(folders[0], ONE), None)[0]
     found = run_ranks(ONE, train_on, lora_spec(folders[0], ONE), tmp_path / "checkpoint")[0]
-    for name, tensor in expected.items():
-        np.testing.assert_allclose(found[name], tensor, atol=1e-5 * float(tensor.abs().max()) + 1e-7, err_msg=name)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-4 * np.abs(values).max(), err_msg=name)
 
 
 def train_on(rank: int, spec: ModelSpec, folder):
@@ -160,14 +166,14 @@ def train_on(rank: int, spec: ModelSpec, folder):
     else:
         actor.load(folder)
     train(actor, rank, 2)
-    return {name: tensor.clone() for name, tensor in actor.adapters.export()}
+    return arrays(actor.adapters.export())
 
 
 def train_and_export(rank: int, spec: ModelSpec, folder):
     actor = build(spec)
     train(actor, rank, 2)
     actor.export_hf(folder, {})
-    exported = {name: tensor.clone() for name, tensor in actor.adapters.export()}
+    exported = arrays(actor.adapters.export())
     return exported, [np.frombuffer(values, np.float32) for values in logprobs(actor, rank)]
 
 
@@ -177,7 +183,8 @@ def test_transformers_with_the_exported_adapters_computes_the_same_logprobs(run_
     model = folders[0]
     exported, outputs = run_ranks(dims, train_and_export, lora_spec(model, dims), tmp_path / "hf")[0]
     stored = load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")
-    assert stored.keys() == exported.keys() and all(torch.equal(stored[n], exported[n]) for n in stored)
+    assert stored.keys() == exported.keys()
+    assert all(stored[name].numpy().tobytes() == values.tobytes() for name, values in exported.items())
     fields = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"], fields["peft_type"]) == (RANK, ALPHA, "LORA")
     assert {f"{name}.weight" for name in fields["target_modules"]} == set(linear_layers(model))
@@ -262,7 +269,7 @@ def held_bytes(rank: int, spec: ModelSpec) -> StateBytes:
 
     actor = build(spec)
     initialize_optimizer_state(actor.optimizer)
-    own = [t for chunk in actor.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    own = [t for chunk in actor.chunks for t in (*chunk.module.parameters(), *chunk.module.buffers())]
     weights = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}
     state = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in optimizer_tensors(actor.optimizer)}
     gradients = sum(buffer.grad_data.nbytes for chunk in actor.chunks for buffer in chunk.buffers)
