@@ -154,8 +154,8 @@ def test_another_layout_loads_a_checkpoint_of_adapters(run_ranks, folders, tmp_p
     run_ranks(TP2PP2, save_and_continue, spec, tmp_path / "checkpoint")
     expected = run_ranks(ONE, train_on, lora_spec(folders[0], ONE), None)[0]
     found = run_ranks(ONE, train_on, lora_spec(folders[0], ONE), tmp_path / "checkpoint")[0]
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-4 * np.abs(values).max(), err_msg=name)
+    for name, values in expected.items():  # Adam divides small gradients, with their round-off, by their magnitude
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-2 * np.abs(values).max(), err_msg=name)
 
 
 def train_on(rank: int, spec: ModelSpec, folder):
