@@ -10,9 +10,13 @@ The adapter is split over tensor-parallel ranks in the same way as its linear la
     layer split by input columns  A has the columns of this rank, and B is replicated. A x is summed over the ranks.
     layer not split               A and B are replicated.
 
-So only vectors of `rank` elements are communicated. Under sequence parallelism, the gradient of a replicated matrix comes from
-the tokens of this rank only. Therefore the matrix has Megatron's mark `sequence_parallel`, and Megatron sums its gradient over
-the tensor-parallel ranks.
+A routed expert is split over the expert-tensor-parallel ranks. There, Megatron's dispatcher gathers the tokens and sums the
+outputs, so the adapter communicates nothing in the forward pass. The gradients of a replicated matrix are summed in the backward
+pass.
+
+So only vectors of `rank` elements are communicated for the other layers. Under sequence parallelism, the gradient of a replicated
+matrix comes from the tokens of this rank only. Therefore the matrix has Megatron's mark `sequence_parallel`, and Megatron sums
+its gradient over the tensor-parallel ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +28,7 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
@@ -32,6 +37,7 @@ from torch import Tensor
 
 from parallel import groups
 from parallel.megatron_layers import gather_sequence
+from parallel.param_names import global_names
 
 ADAPTER = "lora"  # name of the adapter among the modules of its linear layer
 
@@ -55,6 +61,7 @@ class LinearSplit:
     ]  # matrix of Hugging Face -> its output rows on this rank, in the order in which `merge` needs them
     merge: Callable[[Sequence[Tensor]], Tensor]  # combines the rows of the matrices to the rows of the linear layer
     sequence_parallel: bool
+    is_expert: bool = False  # whether the layer belongs to a routed expert
 
 
 class LowRankPair(torch.nn.Module):
@@ -67,7 +74,8 @@ class LowRankPair(torch.nn.Module):
             if split.axis == axis:
                 set_tensor_model_parallel_attributes(param, True, axis, 1)
             else:
-                param.sequence_parallel = split.sequence_parallel  # type: ignore[missing-attribute]
+                param.sequence_parallel = split.sequence_parallel and not split.is_expert  # type: ignore[missing-attribute]
+            param.allreduce = not split.is_expert  # type: ignore[missing-attribute]  # selects the data-parallel group
 
 
 class LoraAdapter(torch.nn.Module):
@@ -89,6 +97,9 @@ class LoraAdapter(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map the input [L, 1, in] of the linear layer, after its norm, to the change of its output [L, 1, out]."""
         a, b = self._fused()
+        if self.split.is_expert:
+            a, b = (_summed_gradient(a), b) if self.split.axis == 0 else (a, _summed_gradient(b))
+            return F.linear(self.scale * F.linear(x, a), b)
         low = self.scale * F.linear(x, a)
         if self.split.axis == 0:
             low = gather_sequence(low, self.split.sequence_parallel)
@@ -127,19 +138,32 @@ class LoraAdapter(torch.nn.Module):
         return (weight.float() + self.split.merge(parts)).to(weight.dtype)
 
 
-def attach(linear: torch.nn.Module, adapter: LoraAdapter) -> None:
+def _summed_gradient(matrix: Tensor) -> Tensor:
+    """Return `matrix`, whose gradient is then the sum over the expert-tensor-parallel ranks."""
+    return copy_to_tensor_model_parallel_region(matrix, group=groups.etp_group())
+
+
+class GroupedLoraAdapter(torch.nn.ModuleList):
+    """Adapters of a grouped linear layer, which computes the matrices of all experts of this rank: one for each expert."""
+
+    def forward(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
+        """Map the inputs [tokens of all experts, in] to the changes of the outputs. The tokens are ordered by expert."""
+        parts = x.split([int(count) for count in tokens_per_expert])
+        return torch.cat([adapter(part) for adapter, part in zip(self, parts, strict=True)])
+
+
+def attach(linear: torch.nn.Module, adapter: LoraAdapter | GroupedLoraAdapter) -> None:
     """Add the output of `adapter` to the output of `linear`, a linear layer of Megatron or of Transformer Engine."""
     linear.add_module(ADAPTER, adapter)
     linear.register_forward_hook(_add_adapter_output)
 
 
 def _add_adapter_output(linear: torch.nn.Module, args: tuple[Tensor, ...], output: tuple) -> tuple:
-    x, adapter = args[0], linear.get_submodule(ADAPTER)
-    assert isinstance(adapter, LoraAdapter), f"expected a LoraAdapter, got {type(adapter)}"
-    if adapter.norm_eps is not None:
+    (x, *tokens_per_expert), adapter = args, linear.get_submodule(ADAPTER)
+    if isinstance(adapter, LoraAdapter) and adapter.norm_eps is not None:
         # The layer does not return its normed input, so the norm is computed again.
         x = F.rms_norm(x, x.shape[-1:], linear.get_parameter("layer_norm_weight"), adapter.norm_eps)
-    return output[0] + adapter(x), *output[1:]
+    return output[0] + adapter(x, *tokens_per_expert), *output[1:]
 
 
 def require_input_gradients(embedding: torch.nn.Module) -> None:
@@ -159,17 +183,19 @@ def sharded_adapters(model: GPTModel) -> dict[str, ShardedTensor]:
 
     In the checkpoint, the key of a matrix is its name in the whole model, so any layout can load it.
     """
-    layer_of = {str(local): layer.layer_number - 1 for local, layer in enumerate(model.decoder.layers)}
-    tp, described = groups.tp_group(), {}
-    for name, param in model.named_parameters():
-        if is_adapter(name):
-            _, _, local, rest = name.split(".", 3)
-            is_sharded = getattr(param, "tensor_model_parallel", False)
-            offsets = [(param.partition_dim, tp.rank(), tp.size())] if is_sharded else []
-            replica = (0, 0 if is_sharded else tp.rank(), groups.dp_cp_group().rank())
-            key = f"decoder.layers.{layer_of[local]}.{rest}"
-            described[name] = ShardedTensor.from_rank_offsets(key, param, *offsets, replica_id=replica)
-    return described
+    local_experts = (model.config.num_moe_experts or 0) // groups.ep_group().size()
+    name_of = {param: name for name, param in model.named_parameters()}
+    adapters = [(key, param) for key, param in global_names(model, local_experts) if is_adapter(key)]
+    return {name_of[param]: _sharded_adapter(key, param) for key, param in adapters}
+
+
+def _sharded_adapter(key: str, param: Tensor) -> ShardedTensor:
+    is_expert = not param.allreduce  # type: ignore[missing-attribute]  # set by LowRankPair
+    tp, dp = (groups.etp_group(), groups.expert_dp_group()) if is_expert else (groups.tp_group(), groups.dp_cp_group())
+    is_sharded = getattr(param, "tensor_model_parallel", False)
+    offsets = [(param.partition_dim, tp.rank(), tp.size())] if is_sharded else []  # type: ignore[missing-attribute]
+    replica = (0, 0 if is_sharded else tp.rank(), dp.rank())
+    return ShardedTensor.from_rank_offsets(key, param, *offsets, replica_id=replica)
 
 
 def is_adapter(name: str) -> bool:

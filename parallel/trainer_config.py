@@ -155,7 +155,10 @@ class LoraConfig:
     targets: list[str] = config_field(
         list,
         "Matrices with adapters, by their Hugging Face names, such as [q_proj, v_proj]. Default: all linear layers except the "
-        "routed experts, the router and the output layer.",
+        "router and the output layer.",
+    )
+    experts: bool = config_field(
+        False, "Whether the routed experts have adapters, too: one for each matrix of each expert."
     )
     path: str | None = config_field(
         None,

@@ -22,19 +22,24 @@ def matrix_name(hf_name: str) -> str:
     return hf_name.removesuffix(".weight").rpartition(".")[2]
 
 
-def can_have_adapter(row: ParamMapping) -> bool:
-    """Whether the row is a linear layer outside the routed experts. The output layer and the router have no adapters."""
-    return ".mlp.experts." not in row.megatron and _LINEAR.search(row.megatron) is not None
+def can_have_adapter(row: ParamMapping, experts: bool = False) -> bool:
+    """Whether the row is a linear layer. The output layer and the router have no adapters.
+
+    Routed experts have adapters only if `experts` is true.
+    """
+    return (experts or ".mlp.experts." not in row.megatron) and _LINEAR.search(row.megatron) is not None
 
 
 def adapted_matrices(rows: Iterable[ParamMapping], lora: LoraConfig) -> set[str]:
     """Return the names of the matrices that get adapters: lora.targets, or the matrices of all linear layers."""
-    return set(lora.targets) or {matrix_name(name) for row in rows if can_have_adapter(row) for name in row.hf}
+    return set(lora.targets) or {
+        matrix_name(name) for row in rows if can_have_adapter(row, lora.experts) for name in row.hf
+    }
 
 
 def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
     """Raise ValueError if lora.targets names a matrix that the model lacks, or leaves a layer without an adapter."""
-    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row)]
+    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row, lora.experts)]
     known = list(dict.fromkeys(matrix_name(name) for row in rows for name in row.hf))
     if unknown := [name for name in lora.targets if name not in known]:
         raise ValueError(
@@ -57,6 +62,6 @@ def adapter_mappings(row: ParamMapping, targets: set[str]) -> Iterator[ParamMapp
         if (name := matrix_name(hf_name)) in targets:
             prefix, peft = megatron_prefix + name, _PEFT_PREFIX + hf_name.removesuffix("weight")
             axis_of_a, axis_of_b = (axis if row.axis == axis else None for axis in (1, 0))
-            where = dict(present_in=row.present_in, part=row.part)
+            where = dict(present_in=row.present_in, part=row.part, expert=row.expert)
             yield ParamMapping(f"{prefix}.lora_a", (f"{peft}lora_A.weight",), ((RANK, columns),), axis_of_a, **where)
             yield ParamMapping(f"{prefix}.lora_b", (f"{peft}lora_B.weight",), ((rows, RANK),), axis_of_b, **where)

@@ -81,7 +81,7 @@ def check_peft(lora: LoraConfig, family: Family, arch: Architecture) -> None:
 
 
 def _check_matrices(lora: LoraConfig, family: Family, arch: Architecture, path: Path) -> None:
-    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row)]
+    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row, lora.experts)]
     targets, sizes = adapted_matrices(rows, lora), arch.sizes | {RANK: lora.rank}
     mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
     expected = {name: shape for mapping in mappings for name, shape in mapping.hf_shapes(sizes).items()}

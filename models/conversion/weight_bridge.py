@@ -1,8 +1,6 @@
 """Loads Hugging Face weights into the ranks of a Megatron model and exports them again, according to the family's table."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from math import lcm
 
 import torch
@@ -20,10 +18,8 @@ from models.model_builder import HeadKind
 from parallel import groups
 from parallel.dims import ParallelDims
 from parallel.lora import LoraAdapter
+from parallel.param_names import global_names
 
-# Megatron has two naming schemes for experts: sequential experts are separate modules, and grouped experts are parameters of one
-# module, with the index of the expert at the end of the name.
-_EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))$")
 # The last pipeline stage has a copy of a tied embedding.
 _TIED_COPY = VocabMapping(OUTPUT_WEIGHT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)
 _HEADS: dict[HeadKind, list[ParamMapping]] = {
@@ -256,23 +252,3 @@ def _gather(shard: Tensor, group: ProcessGroup, is_split: bool) -> list[Tensor]:
     shards = [torch.empty_like(shard) for _ in range(group.size())]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return shards
-
-
-def global_names(chunk: GPTModel, local_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the whole model, tensor) for the tensors of a virtual stage.
-
-    The names contain the indices of layers and experts in the whole model. The names of sequential experts and of grouped experts
-    have the same form. The tensors are the parameters and the correction biases of the routers. (A checkpoint has no other
-    buffers.)
-    """
-    first_expert = groups.ep_group().rank() * local_experts
-    layer_of = {str(local): layer.layer_number - 1 for local, layer in enumerate(chunk.decoder.layers)}
-    biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
-    for name, param in chain(chunk.named_parameters(), biases):
-        if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            name = f"decoder.layers.{layer_of[local]}.{rest}"
-        if found := _EXPERT.search(name):
-            expert, matrix = first_expert + int(found[1] or found[4]), found[2] or found[3]
-            name = f"{name[: found.start()]}experts.{expert}.{matrix}.weight"
-        yield name, param

@@ -139,7 +139,7 @@ class ModelShape:
     @classmethod
     def of_adapters(cls, family: Family, arch: Architecture, lora: LoraConfig) -> ModelShape:
         """Return the sizes of the model `arch`, with the parameters of its LoRA adapters in place of its own parameters."""
-        rows = [row for row in family.rows(arch) if can_have_adapter(row)]
+        rows = [row for row in family.rows(arch) if can_have_adapter(row, lora.experts)]
         targets = adapted_matrices(rows, lora)
         mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
         parameters = _parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))

@@ -45,19 +45,19 @@ LAYOUTS = [
 ]
 
 
-def linear_layers(folder) -> list[str]:
-    """Return the Hugging Face names of the matrices in `folder` that can have adapters."""
+def linear_layers(folder, experts: bool = False) -> list[str]:
+    """Return the Hugging Face names of the matrices in `folder` that can have adapters, with those of the routed experts."""
     config = HFConfig.load(folder)
     family = family_of(config)
     rows = family.param_mappings(family.read(config))
-    return [name for row in rows if can_have_adapter(row) for name in row.hf]
+    return [name for row in rows if can_have_adapter(row, experts) for name in row.hf]
 
 
-def write_adapters(folder, model) -> None:
+def write_adapters(folder, model, experts: bool = False) -> None:
     """Write a PEFT folder with random matrices A and B for all linear layers of `model`."""
     generator, tensors = torch.Generator().manual_seed(3), {}
     weights = HFWeights(model)
-    for name in linear_layers(model):
+    for name in linear_layers(model, experts):
         rows, columns = weights[name].shape
         prefix = "base_model.model." + name.removesuffix("weight")
         tensors[f"{prefix}lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * columns**-0.5
@@ -74,15 +74,20 @@ def write_merged(folder, model, adapters) -> None:
     """Write the model W + (alpha / rank) B A. The sum is computed in float64."""
     folder.mkdir()
     weights, pairs = load_file(model / "model.safetensors"), load_file(adapters / "adapter_model.safetensors")
-    for name in linear_layers(model):
+    for name in weights:
+        if f"base_model.model.{name.removesuffix('weight')}lora_A.weight" not in pairs:
+            continue
         a, b = (pairs[f"base_model.model.{name.removesuffix('weight')}lora_{m}.weight"].double() for m in "AB")
         weights[name] = (weights[name].double() + ALPHA / RANK * (b @ a)).float()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text((model / "config.json").read_text())
 
 
-def lora_spec(model, dims: ParallelDims, adapters=None, targets=(), dtype: str = "float32", **megatron) -> ModelSpec:
-    lora = LoraConfig(RANK, ALPHA, list(targets), None if adapters is None else str(adapters))
+def lora_spec(
+    model, dims: ParallelDims, adapters=None, *, targets=(), dtype="float32", experts=False, **megatron
+) -> ModelSpec:
+    path = None if adapters is None else str(adapters)
+    lora = LoraConfig(RANK, ALPHA, list(targets), experts, path)
     optimizer = OptimConfig(lr=LR, eps=EPS)
     return ModelSpec(str(model), dims, dtype, optimizer, megatron, logprob_chunk=7, lora=lora)
 
@@ -109,11 +114,11 @@ def expected(run_ranks, tmp_path_factory):
     from mrl.workers.trace_comparison import StepTrace
 
     @cache
-    def run(kind: str):
+    def run(kind: str, experts: bool = False):
         folder = tmp_path_factory.mktemp(kind)
         model, adapters, merged = folder / "model", folder / "adapters", folder / "merged"
         make(kind, model)
-        write_adapters(adapters, model)
+        write_adapters(adapters, model, experts)
         write_merged(merged, model, adapters)
         spec = ModelSpec(str(merged), ONE, "float32", OptimConfig(lr=LR, eps=EPS), {})
         return model, adapters, StepTrace.merge(run_ranks(ONE, trace, spec))
@@ -169,3 +174,22 @@ def test_gradients_with_recomputation(run_ranks, expected, dims):
 
     model, adapters, reference = expected("dense")
     check(reference, adapters, StepTrace.merge(run_ranks(dims, trace, lora_spec(model, dims, adapters, **RECOMPUTE))))
+
+
+EXPERTS = [
+    ONE,
+    ParallelDims(dp=2, ep=2),
+    ParallelDims(tp=2),
+    ParallelDims(tp=2, ep=2, etp=1),
+    ParallelDims(dp=2, etp=2),
+    ParallelDims(pp=2, vpp=2, dp=2, ep=2),
+]
+
+
+@pytest.mark.extended_except("dp2 ep2")
+@pytest.mark.parametrize("dims", EXPERTS, ids=str)
+def test_gradients_of_routed_experts(run_ranks, expected, dims):
+    from mrl.workers.trace_comparison import StepTrace
+
+    model, adapters, reference = expected("moe", True)
+    check(reference, adapters, StepTrace.merge(run_ranks(dims, trace, lora_spec(model, dims, adapters, experts=True))))
