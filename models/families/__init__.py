@@ -11,12 +11,13 @@ from models.architecture import Family
 from models.families.deepseek_v3 import DEEPSEEK_V3
 from models.families.glm4_moe import GLM4_MOE
 from models.families.llama import LLAMA
+from models.families.mistral import MISTRAL
 from models.families.mixtral import MIXTRAL
 from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from models.hf_config import HFConfig
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (DEEPSEEK_V3, GLM4_MOE, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+    family.architecture: family for family in (DEEPSEEK_V3, GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
 }
 
 

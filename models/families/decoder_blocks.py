@@ -162,6 +162,16 @@ def check_full_attention(config: HFConfig) -> None:
         )
 
 
+def check_no_window(config: HFConfig) -> None:
+    """Raise ValueError if attention has a sliding window that is shorter than the longest sequence."""
+    window, context = config["sliding_window"], config["max_position_embeddings"]
+    if window is not None and window < context:
+        raise ValueError(
+            f"{config.path}: sliding_window={window!r} is not supported; expected null, or at least "
+            f"max_position_embeddings={context}."
+        )
+
+
 def attention_parts(config: HFConfig) -> frozenset[str]:
     """Return the parts "qkv_bias" and "proj_bias" if the attention projections have biases."""
     return frozenset(("qkv_bias", "proj_bias") if config["attention_bias"] else ())

@@ -41,14 +41,17 @@ def fields(tmp_path):
     return of
 
 
+# fields of which no family supports the default: half of the head_dim of Glm4Moe, 42, is odd; sliding windows
+NOT_DEFAULT: dict[str, dict] = {"Glm4Moe": dict(head_dim=128), "Mistral": dict(sliding_window=None)}
+
+
 def test_every_family_has_a_tiny_model():
     assert {f"{prefix}ForCausalLM" for prefix in PREFIXES} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_the_default_config_of_transformers_is_accepted(tmp_path, prefix):
-    fields = dict(head_dim=128) if prefix == "Glm4Moe" else {}  # the default head_dim is 42, and half of it is odd
-    found = saved(tmp_path, prefix, **fields)
+    found = saved(tmp_path, prefix, **NOT_DEFAULT.get(prefix, {}))
     assert read(found).num_layers == found["num_hidden_layers"]
 
 
@@ -132,6 +135,8 @@ def test_no_ignored_field_is_read_by_a_family():
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
         ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
+        ("mistral", dict(sliding_window=63), "sliding_window=63 is not supported; expected null, or at least"),
+        ("mistral", dict(attention_bias=True), "attention_bias=True is not known to MistralForCausalLM"),
         ("mixtral", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported"),
     ],
@@ -164,7 +169,9 @@ def test_a_config_that_sglang_computes_differently_raises_an_error(fields, name,
         family.check_engine(config, family.read(config))
 
 
-ALIKE = ["llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mixtral", "glm4_moe", "deepseek_v3"]
+ALIKE = [
+    *("llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mistral", "mixtral", "glm4_moe", "deepseek_v3"),
+]
 
 
 @pytest.mark.parametrize("name", ALIKE)

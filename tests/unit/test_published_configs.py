@@ -119,6 +119,22 @@ QWEN3_30B_A3B = QWEN | dict(
     sliding_window=None,
     vocab_size=151936,
 )
+MISTRAL_7B_V03 = dict(
+    architectures=["MistralForCausalLM"],
+    bos_token_id=1,
+    eos_token_id=2,
+    hidden_size=4096,
+    intermediate_size=14336,
+    max_position_embeddings=32768,
+    model_type="mistral",
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+    sliding_window=None,
+    vocab_size=32768,
+)
 MIXTRAL_8X7B = dict(
     architectures=["MixtralForCausalLM"],
     bos_token_id=1,
@@ -224,13 +240,14 @@ DEEPSEEK_V3 = dict(  # the published config without its quantization_config
         (QWEN25_7B, 7_615_616_512),
         (QWEN3_8B, 8_190_735_360),
         (QWEN3_30B_A3B, 30_532_122_624),
+        (MISTRAL_7B_V03, 7_248_023_552),
         (MIXTRAL_8X7B, 46_702_792_704),
         (GLM45_AIR, 106_852_251_264),  # multi-token prediction has 3_616_573_568 more parameters
         (DEEPSEEK_V3, 671_026_419_200),
     ],
     ids=[
-        *("Llama-3.1-8B", "SmolLM2-135M", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B", "Mixtral-8x7B"),
-        *("GLM-4.5-Air", "DeepSeek-V3"),
+        *("Llama-3.1-8B", "SmolLM2-135M", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B"),
+        *("Mistral-7B-v0.3", "Mixtral-8x7B", "GLM-4.5-Air", "DeepSeek-V3"),
     ],
 )
 def test_a_published_config_is_accepted_and_has_the_published_number_of_parameters(fields, parameters):
