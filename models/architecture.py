@@ -14,7 +14,7 @@ from typing import Any
 from models.conversion.mapping import ParamMapping
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
-from parallel.rope import Rope, YarnRope
+from parallel.rope import LongRope, Rope, YarnRope
 from parallel.trainer_config import OptimConfig
 
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
@@ -134,6 +134,9 @@ class Family:
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
+    engine_is_native: bool = (
+        True  # whether SGLang implements the architecture, so that mrl can send weights to its parameters
+    )
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
@@ -156,6 +159,11 @@ class Family:
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""
+        if not self.engine_is_native:
+            raise ValueError(
+                f"model.path: SGLang 0.5.23 does not implement {self.architecture}; train the model with mrl sft, or from "
+                "recorded rollouts (rollout.replay)."
+            )
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
@@ -165,7 +173,7 @@ class Family:
                 "ignores; train it with mrl sft, or from recorded rollouts (rollout.replay)."
             )
         rope = arch.rope
-        if isinstance(rope, YarnRope) and rope.amplitude != rope.derived_amplitude:
+        if isinstance(rope, YarnRope | LongRope) and rope.amplitude != rope.derived_amplitude:
             raise ValueError(
                 f"model.path: SGLang ignores attention_factor={rope.attention_factor} of the rotary embedding and uses "
                 f"{rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "

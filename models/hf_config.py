@@ -174,10 +174,24 @@ class HFConfig:
             raise ValueError(f"{self.path}: partial_rotary_factor={fraction!r} is not supported; expected 1.0.")
         if kind in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
+        if kind == "longrope":
+            self._complete_longrope(parameters)
         try:
             return rope_from_parameters(parameters, int(head_dim * (1.0 if fraction is None else fraction)))
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
+
+    def _complete_longrope(self, parameters: dict[str, Any]) -> None:
+        """Set the two context lengths of LongRoPE as in transformers: a field outside of `rope_parameters` has priority."""
+        name, longest = "original_max_position_embeddings", self["max_position_embeddings"]
+        if name in self.fields or name in self.defaults:
+            parameters[name] = self[name]
+        original = parameters.setdefault(name, longest)
+        if parameters.setdefault("factor", longest / original) != longest / original:
+            raise ValueError(
+                f"{self.path}: factor={parameters['factor']} of the rotary embedding is not supported; expected "
+                f"max_position_embeddings / {name} = {longest / original}."
+            )
 
     def _rope_parameters(self) -> dict[str, Any]:
         """Read `rope_parameters`, or `rope_scaling` of transformers 4. Raises ValueError if both are set and differ."""

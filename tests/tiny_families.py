@@ -25,6 +25,15 @@ LLAMA3_ROPE = dict(
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=16)
 
+# short and long factors of the three pairs that phi3_long rotates; the tests have at most 48 tokens in a sequence
+LONG_ROPE = dict(
+    rope_parameters=dict(
+        rope_type="longrope", rope_theta=5000.0, short_factor=[1.0, 1.3, 2.1], long_factor=[1.5, 4.0, 9.0]
+    ),
+    original_max_position_embeddings=48,
+)
+NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # the defaults are not in the vocabulary
+
 SIGMOID_ROUTED_MOE = dict(
     n_routed_experts=12,
     n_shared_experts=2,
@@ -81,6 +90,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(rope_parameters=DEEPSEEK_ROPE)),
     "deepseek_v3_plain": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(q_lora_rank=None, n_shared_experts=1)),
+    "phi3": ("Phi3", NO_TOKENS),
+    "phi3_long": ("Phi3", NO_TOKENS | dict(partial_rotary_factor=0.75, tie_word_embeddings=True) | LONG_ROPE),
+    "seed_oss": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_out_bias=True, attention_dropout=0.1)),
+    "seed_oss_plain": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_bias=False, mlp_bias=True)),
     "mistral": ("Mistral", dict(head_dim=16, sliding_window=None)),
     "mixtral": ("Mixtral", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
 }

@@ -189,10 +189,11 @@ def read_decoder(
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"] or heads
     head_dim = config["head_dim"] or config["hidden_size"] // heads
+    rope = rope or config.rope(head_dim)
     return Architecture(
         vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"],
-        rope=rope or config.rope(head_dim),
+        max_position_embeddings=rope.longest_sequence(config["max_position_embeddings"]),
+        rope=rope,
         tied_embeddings=config["tie_word_embeddings"],
         transformer=dict(
             num_layers=config["num_hidden_layers"],

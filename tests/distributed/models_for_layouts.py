@@ -14,6 +14,9 @@ KINDS = {
     "mixtral": ("mixtral", {}),
     "biased": ("llama_biased", {}),
     "qkv_biased": ("qwen2", {}),
+    "mistral": ("mistral", {}),
+    "phi": ("phi3_long", {}),
+    "seed": ("seed_oss", {}),
     "glm": ("glm4_moe", {}),
     "deepseek": ("deepseek_v3", {}),
 }

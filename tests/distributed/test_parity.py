@@ -159,6 +159,16 @@ def test_mixtral(traced, dims):
     check(reference(traced, "mixtral"), traced("mixtral", dims))
 
 
+FUSED_OR_PLAIN = layouts("tp2", "tp2 sp0", "pp2", "cp2")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dims", FUSED_OR_PLAIN, ids=str)
+@pytest.mark.parametrize("kind", ["mistral", "phi", "seed"])
+def test_mistral_phi_and_seed_oss(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
 SIGMOID_ROUTED_MOE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 from tiny_families import FAMILIES as TINY
-from tiny_families import LLAMA3_ROPE, SIZES, YARN_ROPE
+from tiny_families import LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE
 
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
@@ -135,6 +135,20 @@ def test_no_ignored_field_is_read_by_a_family():
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
         ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
+        ("phi3", dict(sliding_window=47), "sliding_window=47 is not supported; expected null, or at least"),
+        ("phi3", dict(resid_pdrop=0.1), "resid_pdrop=0.1 is not supported; expected 0.0"),
+        ("phi3", dict(attention_bias=True), "attention_bias=True is not supported; expected False"),
+        ("phi3", dict(rope_parameters=YARN_ROPE), "a rotary embedding of YarnRope is not supported"),
+        (
+            "phi3_long",
+            dict(rope_parameters=LONG_ROPE["rope_parameters"] | dict(short_factor=[1.0, 2.0])),
+            "short_factor=[1.0, 2.0] of the rotary embedding: expected a list of 3 positive numbers",
+        ),
+        (
+            "phi3_long",
+            dict(rope_parameters=LONG_ROPE["rope_parameters"] | dict(factor=2.0)),
+            "factor=2.0 of the rotary embedding is not supported; expected max_position_embeddings /",
+        ),
         ("mistral", dict(sliding_window=63), "sliding_window=63 is not supported; expected null, or at least"),
         ("mistral", dict(attention_bias=True), "attention_bias=True is not known to MistralForCausalLM"),
         ("mixtral", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
@@ -159,6 +173,17 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
     ("name", "change", "message"),
     [
         ("llama_mlp_biased", {}, "has mlp_bias, which SGLang silently ignores"),
+        ("seed_oss", {}, "SGLang 0.5.23 does not implement SeedOssForCausalLM"),
+        (
+            "phi3",
+            dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)),
+            "has rope_parameters.partial_rotary_factor, which SGLang silently ignores",
+        ),
+        (
+            "phi3_long",
+            dict(rope_parameters=LONG_ROPE["rope_parameters"] | dict(attention_factor=0.8)),
+            "attention_factor=0.8 of the rotary",
+        ),
         ("qwen3", dict(rope_parameters=YARN_ROPE | dict(attention_factor=0.8)), "attention_factor=0.8 of the rotary"),
     ],
 )
@@ -170,7 +195,8 @@ def test_a_config_that_sglang_computes_differently_raises_an_error(fields, name,
 
 
 ALIKE = [
-    *("llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mistral", "mixtral", "glm4_moe", "deepseek_v3"),
+    *("llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mistral", "phi3", "phi3_long", "mixtral"),
+    *("glm4_moe", "deepseek_v3"),
 ]
 
 
@@ -187,6 +213,17 @@ def test_a_missing_field_that_only_sglang_needs_raises_an_error(fields):
         ValueError, match='SGLang requires fields that transformers omits; add "topk_method": "noaux_tc"'
     ):
         family_of(config).check_engine(config, read(left))
+
+
+def test_a_model_with_longrope_takes_only_sequences_that_use_the_short_factors(fields):
+    known = fields("phi3_long")
+    assert known["max_position_embeddings"] == 64 and read(known).max_position_embeddings == 48
+    assert read(known).rope.factor == 64 / 48
+
+
+def test_seed_oss_has_no_dropout(fields):
+    assert fields("seed_oss")["attention_dropout"] == 0.1
+    assert "attention_dropout" not in read(fields("seed_oss")).transformer
 
 
 def test_a_family_can_rotate_a_part_of_each_head():
