@@ -35,6 +35,7 @@ class Architecture:
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
+    local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
 
     @property
@@ -50,6 +51,10 @@ class Architecture:
     def has_latent_attention(self) -> bool:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the attention of the layer has a sliding window."""
+        return "window_size" in self.transformer and bool(self.transformer["window_attn_skip_freq"][layer])
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has experts instead of one MLP."""
@@ -82,7 +87,10 @@ class Architecture:
             raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
     def multiply_adds(self) -> tuple[float, float]:
-        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds."""
+        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds.
+
+        Layers with a sliding window count as layers with full attention, so b is an upper bound for them.
+        """
         t = self.transformer
         width = t["hidden_size"]
         projections, per_pair = (

@@ -49,6 +49,8 @@ FIELDS_SET_BY_MRL = frozenset(
         "moe_shared_expert_intermediate_size",
         "mtp_num_layers",
         "multi_latent_attention",
+        "window_size",
+        "window_attn_skip_freq",
     ]
 )
 """Fields that mrl derives from the model, the layout or the machine. A user cannot set them."""

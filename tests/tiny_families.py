@@ -25,6 +25,12 @@ LLAMA3_ROPE = dict(
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=16)
 
+# in Olmo3; the rotary embeddings of layers with and without a window differ in base and scaling
+WINDOWED = dict(
+    num_hidden_layers=4,
+    sliding_window=9,
+    rope_parameters=dict(full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=300.0)),
+)
 # short and long factors of the three pairs that phi3_long rotates; the tests have at most 48 tokens in a sequence
 LONG_ROPE = dict(
     rope_parameters=dict(
@@ -90,6 +96,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(rope_parameters=DEEPSEEK_ROPE)),
     "deepseek_v3_plain": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(q_lora_rank=None, n_shared_experts=1)),
+    "olmo2": ("Olmo2", NO_TOKENS),
+    "olmo2_biased": ("Olmo2", NO_TOKENS | dict(attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True)),
+    "olmo3": ("Olmo3", NO_TOKENS | WINDOWED),  # layers 0 to 2 have a window
     "phi3": ("Phi3", NO_TOKENS),
     "phi3_long": ("Phi3", NO_TOKENS | dict(partial_rotary_factor=0.75, tie_word_embeddings=True) | LONG_ROPE),
     "seed_oss": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_out_bias=True, attention_dropout=0.1)),

@@ -13,6 +13,7 @@ from models.families.glm4_moe import GLM4_MOE
 from models.families.llama import LLAMA
 from models.families.mistral import MISTRAL
 from models.families.mixtral import MIXTRAL
+from models.families.olmo import OLMO2, OLMO3
 from models.families.phi3 import PHI3
 from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from models.families.seed_oss import SEED_OSS
@@ -21,8 +22,8 @@ from models.hf_config import HFConfig
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(DEEPSEEK_V3, GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, PHI3),
-        *(QWEN2, QWEN3, QWEN3_MOE, SEED_OSS),
+        *(DEEPSEEK_V3, GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3),
+        *(PHI3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS),
     )
 }
 

@@ -200,7 +200,7 @@ class EngineLayout:
         """Return the part of each section of the Hugging Face tensor `name` that rank `rank` holds."""
         row = self.row_of[name]
         sections = row.sections(self.sizes)[name]
-        if row.axis is None:
+        if row.axis is None or row.whole_in_engine:
             return sections
         ranks = self._num_shards(row)
         rank %= ranks

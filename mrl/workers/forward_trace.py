@@ -240,7 +240,12 @@ def _with_bias(output: Any) -> Tensor:
 
 
 def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
-    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it."""
+    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it.
+
+    Return the input if the module has no norm.
+    """
+    if not hasattr(module, "layer_norm_weight"):
+        return hidden
     eps = getattr(module, "eps", None) or module.config.layernorm_epsilon
     return F.rms_norm(hidden, hidden.shape[-1:], module.layer_norm_weight, eps)
 

@@ -13,6 +13,7 @@ from tiny_families import LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
 from models.hf_config import IGNORED_FIELDS, HFConfig
+from parallel.rope import Rope
 
 PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 
@@ -135,6 +136,12 @@ def test_no_ignored_field_is_read_by_a_family():
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
         ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
+        ("olmo2", dict(sliding_window=9), "sliding_window=9 is not known to Olmo2ForCausalLM"),
+        ("olmo3", dict(sliding_window=None), "sliding_window=None is not supported; expected a number of tokens"),
+        ("olmo3", dict(layer_types=["full_attention"]), "sliding_attention or full_attention for each of the 4 layers"),
+        ("olmo3", dict(layer_types=["linear_attention"] * 4), "layer_types=['linear_attention', "),
+        ("olmo3", dict(rope_theta=10000.0), "rope_theta=10000.0 is not supported; expected 500000.0"),
+        ("olmo3", dict(rope_parameters=YARN_ROPE), "expected parameters for full_attention and for sliding_attention"),
         ("phi3", dict(sliding_window=47), "sliding_window=47 is not supported; expected null, or at least"),
         ("phi3", dict(resid_pdrop=0.1), "resid_pdrop=0.1 is not supported; expected 0.0"),
         ("phi3", dict(attention_bias=True), "attention_bias=True is not supported; expected False"),
@@ -174,6 +181,7 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
     [
         ("llama_mlp_biased", {}, "has mlp_bias, which SGLang silently ignores"),
         ("seed_oss", {}, "SGLang 0.5.23 does not implement SeedOssForCausalLM"),
+        ("olmo3", {}, "SGLang 0.5.23 does not implement Olmo3ForCausalLM"),
         (
             "phi3",
             dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)),
@@ -195,7 +203,7 @@ def test_a_config_that_sglang_computes_differently_raises_an_error(fields, name,
 
 
 ALIKE = [
-    *("llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mistral", "phi3", "phi3_long", "mixtral"),
+    *("llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mistral", "mixtral", "olmo2", "phi3", "phi3_long"),
     *("glm4_moe", "deepseek_v3"),
 ]
 
@@ -219,6 +227,23 @@ def test_a_model_with_longrope_takes_only_sequences_that_use_the_short_factors(f
     known = fields("phi3_long")
     assert known["max_position_embeddings"] == 64 and read(known).max_position_embeddings == 48
     assert read(known).rope.factor == 64 / 48
+
+
+def test_the_config_says_which_layers_have_a_window(fields):
+    arch = read(fields("olmo3") | dict(layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"]))
+    assert [arch.has_window(layer) for layer in range(4)] == [False, True, True, False]
+    assert arch.transformer["window_size"] == (8, 0)
+    without = read(fields("olmo3") | dict(layer_types=["full_attention"] * 4, sliding_window=None))
+    assert "window_size" not in without.transformer and not without.has_window(0)
+
+
+def test_layers_with_a_window_have_a_rotary_embedding_of_their_own(fields):
+    arch = read(fields("olmo3"))
+    assert (arch.rope.rope_theta, arch.local_rope.rope_theta) == (5000.0, 300.0)
+    old = {name: value for name, value in fields("olmo3").items() if name != "rope_parameters"}
+    scaling = {name: value for name, value in YARN_ROPE.items() if name != "rope_theta"}
+    arch = read(old | dict(rope_theta=500000.0, rope_scaling=scaling))
+    assert arch.rope.factor == 4.0 and arch.local_rope == Rope(rope_theta=500000.0, dim=8)
 
 
 def test_seed_oss_has_no_dropout(fields):

@@ -135,6 +135,39 @@ MISTRAL_7B_V03 = dict(
     sliding_window=None,
     vocab_size=32768,
 )
+OLMO2_7B = dict(
+    architectures=["Olmo2ForCausalLM"],
+    attention_bias=False,
+    eos_token_id=100257,
+    hidden_size=4096,
+    intermediate_size=11008,
+    max_position_embeddings=4096,
+    model_type="olmo2",
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=32,
+    pad_token_id=100277,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=500000,
+    vocab_size=100352,
+)
+OLMO3_7B = OLMO2_7B | dict(
+    architectures=["Olmo3ForCausalLM"],
+    layer_types=[*["sliding_attention"] * 3, "full_attention"] * 8,
+    max_position_embeddings=65536,
+    model_type="olmo3",
+    rope_scaling=dict(
+        attention_factor=1.2079441541679836,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        rope_type="yarn",
+    ),
+    sliding_window=4096,
+    vocab_size=100278,
+)
 PHI4 = dict(
     architectures=["Phi3ForCausalLM"],
     attention_bias=False,
@@ -306,6 +339,8 @@ DEEPSEEK_V3 = dict(  # the published config without its quantization_config
         (QWEN3_8B, 8_190_735_360),
         (QWEN3_30B_A3B, 30_532_122_624),
         (MISTRAL_7B_V03, 7_248_023_552),
+        (OLMO2_7B, 7_298_617_344),
+        (OLMO3_7B, 7_298_011_136),
         (PHI4, 14_659_507_200),
         (PHI4_MINI, 3_836_021_760),
         (SEED_OSS_36B, 36_151_104_512),
@@ -315,7 +350,17 @@ DEEPSEEK_V3 = dict(  # the published config without its quantization_config
     ],
     ids=[
         *("Llama-3.1-8B", "SmolLM2-135M", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B"),
-        *("Mistral-7B-v0.3", "Phi-4", "Phi-4-mini", "Seed-OSS-36B", "Mixtral-8x7B", "GLM-4.5-Air", "DeepSeek-V3"),
+        *(
+            "Mistral-7B-v0.3",
+            "OLMo-2-7B",
+            "OLMo-3-7B",
+            "Phi-4",
+            "Phi-4-mini",
+            "Seed-OSS-36B",
+            "Mixtral-8x7B",
+            "GLM-4.5-Air",
+            "DeepSeek-V3",
+        ),
     ],
 )
 def test_a_published_config_is_accepted_and_has_the_published_number_of_parameters(fields, parameters):
