@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from models.conversion.mapping import ParamMapping
 from models.hf_config import HFConfig
@@ -35,6 +35,8 @@ class Architecture:
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation function of the gate of an MLP
+    embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
 

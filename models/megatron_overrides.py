@@ -50,6 +50,8 @@ FIELDS_SET_BY_MRL = frozenset(
         "mtp_num_layers",
         "multi_latent_attention",
         "window_size",
+        "softmax_scale",
+        "layernorm_zero_centered_gamma",
         "window_attn_skip_freq",
     ]
 )

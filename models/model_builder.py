@@ -48,6 +48,7 @@ from parallel.moe_router import PackedRouter
 from parallel.rope import Rope
 
 logger = logging.getLogger(__name__)
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}  # by Architecture.activation
 HeadKind = Literal["vocabulary", "value", "score"]
 """Output layer of a language model, of a critic, or of a reward model."""
 
@@ -78,7 +79,7 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
     libraries = capabilities()
     is_moe = arch.num_experts > 0
     values = dict(
-        activation_func=F.silu,
+        activation_func=_ACTIVATIONS[arch.activation],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -92,7 +93,7 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         # Fused kernels need NVIDIA's libraries. Without these libraries, Megatron uses plain torch.
         apply_rope_fusion=False,  # see can_fuse_rope
         gradient_accumulation_fusion=libraries.fused_wgrad or libraries.transformer_engine,
-        bias_activation_fusion=libraries.transformer_engine,
+        bias_activation_fusion=libraries.transformer_engine and arch.activation == "silu",
         bias_dropout_fusion=libraries.transformer_engine,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -331,6 +332,9 @@ def _build_stage(
         _set_rope(model, arch, packed_attention)
     if head != "vocabulary" and is_last:
         model.output_layer = ValueHead(config.hidden_size, bias=head == "value")
+    if arch.embedding_scale != 1.0 and model.pre_process:
+        scale = torch.tensor(arch.embedding_scale, dtype=config.params_dtype).item()
+        model.embedding.register_forward_hook(lambda module, args, embeddings: embeddings * scale)
     for name, param in model.named_parameters():
         # Megatron sets this attribute only if ep > 1. If it is always set, the optimizer state is the same in all layouts.
         if ".experts." in name:
@@ -340,7 +344,10 @@ def _build_stage(
 
 def _set_rope(model: GPTModel, arch: Architecture, packed_attention: bool) -> None:
     """Replace Megatron's rotary embedding and its amplitude with those of the model."""
-    model.rotary_pos_emb = _rotary_embedding(arch.rope, packed_attention)
+    if packed_attention:
+        model.rotary_pos_emb = PackedRotaryEmbedding(arch.rope)
+    else:
+        model.rotary_pos_emb.inv_freq = arch.rope.inv_freq()
     for module in model.modules():
         if isinstance(module, SelfAttention):  # Megatron 0.19 has no public parameter for the amplitude
             is_local = isinstance(module, VariantSelfAttention) and module.rotary is not None

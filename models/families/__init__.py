@@ -9,8 +9,10 @@ from types import ModuleType
 
 from models.architecture import Family
 from models.families.deepseek_v3 import DEEPSEEK_V3
+from models.families.gemma3 import GEMMA3
 from models.families.glm4_moe import GLM4_MOE
 from models.families.llama import LLAMA
+from models.families.minimax_m2 import MINIMAX_M2
 from models.families.mistral import MISTRAL
 from models.families.mixtral import MIXTRAL
 from models.families.olmo import OLMO2, OLMO3
@@ -22,8 +24,8 @@ from models.hf_config import HFConfig
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(DEEPSEEK_V3, GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3),
-        *(PHI3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS),
+        *(DEEPSEEK_V3, GEMMA3, GLM4_MOE, LLAMA, MINIMAX_M2, MISTRAL, MIXTRAL),
+        *(OLMO2, OLMO3, PHI3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS),
     )
 }
 

@@ -225,7 +225,8 @@ def _intermediate_bytes(
     """
     projected = {f"{name} projection": rows * width * batch.itemsize * (2 if shape.gated else 1)}
     # Without a fused kernel, these tensors are also saved: silu(gate), up, and the scaled product.
-    unfused = 0 if batch.kernels.fused_mlp or not shape.gated else 2 + scaled
+    is_fused = batch.kernels.fused_mlp and shape.fused_activation
+    unfused = 0 if is_fused or not shape.gated else 2 + scaled
     return projected | {f"{name} activation": rows * width * batch.itemsize * (1 + unfused)}
 
 

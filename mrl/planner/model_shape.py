@@ -101,6 +101,7 @@ class ModelShape:
     qk_norm: bool  # whether attention normalizes the queries and keys of each head
     projection_norms: bool = False  # whether attention normalizes the queries of all heads together, and so the keys
     pre_norms: bool = True  # whether there is a norm before the attention and one before the MLP
+    fused_activation: bool = True  # whether a kernel of Megatron computes the gated activation of MLPs
     post_norms: bool = False  # whether there is a norm after the attention and one after the MLP
     q_lora: int = 0  # width of the compressed queries of latent attention; 0 if queries are not compressed
     kv_lora: int = 0  # width of the compressed keys and values of latent attention; 0 if attention is not latent
@@ -134,6 +135,7 @@ class ModelShape:
             projection_norms="projection_norms" in arch.parts,
             pre_norms="no_pre_norms" not in arch.parts,
             post_norms="post_norms" in arch.parts,
+            fused_activation=arch.activation == "silu",
             q_lora=t.get("q_lora_rank") or 0,
             kv_lora=t.get("kv_lora_rank") or 0,
             rotary_dim=arch.rope.dim,

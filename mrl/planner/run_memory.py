@@ -451,6 +451,8 @@ def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int
     ranks = topology.tp // topology.dp if in_attention else topology.tp
     if p.is_vocabulary:
         return _vocabulary_rows(p.shape[0], ranks) * p.shape[1]
+    if p.name.startswith("self_attention.k_projection_norm."):
+        return _kv_heads(shape, topology) * shape.head_dim
     if p.name.startswith("self_attention.linear_qkv."):
         rows = (shape.num_heads // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
         return rows * p.numel // p.shape[0]

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from models.architecture import Architecture, Family
-from models.conversion.mapping import Box, ParamMapping, QKVMapping, VocabMapping
+from models.conversion.mapping import Box, ParamMapping, VocabMapping
 
 VOCAB_PADDING = 64
 """SGLang appends rows of zeros to the embedding and to the output layer, up to a multiple of this number of rows."""
@@ -210,7 +210,7 @@ class EngineLayout:
         boxes = []
         for index, section in enumerate(sections, start=row.hf.index(name)):
             part, parts = rank, ranks
-            is_key_or_value = isinstance(row, QKVMapping) and index > 0
+            is_key_or_value = row.shapes[index][row.axis] == "kv"
             if is_key_or_value and ranks > self.kv_heads:  # several ranks then hold a copy of each head
                 part, parts = rank // (ranks // self.kv_heads), self.kv_heads
             if (size := section.sizes[row.axis]) % parts:

@@ -247,7 +247,8 @@ def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
     if not hasattr(module, "layer_norm_weight"):
         return hidden
     eps = getattr(module, "eps", None) or module.config.layernorm_epsilon
-    return F.rms_norm(hidden, hidden.shape[-1:], module.layer_norm_weight, eps)
+    weight = module.layer_norm_weight + float(module.config.layernorm_zero_centered_gamma)
+    return F.rms_norm(hidden, hidden.shape[-1:], weight, eps)
 
 
 def _halves(heads: Tensor, width: int) -> Tensor:

@@ -15,6 +15,8 @@ KINDS = {
     "biased": ("llama_biased", {}),
     "qkv_biased": ("qwen2", {}),
     "mistral": ("mistral", {}),
+    "gemma": ("gemma3", {}),
+    "minimax": ("minimax_m2", {}),
     "olmo2": ("olmo2_biased", {}),
     "olmo3": ("olmo3", {}),
     "phi": ("phi3_long", {}),

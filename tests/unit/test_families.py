@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 from tiny_families import FAMILIES as TINY
-from tiny_families import LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE
+from tiny_families import GEMMA, LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE, config_class
 
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
@@ -21,7 +21,7 @@ PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 def saved(folder: Path, prefix: str, **fields) -> dict:
     """Return the config.json that transformers writes."""
     fields = deepcopy(fields)  # some config classes modify their arguments
-    config = getattr(transformers, f"{prefix}Config")(architectures=[f"{prefix}ForCausalLM"], **fields)
+    config = config_class(prefix)(architectures=[f"{prefix}ForCausalLM"], **fields)
     config.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text())
 
@@ -136,6 +136,13 @@ def test_no_ignored_field_is_read_by_a_family():
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
         ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
+        ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported; expected 'gelu_pytorch"),
+        ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
+        ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
+        ("minimax_m2", dict(use_qk_norm=False), "use_qk_norm=False is not supported; expected True"),
+        ("minimax_m2", dict(attn_type_list=[1, 0]), "attn_type_list=[1, 0] is not supported"),
+        ("minimax_m2", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; expected at least 2"),
+        ("minimax_m2", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not known"),
         ("olmo2", dict(sliding_window=9), "sliding_window=9 is not known to Olmo2ForCausalLM"),
         ("olmo3", dict(sliding_window=None), "sliding_window=None is not supported; expected a number of tokens"),
         ("olmo3", dict(layer_types=["full_attention"]), "sliding_attention or full_attention for each of the 4 layers"),
@@ -181,6 +188,8 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
     [
         ("llama_mlp_biased", {}, "has mlp_bias, which SGLang silently ignores"),
         ("seed_oss", {}, "SGLang 0.5.23 does not implement SeedOssForCausalLM"),
+        ("gemma3", {}, "has a scaled rotary embedding, which SGLang silently ignores"),
+        ("minimax_m2", dict(rotary_dim=None, partial_rotary_factor=0.25), "has partial_rotary_factor, which SGLang"),
         ("olmo3", {}, "SGLang 0.5.23 does not implement Olmo3ForCausalLM"),
         (
             "phi3",
@@ -203,7 +212,18 @@ def test_a_config_that_sglang_computes_differently_raises_an_error(fields, name,
 
 
 ALIKE = [
-    *("llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mistral", "mixtral", "olmo2", "phi3", "phi3_long"),
+    *(
+        "llama",
+        "llama_attention_biased",
+        "qwen2",
+        "qwen3_biased",
+        "minimax_m2",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "phi3",
+        "phi3_long",
+    ),
     *("glm4_moe", "deepseek_v3"),
 ]
 
@@ -244,6 +264,20 @@ def test_layers_with_a_window_have_a_rotary_embedding_of_their_own(fields):
     scaling = {name: value for name, value in YARN_ROPE.items() if name != "rope_theta"}
     arch = read(old | dict(rope_theta=500000.0, rope_scaling=scaling))
     assert arch.rope.factor == 4.0 and arch.local_rope == Rope(rope_theta=500000.0, dim=8)
+
+
+def test_gemma_with_plain_rotary_embeddings_has_an_engine(fields):
+    ropes = GEMMA["rope_parameters"] | dict(full_attention=dict(rope_type="default", rope_theta=1e6))
+    config = HFConfig("config.json", fields("gemma3") | dict(rope_parameters=ropes))
+    family_of(config).check_engine(config, family_of(config).read(config))
+
+
+def test_the_field_rotary_dim_sets_the_rotated_components(fields):
+    known = {name: value for name, value in fields("minimax_m2").items() if name != "partial_rotary_factor"}
+    known |= dict(rope_parameters=SIZES["rope_parameters"])
+    assert read(known | dict(rotary_dim=8)).rope.dim == 8
+    assert read(known | dict(rotary_dim=8, partial_rotary_factor=0.25)).rope.dim == 4
+    assert read(known | dict(rotary_dim=None)).rope.dim == 16
 
 
 def test_seed_oss_has_no_dropout(fields):
