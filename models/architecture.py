@@ -54,9 +54,14 @@ class Architecture:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
 
+    @property
+    def window(self) -> int:
+        """Number of tokens to which a token attends in layers with a sliding window, itself included; 0 without such layers."""
+        return self.transformer["window_size"][0] + 1 if "window_size" in self.transformer else 0
+
     def has_window(self, layer: int) -> bool:
         """Whether the attention of the layer has a sliding window."""
-        return "window_size" in self.transformer and bool(self.transformer["window_attn_skip_freq"][layer])
+        return self.window > 0 and bool(self.transformer["window_attn_skip_freq"][layer])
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has experts instead of one MLP."""
@@ -91,21 +96,24 @@ class Architecture:
     def multiply_adds(self) -> tuple[float, float]:
         """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds.
 
-        Layers with a sliding window count as layers with full attention, so b is an upper bound for them.
+        In layers with a sliding window, every token counts as if it attended to a whole window. For sequences that are not much
+        longer than the window, this is an upper bound.
         """
         t = self.transformer
         width = t["hidden_size"]
         projections, per_pair = (
             _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         )
-        linear = 0.0
+        linear, num_full = 0.0, 0  # num_full: layers without a window
         for layer in range(self.num_layers):
+            linear += per_pair * self.window if self.has_window(layer) else 0
+            num_full += not self.has_window(layer)
             ffn_width = t["ffn_hidden_size"]
             if self.is_moe(layer):
                 ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
             linear += projections + 3 * width * ffn_width
         attended = 0.5  # fraction of a sequence that a token attends to, on average
-        return linear + width * self.vocab_size, self.num_layers * per_pair * attended
+        return linear + width * self.vocab_size, num_full * per_pair * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:

@@ -282,7 +282,7 @@ def build_model(
     arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
     packed_attention = share_prompts or not capabilities().transformer_engine
-    if "window_size" in arch.transformer and dims.cp > 1 and not packed_attention:
+    if arch.window and dims.cp > 1 and not packed_attention:
         raise ValueError(
             f"trainer.share_prompts=false: Transformer Engine's attention has no sliding windows with parallel.cp={dims.cp}; use "
             "trainer.share_prompts=true."

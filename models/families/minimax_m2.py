@@ -67,6 +67,7 @@ MINIMAX_M2 = Family(
     | dict(
         head_dim=128,
         num_key_value_heads=8,
+        rope_theta=5e6,
         rotary_dim=None,
         use_qk_norm=True,
         qk_norm_type="per_layer",

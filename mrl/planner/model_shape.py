@@ -108,6 +108,8 @@ class ModelShape:
     rotary_dim: int = 0  # channels of a head that have a rotary embedding
     sigmoid_router: bool = False  # whether the router scores experts with a sigmoid instead of a softmax
     router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
+    window: int = 0  # tokens to which a token attends in layers with a sliding window
+    windowed_fraction: float = 0.0  # fraction of the layers that have a sliding window
     tied: bool = False  # whether the output layer and the embedding share their weights
     gated: bool = True  # whether MLPs have a gate
     dropout: bool = False  # whether layers have dropout
@@ -141,6 +143,8 @@ class ModelShape:
             rotary_dim=arch.rope.dim,
             sigmoid_router=t.get("moe_router_score_function") == "sigmoid",
             router_groups=t.get("moe_router_num_groups") or 0,
+            window=arch.window,
+            windowed_fraction=sum(map(arch.has_window, range(arch.num_layers))) / arch.num_layers,
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
             parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
@@ -212,6 +216,15 @@ class ModelShape:
         L is the number of tokens of the sequence. The attention is causal.
         """
         return self.num_heads * (self.head_dim + self.value_dim) / 2
+
+    def attended_squares(self, squares_per_token: float) -> float:
+        """Return the mean of `squares_per_token` over the layers, limited to the pairs of a window in layers with a window.
+
+        `squares_per_token`: sum of L**2 over the sequences, divided by the sum of L. A causal token attends to L / 2 tokens on
+        average, and with a window to at most `window` tokens.
+        """
+        limited = min(squares_per_token, 2.0 * self.window)
+        return squares_per_token + self.windowed_fraction * (limited - squares_per_token)
 
     @cached_property
     def gathered_kv_width(self) -> int:

@@ -13,6 +13,7 @@ from tiny_families import GEMMA, LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE, confi
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
 from models.hf_config import IGNORED_FIELDS, HFConfig
+from mrl.planner.model_shape import ModelShape
 from parallel.rope import Rope
 
 PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
@@ -255,6 +256,16 @@ def test_the_config_says_which_layers_have_a_window(fields):
     assert arch.transformer["window_size"] == (8, 0)
     without = read(fields("olmo3") | dict(layer_types=["full_attention"] * 4, sliding_window=None))
     assert "window_size" not in without.transformer and not without.has_window(0)
+
+
+def test_layers_with_a_window_have_a_linear_cost(fields):
+    windowed = read(fields("olmo3"))
+    full = read(fields("olmo3") | dict(layer_types=["full_attention"] * 4))
+    (linear, quadratic), (full_linear, full_quadratic) = windowed.multiply_adds(), full.multiply_adds()
+    assert quadratic == full_quadratic / 4 and full_quadratic == 4 * 2 * 32 / 2
+    assert linear - full_linear == 3 * 2 * 32 * 9, "three layers: scores and values of 32 channels, for 9 keys"
+    shape = ModelShape.of(FAMILIES["Olmo3ForCausalLM"], windowed)
+    assert shape.attended_squares(10.0) == 10.0 and shape.attended_squares(100.0) == (3 * 2 * 9 + 100) / 4
 
 
 def test_layers_with_a_window_have_a_rotary_embedding_of_their_own(fields):
