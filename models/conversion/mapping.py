@@ -129,12 +129,13 @@ class ParamMapping:
 
     def sections(self, sizes: dict[str, int]) -> dict[str, list[Box]]:
         """Return the sections of each Hugging Face tensor by name. Most tensors have one section, the whole tensor."""
-        (whole, *others) = wholes = [Box.whole(shape) for shape in self.hf_shapes(sizes).values()]
-        if not self.is_fused:
-            return {name: [box] for name, box in zip(self.hf, wholes, strict=True)}
-        assert not others and self.axis == 0, f"{self.megatron}: a fused tensor is split along dim 0"
-        ends = list(accumulate(sizes[shape[0]] for shape in self.shapes))
-        return {self.hf[0]: [whole.narrow(0, start, end) for start, end in pairwise([0, *ends])]}
+        boxes = {name: [Box.whole(shape)] for name, shape in self.hf_shapes(sizes).items()}
+        if self.is_fused:
+            assert self.axis == 0, f"{self.megatron}: a tensor with several sections is split along dim 0"
+            ((whole,),) = boxes.values()
+            ends = accumulate(sizes[shape[0]] for shape in self.shapes)
+            boxes[self.hf[0]] = [whole.narrow(0, start, end) for start, end in pairwise([0, *ends])]
+        return boxes
 
     def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[list[Box]]]:
         """Return for each Hugging Face tensor the boxes of each tensor-parallel rank, one box for each section.
