@@ -5,6 +5,7 @@ assignment whose output differs by at most LIMIT from the recorded output is the
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import permutations, product
@@ -119,15 +120,14 @@ def _match_attention_slots(tensors, call, fields, heads, rotary, slots) -> Match
     for norms, sinks in _norms_and_sinks(tensors, extra, slots, size, heads):
         kind = "none" if not norms else ("head" if tensors[norms["q_norm"]].shape[0] == size else "whole")
         for options in _attention_options(fields, kind, bool(rotary)):
-            for cos_sin, eps in product(rotary if options.rope != "none" else rotary[:1] or [None], eps_of(fields)):
+            epsilons = eps_of(fields) if norms else [0.0]
+            for cos_sin, eps in product(rotary if options.rope != "none" else [None], epsilons):
                 found = _attention(tensors, slots | norms, call.x, size, options, cos_sin, eps, sinks)
                 error = difference(found, call.y)
                 if error <= LIMIT:
                     all_slots = slots | biases | norms | ({"sinks": sinks} if sinks else {})
                     rotated = cos_sin[0].shape[-1] if cos_sin is not None else 0
                     return Match("attention", all_slots, dict(attention=options, rotated=rotated, head_dim=size), error)
-                if kind == "none":
-                    break  # without norms, epsilon does not matter
     return None
 
 
@@ -243,10 +243,7 @@ def match_mlp(tensors: Mapping[str, Tensor], call: Call) -> Match | None:
 def match_moe(tensors: Mapping[str, Tensor], call: Call, fields: Mapping[str, Any], experts: int) -> Match | None:
     """Find the router, the matrices of the experts ({expert} in their names), the shared experts, and the routing."""
     hidden = call.x.shape[-1]
-    of_expert = {
-        name.replace(".0.", ".{expert}.") for name in tensors if ".experts.0." in name or name.startswith("experts.0.")
-    }
-    of_expert = {name.replace("experts.0.", "experts.{expert}.") for name in of_expert}
+    of_expert = {re.sub(r"(?<=experts\.)0\.", "{expert}.", name) for name in tensors if "experts.0." in name}
     others = {name: t for name, t in tensors.items() if "experts." not in name.replace("shared_experts.", "")}
     routers = [name for name, t in others.items() if tuple(t.shape) == (experts, hidden)]
     biases = [name for name, t in others.items() if tuple(t.shape) == (experts,)]

@@ -16,7 +16,6 @@ from models.derive.rows import merged_slots, table_groups
 from models.derive.tiny_config import (
     EXPERT_COUNTS,
     SIZE_FIELDS,
-    WIDTHS,
     build_config,
     class_defaults,
     config_class,
@@ -206,8 +205,7 @@ def _plan_fields(proposal: Proposal) -> None:
     plan.defaults = {
         name: value
         for name, value in (plan.expected | available).items()
-        if name in read | plan.expected.keys()
-        and name not in SIZE_FIELDS - WIDTHS.keys() | {"hidden_size", "vocab_size"}
+        if name in read | plan.expected.keys() and name not in SIZE_FIELDS
     }
 
 

@@ -91,7 +91,7 @@ def _used_names(found: Structure, model: TinyModel) -> set[str]:
         matches = [match for match in (layer.mixer, layer.mlp) if match is not None]
         for name in [*layer.norms.values(), *(n for match in matches for n in match.slots.values())]:
             name = name.replace("{layer}", str(index))
-            used |= {name.replace("{expert}", str(e)) for e in range(num_experts(model.fields))} | {name}
+            used |= {name.replace("{expert}", str(e)) for e in range(num_experts(model.all_fields))} | {name}
     return used & set(model.tensors)
 
 
@@ -140,7 +140,7 @@ def _with_pattern(match: Match, prefix: str) -> Match:
 
 
 def _match_block(tensors: Mapping[str, Tensor], call: Call, model: TinyModel) -> Match | None:
-    fields = model.config.to_dict() | model.fields
+    fields = model.all_fields
     heads = fields["num_attention_heads"]
     if any(re.search(r"\bexperts\.\d+\.", name) for name in tensors):
         return match_moe(tensors, call, fields, num_experts(fields))
@@ -158,7 +158,7 @@ def _connect(model, calls, norms, layer, found, prefix) -> None:
     expected = dict(attention_norm=(whole.x, mixer.x), mlp_norm=(middle, mlp.x))
     for child, (name, call) in norms.items():
         module = f"{prefix}.{{layer}}.{child}"
-        variant = match_norm(model.tensors[name], call, model.fields)
+        variant = match_norm(model.tensors[name], call, model.all_fields)
         if variant is None:
             found.add_problem(
                 f"operator {type(model.model.get_submodule(name.rpartition('.')[0])).__name__} ({child}): no RMSNorm"
@@ -183,14 +183,14 @@ def _check_residuals(model, whole, mixer, mlp, layer, found) -> None:
         for name, block, rest in (("attention", mixer.y, None), ("MLP", mlp.y, whole.y - whole.x)):
             if rest is not None and (factor := multiplier(block, rest - mixer.y)) not in (None, 1.0):
                 found.add_problem(
-                    f"residual: the output of the {name} is multiplied by {factor:.6g}{fields_with(model.fields, factor)}"
+                    f"residual: the output of the {name} is multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}"
                 )
     error = difference(whole.x + mixer.y + mlp.y, whole.y)
     found.error = max(found.error, error if error <= LIMIT else 0.0)
     if error > LIMIT:
         factor = multiplier(mixer.y + mlp.y, whole.y - whole.x)
         detail = (
-            f"; the sum of attention and MLP is multiplied by {factor:.6g}{fields_with(model.fields, factor)}"
+            f"; the sum of attention and MLP is multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}"
             if factor
             else ""
         )
@@ -235,11 +235,11 @@ def _find_top(model: TinyModel, prefix: str, found: Structure) -> None:
         if factor is not None and "embedding" not in found.top:
             found.top["embedding"] = name
             if factor != 1.0:
-                found.add_problem(f"embedding: it is multiplied by {factor:.6g}{fields_with(model.fields, factor)}")
+                found.add_problem(f"embedding: it is multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}")
     norms = [n for n, t in model.tensors.items() if tuple(t.shape) == (hidden,) and not n.startswith(f"{prefix}.")]
     output = next((n for n in tables if n != found.top.get("embedding")), None)
     for name in norms:
-        for plus_one, eps in ((p, e) for p in (False, True) for e in eps_of(model.fields)):
+        for plus_one, eps in ((p, e) for p in (False, True) for e in eps_of(model.all_fields)):
             states = rms_norm(last, model.tensors[name], eps, plus_one)
             if _logits_problem(model, states, output, found.top.get("embedding")) != "output":
                 found.top["final_norm"] = name
@@ -263,9 +263,11 @@ def _logits_problem(model: TinyModel, states: Tensor, output: str | None, embedd
     factor = multiplier(logits, model.logits)
     if factor is not None:
         return (
-            None if factor == 1.0 else f"logits: they are multiplied by {factor:.6g}{fields_with(model.fields, factor)}"
+            None
+            if factor == 1.0
+            else f"logits: they are multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}"
         )
-    cap = model.fields.get("final_logit_softcapping")
+    cap = model.all_fields.get("final_logit_softcapping")
     if cap and difference(cap * torch.tanh(logits / cap), model.logits) <= LIMIT:
         return f"logits: soft cap final_logit_softcapping={cap}"
     return "output"

@@ -61,6 +61,11 @@ class TinyModel:
         self.model.save_pretrained(folder, max_shard_size="10GB")
 
     @cached_property
+    def all_fields(self) -> dict[str, Any]:
+        """The fields of the config, with the values that transformers computed for absent fields."""
+        return self.config.to_dict() | self.fields
+
+    @cached_property
     def tokens(self) -> Tensor:
         """Random tokens [T]."""
         return torch.randint(self.config.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
