@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -102,37 +103,45 @@ def num_experts(fields: Mapping[str, Any]) -> int:
 
 def _find_layer(model: TinyModel, prefix: str, index: int, found: Structure) -> Layer:
     start = f"{prefix}.{index}."
-    children: dict[str, dict[str, str]] = {}  # child module of the layer -> {name in the child: name in the checkpoint}
-    for name, owner in model.owners.items():
-        if owner.startswith(start):
-            child, _, rest = owner.removeprefix(start).partition(".")
-            children.setdefault(child, {})[name] = rest
-    layer, norms = Layer(), {}
-    for child, names in children.items():
+    layer, norms = Layer(), dict[str, tuple[str, Call]]()
+    mixer_call = mlp_call = None
+    for child, names in _children(model, start).items():
         call = model.calls.get(start + child)
         if call is None:
             found.add_problem(f"module {prefix}.{{layer}}.{child}: it is not called with hidden states")
             continue
         tensors = {name: model.tensors[name] for name in names}
-        if len(tensors) == 1 and next(iter(tensors.values())).dim() == 1:
-            norms[child] = (next(iter(tensors)), call)
+        if len(tensors) == 1 and tensors[names[0]].dim() == 1:
+            norms[child] = (names[0], call)
         elif (match := _match_block(tensors, call, model)) is None:
-            module = type(model.model.get_submodule(start + child)).__name__
-            shapes = ", ".join(
-                f"{_pattern(n, prefix).rpartition('{layer}.')[2]} {list(t.shape)}"
-                for n, t in tensors.items()
-                if "experts." not in n or "experts.0." in n
-            )
-            found.add_problem(f"operator {module} ({child}): no known formula gives its output; its tensors: {shapes}")
+            _add_unknown_block(model, start + child, tensors, prefix, found)
         elif match.kind in ("mlp", "moe"):
-            layer.mlp = _with_pattern(match, prefix)
-            mlp_call = call
+            layer.mlp, mlp_call = _with_pattern(match, prefix), call
         else:
-            layer.mixer = _with_pattern(match, prefix)
-            mixer_call = call
-    if layer.mixer is not None and layer.mlp is not None:
-        _connect(model, (model.calls[start[:-1]], mixer_call, mlp_call), norms, layer, found, prefix)
+            layer.mixer, mixer_call = _with_pattern(match, prefix), call
+    if mixer_call is not None and mlp_call is not None:
+        _Connections(model, prefix, model.calls[start[:-1]], mixer_call, mlp_call, found).find(norms, layer)
     return layer
+
+
+def _children(model: TinyModel, start: str) -> dict[str, list[str]]:
+    """Return for each child module of a layer the names of its tensors in the checkpoint."""
+    children: dict[str, list[str]] = {}
+    for name, owner in model.owners.items():
+        if owner.startswith(start):
+            children.setdefault(owner.removeprefix(start).partition(".")[0], []).append(name)
+    return children
+
+
+def _add_unknown_block(
+    model: TinyModel, module: str, tensors: Mapping[str, Tensor], prefix: str, found: Structure
+) -> None:
+    shapes = {_pattern(name, prefix).rpartition("{layer}.")[2]: list(t.shape) for name, t in tensors.items()}
+    kind, child = type(model.model.get_submodule(module)).__name__, module.rpartition(".")[2]
+    found.add_problem(
+        f"operator {kind} ({child}): no known formula gives its output; its tensors in the tiny model: "
+        f"{', '.join(f'{name} {shape}' for name, shape in shapes.items())}"
+    )
 
 
 def _with_pattern(match: Match, prefix: str) -> Match:
@@ -151,56 +160,85 @@ def _match_block(tensors: Mapping[str, Tensor], call: Call, model: TinyModel) ->
     )
 
 
-def _connect(model, calls, norms, layer, found, prefix) -> None:
-    """Check that the layer computes h = x + attention(norm(x)) and y = h + mlp(norm(h)), and name its two norms."""
-    whole, mixer, mlp = calls
-    middle = whole.x + mixer.y
-    expected = dict(attention_norm=(whole.x, mixer.x), mlp_norm=(middle, mlp.x))
-    for child, (name, call) in norms.items():
-        module = f"{prefix}.{{layer}}.{child}"
-        variant = match_norm(model.tensors[name], call, model.all_fields)
+@dataclass
+class _Connections:
+    """The connections of one layer: h = x + attention(norm(x)), y = h + mlp(norm(h))."""
+
+    model: TinyModel
+    prefix: str
+    whole: Call  # of the layer
+    mixer: Call
+    mlp: Call
+    found: Structure
+
+    def find(self, norms: Mapping[str, tuple[str, Call]], layer: Layer) -> None:
+        """Name the two norms of the layer, and add a problem for each connection that mrl's decoder does not have."""
+        middle = self.whole.x + self.mixer.y
+        for child, (name, call) in norms.items():
+            module = f"{self.prefix}.{{layer}}.{child}"
+            if not self._is_rms_norm(name, call, module):
+                continue
+            place = self._place(call)
+            if place is None or place in layer.norms:
+                self.found.add_problem(f"norm {module}: {self._reads(call)}; mrl's decoder has no norm at this place")
+                continue
+            layer.norms[place] = _pattern(name, self.prefix)
+            if place == "mlp_norm":
+                middle = call.x
+            elif difference(call.x, self.whole.x) > LIMIT:
+                self.found.add_problem(f"norm {module}: it does not read the input of the layer")
+        for place, block in (("attention_norm", "attention"), ("mlp_norm", "the MLP")):
+            if place not in layer.norms:
+                self.found.add_problem(f"norm: there is none directly before {block}")
+        self._check_residual("attention", self.mixer.y, middle - self.whole.x)
+        self._check_residual("the MLP", self.mlp.y, self.whole.y - middle)
+
+    def _is_rms_norm(self, name: str, call: Call, module: str) -> bool:
+        variant = match_norm(self.model.tensors[name], call, self.model.all_fields)
         if variant is None:
-            found.add_problem(
-                f"operator {type(model.model.get_submodule(name.rpartition('.')[0])).__name__} ({child}): no RMSNorm"
-            )
-            continue
+            self.found.add_problem(f"norm {module}: it is no RMSNorm")
+            return False
+        self._check_epsilon(name, call, module, variant["plus_one"])
         if variant["plus_one"]:
-            found.add_problem(f"norm {module}: it multiplies by 1 + weight; mrl's decoder multiplies by weight")
-        place = next(
-            (p for p, (x, y) in expected.items() if difference(call.x, x) <= LIMIT and difference(call.y, y) <= LIMIT),
-            None,
-        )
-        if place is None:
-            found.add_problem(f"norm {module}: it is not between the residual stream and a block, as in mrl's decoder")
+            self.found.add_problem(f"norm {module}: it multiplies by 1 + weight; mrl's decoder multiplies by weight")
+        self.found.error = max(self.found.error, variant["error"])
+        return True
+
+    def _check_epsilon(self, name: str, call: Call, module: str, plus_one: bool) -> None:
+        """Call the norm with small inputs, so that epsilon changes its output."""
+        fields, small = self.model.all_fields, call.x * (1e-3 / call.x.square().mean().sqrt())
+        with torch.no_grad():
+            y = self.model.model.get_submodule(self.model.owners[name].rpartition(".")[0])(small)
+        eps = fields.get("rms_norm_eps")
+        if eps is None or difference(rms_norm(small, self.model.tensors[name], eps, plus_one), y) > LIMIT:
+            self.found.add_problem(f"norm {module}: its epsilon is not rms_norm_eps={eps}")
+
+    def _place(self, call: Call) -> str | None:
+        places = dict(attention_norm=self.mixer.x, mlp_norm=self.mlp.x)
+        return next((place for place, x in places.items() if difference(call.y, x) <= LIMIT), None)
+
+    def _reads(self, call: Call) -> str:
+        sources = {"attention": self.mixer.y, "the MLP": self.mlp.y}
+        names = [name for name, y in sources.items() if difference(call.x, y) <= LIMIT]
+        return f"it reads the output of {names[0]}" if names else "it is not directly before a block"
+
+    def _check_residual(self, block: str, output: Tensor, contribution: Tensor) -> None:
+        factor = multiplier(output, contribution)
+        if factor is None:
+            self.found.add_problem(f"residual: a layer does not add the output of {block} to its input")
+        elif factor != 1.0:
+            fields = fields_with(self.model.all_fields, factor)
+            self.found.add_problem(f"residual: the output of {block} is multiplied by {factor:.6g}{fields}")
         else:
-            layer.norms[place] = _pattern(name, prefix)
-            found.error = max(found.error, variant["error"])
-    _check_residuals(model, whole, mixer, mlp, layer, found)
-
-
-def _check_residuals(model, whole, mixer, mlp, layer, found) -> None:
-    if "attention_norm" not in layer.norms or "mlp_norm" not in layer.norms:
-        for name, block, rest in (("attention", mixer.y, None), ("MLP", mlp.y, whole.y - whole.x)):
-            if rest is not None and (factor := multiplier(block, rest - mixer.y)) not in (None, 1.0):
-                found.add_problem(
-                    f"residual: the output of the {name} is multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}"
-                )
-    error = difference(whole.x + mixer.y + mlp.y, whole.y)
-    found.error = max(found.error, error if error <= LIMIT else 0.0)
-    if error > LIMIT:
-        factor = multiplier(mixer.y + mlp.y, whole.y - whole.x)
-        detail = (
-            f"; the sum of attention and MLP is multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}"
-            if factor
-            else ""
-        )
-        found.add_problem(f"residual: a layer does not return x + attention + MLP{detail}")
+            self.found.error = max(self.found.error, difference(output, contribution))
 
 
 def multiplier(block: Tensor, contribution: Tensor) -> float | None:
     """Return the number by which `block` must be multiplied to give `contribution`, or None if there is no such number."""
     factor = ((block * contribution).sum() / block.square().sum()).item()
-    return round(factor, 6) if difference(block * factor, contribution) <= 10 * LIMIT else None
+    if difference(block * factor, contribution) > 10 * LIMIT:
+        return None
+    return 1.0 if abs(factor - 1.0) < 10 * LIMIT else factor
 
 
 def fields_with(fields: Mapping[str, Any], value: float) -> str:
@@ -225,49 +263,51 @@ def _powers(number: float) -> list[float]:
 def _find_top(model: TinyModel, prefix: str, found: Structure) -> None:
     """Find embedding, final norm and output layer, and check how they are connected with the layers."""
     vocab, hidden = model.config.vocab_size, model.config.hidden_size
-    tables = [
-        n for n, t in model.tensors.items() if tuple(t.shape) == (vocab, hidden) and not n.startswith(f"{prefix}.")
-    ]
+    outside = {name: tensor for name, tensor in model.tensors.items() if not name.startswith(f"{prefix}.")}
+    tables = [name for name, tensor in outside.items() if tuple(tensor.shape) == (vocab, hidden)]
     first = model.calls[f"{prefix}.0"].x
-    last = model.calls[f"{prefix}.{model.config.num_hidden_layers - 1}"].y
-    for name in tables:
-        factor = multiplier(model.tensors[name][model.tokens], first)
-        if factor is not None and "embedding" not in found.top:
-            found.top["embedding"] = name
-            if factor != 1.0:
-                found.add_problem(f"embedding: it is multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}")
-    norms = [n for n, t in model.tensors.items() if tuple(t.shape) == (hidden,) and not n.startswith(f"{prefix}.")]
-    output = next((n for n in tables if n != found.top.get("embedding")), None)
-    for name in norms:
-        for plus_one, eps in ((p, e) for p in (False, True) for e in eps_of(model.all_fields)):
-            states = rms_norm(last, model.tensors[name], eps, plus_one)
-            if _logits_problem(model, states, output, found.top.get("embedding")) != "output":
-                found.top["final_norm"] = name
-                problem = _logits_problem(model, states, output, found.top.get("embedding"))
-                if problem:
-                    found.add_problem(problem)
-                if plus_one:
-                    found.add_problem(f"norm {name}: it multiplies by 1 + weight; mrl's decoder multiplies by weight")
-                if output:
-                    found.top["output"] = output
-                return
+    factors = {name: multiplier(outside[name][model.tokens], first) for name in tables}
+    embedding = next((name for name, factor in factors.items() if factor is not None), None)
+    if embedding is None:
+        found.add_problem("embedding: the input of the first layer is not the embedding of the tokens")
+        return
+    found.top["embedding"] = embedding
+    if (factor := factors[embedding] or 1.0) != 1.0:
+        found.add_problem(f"embedding: it is multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}")
+    output = next((name for name in tables if name != embedding), None)
+    if output:
+        found.top["output"] = output
+    norms = {name: tensor for name, tensor in outside.items() if tuple(tensor.shape) == (hidden,)}
+    _find_final_norm(
+        model, model.calls[f"{prefix}.{len(found.layers) - 1}"].y, norms, outside[output or embedding], found
+    )
+
+
+def _find_final_norm(
+    model: TinyModel, last: Tensor, norms: Mapping[str, Tensor], output: Tensor, found: Structure
+) -> None:
+    """Find the norm between the last layer, whose output is `last` [T, H], and the output matrix [V, H]."""
+    for (name, weight), plus_one, eps in product(norms.items(), (False, True), eps_of(model.all_fields)):
+        logits = rms_norm(last, weight, eps, plus_one) @ output.T
+        remarks = _logits_remarks(model, logits)
+        if remarks is None:
+            continue
+        found.top["final_norm"] = name
+        for remark in remarks:
+            found.add_problem(remark)
+        if plus_one:
+            found.add_problem(f"norm {name}: it multiplies by 1 + weight; mrl's decoder multiplies by weight")
+        return
     found.add_problem("output: the logits are not the product of a norm of the last layer and one matrix")
 
 
-def _logits_problem(model: TinyModel, states: Tensor, output: str | None, embedding: str | None) -> str | None:
-    """Return None if the logits are those of the plain decoder, a line for a known variant, and "output" otherwise."""
-    weight = model.tensors.get(output or embedding or "")
-    if weight is None:
-        return "output"
-    logits = states @ weight.T
+def _logits_remarks(model: TinyModel, logits: Tensor) -> list[str] | None:
+    """Return how the model's logits differ from `logits`: one line for each known difference, or None if it is unknown."""
+    fields = model.all_fields
     factor = multiplier(logits, model.logits)
     if factor is not None:
-        return (
-            None
-            if factor == 1.0
-            else f"logits: they are multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}"
-        )
-    cap = model.all_fields.get("final_logit_softcapping")
+        return [] if factor == 1.0 else [f"logits: they are multiplied by {factor:.6g}{fields_with(fields, factor)}"]
+    cap = fields.get("final_logit_softcapping")
     if cap and difference(cap * torch.tanh(logits / cap), model.logits) <= LIMIT:
-        return f"logits: soft cap final_logit_softcapping={cap}"
-    return "output"
+        return [f"logits: soft cap final_logit_softcapping={cap}"]
+    return None
