@@ -13,14 +13,15 @@ from models.architecture import Family
 from models.derive.engine_source import EngineSource, read_engine_source
 from models.derive.family_file import LATENT_ARGUMENTS, FamilyPlan
 from models.derive.rows import merged_slots, table_groups
+from models.derive.structure import Structure
 from models.derive.tiny_config import (
     EXPERT_COUNTS,
     SIZE_FIELDS,
-    build_config,
     class_defaults,
     config_class,
-    saved_fields,
+    known_fields,
     shrink,
+    written_fields,
 )
 from models.derive.variants import (
     PARTS,
@@ -40,6 +41,12 @@ _SIGMOID_FIELDS = (
     *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace"),
     *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
 )
+_WITHOUT_DEFAULT = {
+    "rope_parameters",
+    "rope_scaling",
+    "sliding_window",
+    "max_window_layers",
+}  # absent fields are not read
 _HEAD_DIM = 'config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]'
 
 
@@ -61,13 +68,14 @@ class Proposal:
         base = self.variants[0].structure
         configs = [("the tiny model", self.tiny)]
         for variant in self.variants[1:]:
-            is_supported = variant.changes_outputs and not variant.problems and variant.structure.layers != base.layers
+            is_supported = variant.changes_outputs and not variant.problems and _differs(variant.structure, base)
             if is_supported and variant.changed not in self.plan.expected:
                 configs.append((f"{variant.changed}={variant.fields[variant.changed or '']!r}", variant.fields))
-        if "tie_word_embeddings" in saved_fields(build_config(self.tiny)):
-            tied = not saved_fields(build_config(self.tiny))["tie_word_embeddings"]
-            configs.append((f"tie_word_embeddings={tied}", self.tiny | {"tie_word_embeddings": tied}))
         return configs
+
+
+def _differs(structure: Structure, other: Structure) -> bool:
+    return (structure.layers, structure.top) != (other.layers, other.top)
 
 
 def propose(found: dict[str, Any]) -> Proposal:
@@ -111,7 +119,7 @@ def _plan_table(proposal: Proposal) -> None:
     plan.arguments += LATENT_ARGUMENTS if plan.is_latent else _rope_arguments(variants[0])
     if "moe" in slots:
         plan.arguments += _moe_arguments(proposal)
-    known = _known_fields(proposal.tiny)
+    known = known_fields(proposal.tiny)
     plan.checks_full_attention = "use_sliding_window" in known or (
         "layer_types" in known and not plan.is_latent and set(known["layer_types"] or []) <= {"full_attention"}
     )
@@ -125,10 +133,6 @@ def _condition(part: str, proposal: Proposal) -> Condition:
     return condition
 
 
-def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    return class_defaults(config_class(fields)) | saved_fields(build_config(fields)) | fields
-
-
 def _rope_arguments(variant: Variant) -> list[str]:
     matches = variant.structure.matches("attention")
     if all(m.options["rotated"] == m.options["head_dim"] for m in matches):
@@ -137,7 +141,7 @@ def _rope_arguments(variant: Variant) -> list[str]:
 
 
 def _moe_arguments(proposal: Proposal) -> list[str]:
-    variants, known = proposal.variants, _known_fields(proposal.tiny)
+    variants, known = proposal.variants, known_fields(proposal.tiny)
     supported = [v for v in variants if v is variants[0] or not v.problems]
     match = variants[0].structure.matches("moe")[0]
     layers = moe_layers_code(supported)
@@ -188,9 +192,8 @@ def _plan_fields(proposal: Proposal) -> None:
     available |= rope_defaults(cls)
     plan.defaults = available
     family = family_from_code(plan)
-    saved = saved_fields(build_config(proposal.tiny))
     read, rest = set(), {}
-    for fields in (saved, proposal.found):
+    for fields in (written_fields(proposal.tiny), proposal.found):
         reading = HFConfig(Path("config.json"), fields).start_reading(available)
         family.translate(reading)
         read |= reading.read_fields
@@ -205,7 +208,7 @@ def _plan_fields(proposal: Proposal) -> None:
     plan.defaults = {
         name: value
         for name, value in (plan.expected | available).items()
-        if name in read | plan.expected.keys() and name not in SIZE_FIELDS
+        if name in plan.expected or name in read - SIZE_FIELDS - _WITHOUT_DEFAULT
     }
 
 

@@ -92,29 +92,36 @@ def build_config(found: dict[str, Any], **changes: Any) -> PreTrainedConfig:
     return config_class(found)(**json.loads(json.dumps(arguments)), architectures=found["architectures"])
 
 
-def saved_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the fields that `save_pretrained` would write to config.json."""
-    return json.loads(config.to_json_string(use_diff=False)) | {"architectures": config.architectures}
+def written_fields(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that transformers would write to config.json for this config."""
+    config = build_config(found)
+    return json.loads(config.to_json_string()) | {"architectures": config.architectures}
+
+
+def known_fields(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of this config with the values that transformers uses for absent fields."""
+    computed = json.loads(build_config(found).to_json_string(use_diff=False))
+    return class_defaults(config_class(found)) | computed | found
 
 
 def shrink(found: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a tiny config with the same structure: the same kinds of layers, options and rotary embedding."""
     cls = config_class(found)
     declared = class_defaults(cls)
-    known = declared | saved_fields(build_config(found))
+    known = known_fields(found)
     tiny = dict(found)
     tiny |= {name: size for name, size in WIDTHS.items() if known.get(name) is not None}
     tiny |= dict(num_hidden_layers=NUM_LAYERS, max_position_embeddings=MAX_POSITIONS)
     if "initializer_range" in known:
         tiny["initializer_range"] = INITIALIZER_RANGE
-    if "use_cache" in known:
-        tiny["use_cache"] = False
+    if known.get("pad_token_id") is not None:  # it may exceed the tiny vocabulary
+        tiny["pad_token_id"] = None
     tiny |= _tiny_heads(known, declared)
     tiny |= _tiny_experts(known)
     tiny |= _tiny_layer_kinds(found, known)
     tiny |= _tiny_rope(found)
     latent = known.get("kv_lora_rank") is not None
-    for name in (*_DERIVED, *(["head_dim"] if latent else [])):
+    for name in (*_DERIVED, *(["head_dim"] if latent else [])):  # the config class computes them
         tiny.pop(name, None)
     return tiny
 
@@ -152,7 +159,7 @@ def _tiny_layer_kinds(found: dict[str, Any], known: dict[str, Any]) -> dict[str,
         fields["layer_types"] = [distinct[min(layer, len(distinct) - 1)] for layer in range(NUM_LAYERS)]
     if known.get("max_window_layers") is not None:
         fields["max_window_layers"] = NUM_LAYERS // 2
-    if found.get("sliding_window") is not None:
+    if known.get("sliding_window") is not None:
         fields["sliding_window"] = SLIDING_WINDOW
     return fields
 

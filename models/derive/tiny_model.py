@@ -17,13 +17,6 @@ from models.derive.tiny_config import build_config
 NUM_TOKENS = 16
 
 
-def meta_names(found: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of each tensor in the memory of the model, without allocating it."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(build_config(found))
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
 def num_parameters(found: dict[str, Any]) -> int:
     """Return the number of parameters of the model, without allocating it. A tied embedding counts once."""
     with torch.device("meta"):

@@ -7,9 +7,11 @@ keys and values, depends on the field that has the same truth value as the prese
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from models.derive.structure import Structure, find_structure
 from models.derive.support import unsupported
-from models.derive.tiny_config import build_config, class_defaults, config_class, saved_fields
+from models.derive.tiny_config import class_defaults, config_class, known_fields
 from models.derive.tiny_model import TinyModel
 from models.hf_config import IGNORED_FIELDS
 
@@ -65,9 +67,11 @@ class Condition:
 
 def changed_values(fields: dict[str, Any]) -> dict[str, Any]:
     """Return another value for each field that may decide about the structure of the model."""
-    known = class_defaults(config_class(fields)) | saved_fields(build_config(fields)) | fields
+    known = known_fields(fields)
+    own = class_defaults(config_class(fields)).keys() | fields.keys()
+    inherited = class_defaults(PreTrainedConfig).keys() - {"tie_word_embeddings"} - fields.keys()
     values: dict[str, Any] = {
-        name: not value for name, value in known.items() if isinstance(value, bool) and name not in _NEVER_CHANGED
+        name: not known[name] for name in sorted(own - inherited - _NEVER_CHANGED) if isinstance(known.get(name), bool)
     }
     if "q_lora_rank" in known:
         values["q_lora_rank"] = None if known["q_lora_rank"] else 22
@@ -117,7 +121,7 @@ def condition_of(part: str, variants: list[Variant]) -> Condition | None:
 
 
 def _value(fields: dict[str, Any], name: str) -> Any:
-    return fields[name] if name in fields else saved_fields(build_config(fields)).get(name)
+    return known_fields(fields).get(name)
 
 
 def normalization_field(variants: list[Variant]) -> Condition | None:
@@ -157,7 +161,7 @@ MOE_LAYERS = (
 def moe_layers_code(variants: list[Variant]) -> str | None:
     """Return the code of `moe_layer_freq`, or None if no known rule gives the layers with experts in all variants."""
     for needed, code, has_experts in MOE_LAYERS:
-        known = [saved_fields(build_config(v.fields)) | v.fields for v in variants]
+        known = [known_fields(v.fields) for v in variants]
         if all(name in fields for name in needed for fields in known) and all(
             v.structure.moe_layers == [n for n in range(len(v.structure.layers)) if has_experts(fields, n)]
             for v, fields in zip(variants, known, strict=True)
