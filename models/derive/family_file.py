@@ -22,6 +22,7 @@ _BLOCKS = (
     *("PROJ_BIAS", "QKV_BIAS", "QK_NORMS", "SIGMOID_ROUTED_MOE", "SIGMOID_ROUTED_MOE_DEFAULTS", "check_full_attention"),
     *("moe_fusions", "moe_mlp", "read_decoder", "read_sigmoid_routed_moe", "sigmoid_routed_moe_parts"),
 )
+_WIDTH = 120  # characters
 LATENT_FIELDS = """\
     unrotated, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     # transformers 5 writes these two fields as well.
@@ -68,7 +69,6 @@ class FamilyPlan:
     parts: dict[str, str] = field(default_factory=dict)  # optional part -> code of its condition
     is_latent: bool = False
     checks_full_attention: bool = False  # whether the config has fields for sliding windows, which must be off
-    ignored: tuple[str, ...] = ()  # fields that only matter for pretraining or multi-token prediction
     arguments: list[str] = field(default_factory=list)  # further arguments of read_decoder
     expected: dict[str, Any] = field(default_factory=dict)  # fields that must have the value of the config
     fusions: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -109,9 +109,7 @@ class FamilyPlan:
         if self.checks_full_attention:
             lines.append("    check_full_attention(config)")
         if self.expected:
-            lines.append(f"    config.expect({_keywords(self.expected)})")
-        if self.ignored:
-            lines.append(f"    config.read_fields.update({_tuple(self.ignored)})  # they do not change the logits")
+            lines.append(_call("    config.expect(", _keywords(self.expected), ")"))
         if self.is_latent:
             lines.append(LATENT_FIELDS.rstrip())
         arguments = ["config", *self._parts(lines), *self.arguments]
@@ -124,13 +122,12 @@ class FamilyPlan:
     def _parts(self, lines: list[str]) -> list[str]:
         """Return the argument `parts` of read_decoder. Conditions are appended to `lines`."""
         constant = [part for part, code in self.parts.items() if code == "True"]
-        optional = {part: code for part, code in self.parts.items() if code not in ("True", "False")}
-        if not constant and not optional:
+        present = [part for part, code in self.parts.items() if code != "False"]
+        if not present:
             return []
-        if not optional:
+        if present == constant:
             return [f"parts=frozenset({constant!r})".replace("'", '"')]
-        conditions = (constant and {part: "True" for part in constant}) or {}
-        pairs = ", ".join(f"{part}={code}" for part, code in (conditions | optional).items())
+        pairs = ", ".join(f"{part}={code}" for part, code in self.parts.items() if code != "False")
         lines.append(f"    optional_parts = dict({pairs})")
         return ["parts=frozenset(part for part, is_present in optional_parts.items() if is_present)"]
 
@@ -140,7 +137,7 @@ class FamilyPlan:
         lines = [f"{self.constant} = Family("]
         lines += [f'    architecture="{self.architecture}",', "    translate=translate,"]
         lines += [f"    table=(\n{table}    ),", f"    engine_fusions={{\n{fusions}    }},"]
-        lines.append(f"    defaults=dict({_keywords(self.defaults)}),")
+        lines.append(_call("    defaults=dict(", _keywords(self.defaults), "),"))
         if self.unsupported_parts:
             lines.append(f"    engine_unsupported_parts=frozenset({_tuple(self.unsupported_parts)}),")
         if self.has_mtp_layers:
@@ -156,5 +153,14 @@ def _tuple(names: tuple[str, ...]) -> str:
     return f"({', '.join(f'{chr(34)}{name}{chr(34)}' for name in names)},)"
 
 
-def _keywords(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in values.items())
+def _keywords(values: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value!r}".replace("'", '"') for name, value in values.items()]
+
+
+def _call(start: str, arguments: list[str], end: str) -> str:
+    """Return a call in one line, or with one line for each argument if it has more than _WIDTH characters."""
+    line = f"{start}{', '.join(arguments)}{end}"
+    if len(line) <= _WIDTH:
+        return line
+    indent = " " * (len(start) - len(start.lstrip()))
+    return "\n".join([start, *(f"{indent}    {argument}," for argument in arguments), f"{indent}{end}"])

@@ -171,14 +171,14 @@ def _moe_arguments(proposal: Proposal) -> list[str]:
 
 def _plan_engine(proposal: Proposal) -> None:
     plan = proposal.plan
-    tensors = {name for _, rows in plan.groups for row in rows for name in row.hf}
     proposal.engine = source = read_engine_source(plan.architecture)
     if source is None:
         proposal.notes.append(f"SGLang: the installed SGLang has no {plan.architecture}; engine_fusions is empty")
     else:
-        plan.fusions = source.fusions(tensors)
         deciding = {part: re.findall(r'config\["(\w+)"\]', code) for part, code in plan.parts.items()}
         plan.unsupported_parts = tuple(p for p, names in deciding.items() if names and not source.reads(names[0]))
+        rows = [row for _, group in plan.groups for row in group if row.part not in plan.unsupported_parts]
+        plan.fusions = source.fusions({name for row in rows for name in row.hf})
     cls = AutoModelForCausalLM._model_mapping[config_class(proposal.found)]
     ignored = cls._keys_to_ignore_on_load_unexpected or ()
     plan.has_mtp_layers = any(re.match(r"(model\\?\.)?layers\\?\.\d", pattern) for pattern in ignored)
