@@ -42,7 +42,7 @@ class TinyModel:
         self.fields = found
         self.config: PreTrainedConfig = build_config(found)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            self.config, dtype=torch.float32, attn_implementation="eager"
+            self.config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         _randomize(self.model)
         with TemporaryDirectory() as folder:

@@ -114,7 +114,7 @@ def test_the_probe_of_attention_refuses_an_unknown_formula():
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
 def test_the_probe_of_mlps_distinguishes_gate_and_up(activation):
     tensors = {"a": random(20, H), "b": random(20, H) + 0.2, "c": random(H, 20)}
-    x = random(T, H)
+    x = random(T, H) * 0.2  # small, because the two forms of GELU only differ for small numbers
     found = match_mlp(tensors, Call(x, gated_mlp(x, tensors["b"], tensors["a"], tensors["c"], activation)))
     assert found is not None and found.slots == dict(gate="b", up="a", down="c")
     assert found.options["activation"] == activation
