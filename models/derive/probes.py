@@ -6,7 +6,7 @@ assignment whose output differs by at most LIMIT from the recorded output is the
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 from typing import Any
@@ -56,12 +56,8 @@ def match_norm(weight: Tensor, call: Call, fields: Mapping[str, Any]) -> dict[st
     return None
 
 
-def _matrices(tensors: Mapping[str, Tensor], rows: int | None = None, columns: int | None = None) -> list[str]:
-    return [
-        name
-        for name, t in tensors.items()
-        if t.dim() == 2 and rows in (None, t.shape[0]) and columns in (None, t.shape[1])
-    ]
+def _matrices(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor.dim() == 2]
 
 
 def _bias(tensors: Mapping[str, Tensor], name: str) -> Tensor | float:
@@ -78,22 +74,6 @@ def _bias_slots(tensors: Mapping[str, Tensor], slots: Mapping[str, str]) -> dict
     return {slot: name for slot, name in found.items() if name in tensors}
 
 
-def _attention_options(fields: Mapping[str, Any], norm: str, has_rope: bool) -> Iterator[AttentionOptions]:
-    windows = [None, *([fields["sliding_window"]] if isinstance(fields.get("sliding_window"), int) else [])]
-    caps = [None, *([cap] if (cap := fields.get("attn_logit_softcapping")) else [])]
-    scales: list[float | None] = [None]
-    if scalar := fields.get("query_pre_attn_scalar"):
-        scales.append(scalar**-0.5)
-    if multiplier := fields.get("attention_multiplier"):
-        scales.append(multiplier)
-    norms = ["none"] if norm == "none" else ([norm] if norm == "whole" else ["before", "after"])
-    ropes = ("half", "interleaved", "none") if has_rope else ("none",)
-    for plus_one, window, cap, scale, order, rope in product(
-        (False, True) if norm != "none" else (False,), windows, caps, scales, norms, ropes
-    ):
-        yield AttentionOptions(rope, scale, window, cap, order, plus_one)
-
-
 def match_attention(
     tensors: Mapping[str, Tensor], call: Call, fields: Mapping[str, Any], heads: int, rotary: Rotary
 ) -> Match | None:
@@ -107,59 +87,101 @@ def match_attention(
         fits = shapes[0] == (hidden, shapes[1][0]) and shapes[1][1] == shapes[2][1] == hidden and shapes[2] == shapes[3]
         if not fits or shapes[1][0] % heads or shapes[2][0] % (shapes[1][0] // heads):
             continue
-        slots = dict(q=q, k=k, v=v, o=out)
-        if match := _match_attention_slots(tensors, call, fields, heads, rotary, slots):
+        probe = _AttentionProbe(tensors, call, fields, heads, rotary, dict(q=q, k=k, v=v, o=out))
+        if match := probe.run():
             return match
     return None
 
 
-def _match_attention_slots(tensors, call, fields, heads, rotary, slots) -> Match | None:
-    size = tensors[slots["q"]].shape[0] // heads
-    biases = _bias_slots(tensors, slots)
-    extra = [name for name in tensors if name not in (*slots.values(), *biases.values())]
-    for norms, sinks in _norms_and_sinks(tensors, extra, slots, size, heads):
-        kind = "none" if not norms else ("head" if tensors[norms["q_norm"]].shape[0] == size else "whole")
-        for options in _attention_options(fields, kind, bool(rotary)):
-            epsilons = eps_of(fields) if norms else [0.0]
-            for cos_sin, eps in product(rotary if options.rope != "none" else [None], epsilons):
-                found = _attention(tensors, slots | norms, call.x, size, options, cos_sin, eps, sinks)
-                error = difference(found, call.y)
-                if error <= LIMIT:
-                    all_slots = slots | biases | norms | ({"sinks": sinks} if sinks else {})
-                    rotated = cos_sin[0].shape[-1] if cos_sin is not None else 0
-                    return Match("attention", all_slots, dict(attention=options, rotated=rotated, head_dim=size), error)
-    return None
+@dataclass(frozen=True)
+class _AttentionProbe:
+    """Grouped-query attention with a given assignment of the four matrices."""
 
+    tensors: Mapping[str, Tensor]
+    call: Call
+    fields: Mapping[str, Any]
+    heads: int
+    rotary: Rotary
+    slots: dict[str, str]
 
-def _norms_and_sinks(tensors, extra, slots, size, heads) -> Iterator[tuple[dict[str, str], str | None]]:
-    """Yield the ways to use the vectors that are neither matrices nor their biases: two norms, and one sink for each head."""
-    sinks = [name for name in extra if tensors[name].shape == (heads,) and heads != size]
-    rest = [name for name in extra if name not in sinks]
-    sink = sinks[0] if len(sinks) == 1 else None
-    if not rest and len(sinks) <= 1:
-        yield {}, sink
-    if len(rest) == 2 and all(tensors[name].dim() == 1 for name in rest):
-        widths = (tensors[slots["q"]].shape[0], tensors[slots["k"]].shape[0])
-        for q_norm, k_norm in permutations(rest):
-            if (tensors[q_norm].shape[0], tensors[k_norm].shape[0]) in ((size, size), widths):
+    @property
+    def size(self) -> int:
+        """Size of a head."""
+        return self.tensors[self.slots["q"]].shape[0] // self.heads
+
+    def run(self) -> Match | None:
+        """Return the first variant that gives the recorded output."""
+        for norms, sinks in self._norms_and_sinks():
+            per_head = norms and self.tensors[norms["q_norm"]].shape[0] == self.size
+            orders = ("before", "after") if per_head else (("whole",) if norms else ("none",))
+            for options in self._options(orders):
+                rotary = self.rotary if options.rope != "none" else [None]
+                for cos_sin, eps in product(rotary, eps_of(self.fields) if norms else [0.0]):
+                    error = difference(self._output(norms, sinks, options, cos_sin, eps), self.call.y)
+                    if error <= LIMIT:
+                        rotated = cos_sin[0].shape[-1] if cos_sin is not None else 0
+                        found = dict(attention=options, rotated=rotated, head_dim=self.size)
+                        slots = self.slots | _bias_slots(self.tensors, self.slots) | norms
+                        return Match("attention", slots | ({"sinks": sinks} if sinks else {}), found, error)
+        return None
+
+    def _options(self, orders: Sequence[str]) -> Iterator[AttentionOptions]:
+        window, cap = self.fields.get("sliding_window"), self.fields.get("attn_logit_softcapping")
+        scales: list[float | None] = [None]
+        if scalar := self.fields.get("query_pre_attn_scalar"):
+            scales.append(scalar**-0.5)
+        if factor := self.fields.get("attention_multiplier"):
+            scales.append(factor)
+        for plus_one, w, c, scale, order, rope in product(
+            (False,) if orders == ("none",) else (False, True),
+            [None, window] if isinstance(window, int) else [None],
+            [None, cap] if cap else [None],
+            scales,
+            orders,
+            ("half", "interleaved", "none") if self.rotary else ("none",),
+        ):
+            yield AttentionOptions(rope, scale, w, c, order, plus_one)
+
+    def _norms_and_sinks(self) -> Iterator[tuple[dict[str, str], str | None]]:
+        """Yield the ways to use the vectors that are not biases of the matrices: two norms, and one sink for each head."""
+        used = {*self.slots.values(), *_bias_slots(self.tensors, self.slots).values()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items() if name not in used}
+        sinks = [name for name, shape in shapes.items() if shape == (self.heads,) != (self.size,)]
+        rest = [name for name in shapes if name not in sinks]
+        sink = sinks[0] if len(sinks) == 1 else None
+        if not rest and len(sinks) <= 1:
+            yield {}, sink
+        widths = [tuple(self.tensors[self.slots[slot]].shape[:1]) for slot in "qk"]
+        for q_norm, k_norm in permutations(rest) if len(rest) == 2 else ():
+            if [shapes[q_norm], shapes[k_norm]] in ([(self.size,)] * 2, widths):
                 yield dict(q_norm=q_norm, k_norm=k_norm), sink
 
+    def _output(
+        self,
+        norms: Mapping[str, str],
+        sinks: str | None,
+        options: AttentionOptions,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> Tensor:
+        def normalize(states: Tensor, slot: str, place: str) -> Tensor:
+            name = norms.get(f"{slot}_norm")
+            if name is None or options.norm != place:
+                return states
+            return rms_norm(states, self.tensors[name], eps, options.plus_one)
 
-def _attention(tensors, slots, x, size, options, cos_sin, eps, sinks) -> Tensor:  # noqa: PLR0913
-    def project(slot: str) -> Tensor:
-        states = x @ tensors[slots[slot]].T + _bias(tensors, slots[slot])
-        norm = slots.get(f"{slot}_norm")
-        if norm and options.norm == "whole":
-            states = rms_norm(states, tensors[norm], eps, options.plus_one)
-        states = states.unflatten(-1, (-1, size))
-        if norm and options.norm == "before":
-            states = rms_norm(states, tensors[norm], eps, options.plus_one)
-        if slot != "v" and cos_sin is not None:
-            states = rotate(states, *cos_sin, options.rope)
-        return rms_norm(states, tensors[norm], eps, options.plus_one) if norm and options.norm == "after" else states
+        def project(slot: str) -> Tensor:
+            states = normalize(self._linear(slot, self.call.x), slot, "whole")
+            states = normalize(states.unflatten(-1, (-1, self.size)), slot, "before")
+            if slot != "v" and cos_sin is not None:
+                states = rotate(states, *cos_sin, options.rope)
+            return normalize(states, slot, "after")
 
-    mixed = attend(project("q"), project("k"), project("v"), options, tensors[sinks] if sinks else None)
-    return mixed @ tensors[slots["o"]].T + _bias(tensors, slots["o"])
+        bias = self.tensors[sinks] if sinks else None
+        return self._linear("o", attend(project("q"), project("k"), project("v"), options, bias))
+
+    def _linear(self, slot: str, x: Tensor) -> Tensor:
+        return x @ self.tensors[self.slots[slot]].T + _bias(self.tensors, self.slots[slot])
 
 
 def match_latent_attention(
@@ -203,7 +225,16 @@ def _yarn_scales(fields: Mapping[str, Any], size: int) -> list[float]:
     return [(0.1 * weight * math.log(factor) + 1.0) ** 2 * size**-0.5]
 
 
-def _latent_attention(parts, x, heads, options, cos_sin, eps, nope) -> Tensor:
+def _latent_attention(
+    parts: Mapping[str, Tensor],
+    x: Tensor,
+    heads: int,
+    options: AttentionOptions,
+    cos_sin: tuple[Tensor, Tensor],
+    eps: float,
+    nope: int,
+) -> Tensor:
+    """Return the output [T, H] of latent attention. `nope`: number of components of a key that are not rotated."""
     queries = x @ parts["q"].T if "q" in parts else rms_norm(x @ parts["q_a"].T, parts["q_norm"], eps) @ parts["q_b"].T
     queries = queries.unflatten(-1, (heads, -1))
     rank = parts["kv_norm"].shape[0]
@@ -277,7 +308,7 @@ def _routings(fields: Mapping[str, Any], experts: int) -> Iterator[Routing]:
             yield replace(plain, groups=groups, chosen_groups=chosen)
 
 
-def _expert_outputs(tensors, names, x, experts) -> Tensor | None:
+def _expert_outputs(tensors: Mapping[str, Tensor], names: Sequence[str], x: Tensor, experts: int) -> Tensor | None:
     """Return the outputs [E, T, H] of all experts if the shapes of gate, up and down fit; otherwise None."""
     gate, up, down = ([tensors[name.replace("{expert}", str(e))] for e in range(experts)] for name in names)
     if gate[0].shape != up[0].shape or down[0].shape != up[0].shape[::-1] or up[0].shape[1] != x.shape[-1]:

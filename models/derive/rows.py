@@ -114,7 +114,9 @@ def _attention_groups(slots: dict[str, str], norm: str, optional_qk_norms: bool)
 
 
 def _latent(slots: dict[str, str], norm: str) -> Rows:
-    def row(megatron: str, slot: str, shape: tuple[str, ...], axis: int | None = None, part: str | None = None):
+    def row(
+        megatron: str, slot: str, shape: tuple[str, ...], axis: int | None = None, part: str | None = None
+    ) -> list[ParamMapping]:
         name = f"{_ATTENTION}.{megatron}.weight"
         return [ParamMapping(name, (slots[slot],), (shape,), axis, part=part)] if slot in slots else []
 

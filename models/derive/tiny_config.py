@@ -40,6 +40,7 @@ SIZE_FIELDS = frozenset(
     ]
 )
 """Fields that a config always contains, so that a family needs no default for them."""
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _DERIVED = ("qk_head_dim",)  # fields that a config class computes from other fields
 _NOT_ARGUMENTS = ("architectures", "model_type", "transformers_version", "auto_map", "torch_dtype", "dtype")
 
@@ -105,10 +106,19 @@ def known_fields(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrink(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a tiny config with the same structure: the same kinds of layers, options and rotary embedding."""
+    """Return the fields of a tiny config with the same structure: the same kinds of layers, options and rotary embedding.
+
+    Raises:
+        ValueError: the config has no field for one of the sizes that every decoder has.
+    """
     cls = config_class(found)
     declared = class_defaults(cls)
     known = known_fields(found)
+    if missing := [name for name in _NEEDED if not isinstance(known.get(name), int)]:
+        raise ValueError(
+            f"{found['architectures'][0]}: its config has no number in {', '.join(missing)}; the probes need a decoder whose "
+            "config has these fields."
+        )
     tiny = dict(found)
     tiny |= {name: size for name, size in WIDTHS.items() if known.get(name) is not None}
     tiny |= dict(num_hidden_layers=NUM_LAYERS, max_position_embeddings=MAX_POSITIONS)

@@ -1,5 +1,6 @@
 """Builds a tiny random model of transformers, and records the inputs and outputs of its modules for one sequence."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,7 +84,7 @@ class TinyModel:
         calls: dict[str, Call] = {}
         rotary: list[tuple[Tensor, Tensor]] = []
 
-        def hook(name: str):
+        def hook(name: str) -> Callable[..., None]:
             def keep(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
                 x = next((a for a in (*args, kwargs.get("hidden_states")) if isinstance(a, Tensor)), None)
                 is_pair = isinstance(output, tuple) and len(output) == 2 and all(isinstance(o, Tensor) for o in output)

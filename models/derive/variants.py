@@ -85,8 +85,15 @@ def changed_values(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_variants(fields: dict[str, Any]) -> list[Variant]:
-    """Probe the tiny model with these fields, and then each variant with one changed field that the config class accepts."""
-    model = TinyModel(fields)
+    """Probe the tiny model with these fields, and then each variant with one changed field that the config class accepts.
+
+    Raises:
+        ValueError: transformers cannot build the tiny model.
+    """
+    try:
+        model = TinyModel(fields)
+    except Exception as error:  # a model of transformers may raise anything
+        raise ValueError(f"transformers cannot build the tiny model: {type(error).__name__}: {error}") from error
     variants = [Variant(fields, None, find_structure(model))]
     for name, value in changed_values(fields).items():
         try:

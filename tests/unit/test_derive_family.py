@@ -196,6 +196,11 @@ def test_wrong_arguments_are_named(capsys):
     assert command.main(["make"]) == 2 and command.main(["derive"]) == 2
 
 
+def test_a_config_without_the_sizes_of_a_decoder_is_an_error():
+    with pytest.raises(ValueError, match="GPT2LMHeadModel: its config has no number in hidden_size"):
+        shrink(config_of("GPT2") | dict(architectures=["GPT2LMHeadModel"]))
+
+
 # SGLang's source
 
 
