@@ -105,17 +105,17 @@ def _loss(logits: Tensor) -> Tensor:
 def _transformers(model: TinyModel) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits [T, V] and gradients by the names in the checkpoint."""
     reference = model.model
+    trained = {name for name, _ in reference.named_parameters()}
+    buffers = {name for name, owner in model.owners.items() if owner not in trained}
     logits = torch.cat([reference(tokens[None]).logits[0] for tokens in sequences(model.config.vocab_size)])
     reference.zero_grad()
     _loss(logits).backward()
     # save_pretrained renames and splits tensors for the checkpoint. It does so with the gradients, if they replace the weights.
-    trained = {name for name, _ in reference.named_parameters()}
     for parameter in reference.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
     with TemporaryDirectory() as folder:
         model.save(Path(folder))
         gradients = load_file(Path(folder) / "model.safetensors")
-    buffers = {n for n, owner in model.owners.items() if owner not in trained}
     return logits.detach(), {name: gradient for name, gradient in gradients.items() if name not in buffers}
 
 
