@@ -88,6 +88,10 @@ def propose(found: dict[str, Any]) -> Proposal:
     architecture = found["architectures"][0]
     plan = FamilyPlan(architecture, [], f"{architecture}, derived from a config of transformers.")
     proposal = Proposal(found, tiny, variants, plan, list(variants[0].problems))
+    if found.get("quantization_config"):
+        proposal.problems.append(
+            "quantization_config: mrl loads weights in bfloat16, float16 or float32; convert them first"
+        )
     if proposal.problems and "embedding" not in variants[0].structure.top:
         return proposal
     try:

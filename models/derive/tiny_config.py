@@ -25,8 +25,8 @@ WIDTHS = dict(
     qk_rope_head_dim=6,
     v_head_dim=12,
 )
-"""Sizes of the tiny model. With 6 heads, 2 groups and a head size of 10, queries have 60 components, keys and values 20."""
-HEAD_DIM = 10
+"""Sizes of the tiny model. With 6 heads, 2 groups and a head size of 16, queries have 96 components, keys and values 32."""
+HEAD_DIM = 16  # a half and a quarter of it are even, so that a part of each head can be rotated
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 NUM_EXPERTS = 8
 MAX_POSITIONS = 64

@@ -75,8 +75,8 @@ def changed_values(fields: dict[str, Any]) -> dict[str, Any]:
     }
     if "q_lora_rank" in known:
         values["q_lora_rank"] = None if known["q_lora_rank"] else 22
-    if known.get("first_k_dense_replace"):
-        values["first_k_dense_replace"] = known["first_k_dense_replace"] + 1
+    if "first_k_dense_replace" in known:
+        values["first_k_dense_replace"] = (known["first_k_dense_replace"] or 0) + 1
     if known.get("decoder_sparse_step") is not None:
         values["decoder_sparse_step"] = 3 - min(known["decoder_sparse_step"], 2)
     if "mlp_only_layers" in known:
