@@ -67,12 +67,12 @@ class TinyModel:
     @cached_property
     def calls(self) -> dict[str, Call]:
         """The first call of each module in a forward pass, by the name of the module."""
-        return self._record()[0]
+        return self._recorded[0]
 
     @cached_property
     def rotary(self) -> list[tuple[Tensor, Tensor]]:
         """The different pairs (cosines, sines), [T, rotated components] each, that the rotary embeddings of the model return."""
-        return self._record()[1]
+        return self._recorded[1]
 
     @cached_property
     def logits(self) -> Tensor:
@@ -80,7 +80,8 @@ class TinyModel:
         with torch.no_grad():
             return self.model(self.tokens[None]).logits[0]
 
-    def _record(self) -> tuple[dict[str, Call], list[tuple[Tensor, Tensor]]]:
+    @cached_property
+    def _recorded(self) -> tuple[dict[str, Call], list[tuple[Tensor, Tensor]]]:
         calls: dict[str, Call] = {}
         rotary: list[tuple[Tensor, Tensor]] = []
 
