@@ -127,8 +127,7 @@ class FamilyPlan:
             return []
         if present == constant:
             return [f"parts=frozenset({constant!r})".replace("'", '"')]
-        pairs = ", ".join(f"{part}={code}" for part, code in self.parts.items() if code != "False")
-        lines.append(f"    optional_parts = dict({pairs})")
+        lines.append(_call("    optional_parts = dict(", [f"{part}={self.parts[part]}" for part in present], ")"))
         return ["parts=frozenset(part for part, is_present in optional_parts.items() if is_present)"]
 
     def _family(self) -> str:
@@ -150,7 +149,8 @@ def _import(module: str, names: list[str]) -> str:
 
 
 def _tuple(names: tuple[str, ...]) -> str:
-    return f"({', '.join(f'{chr(34)}{name}{chr(34)}' for name in names)},)"
+    end = "," if len(names) == 1 else ""
+    return f"({', '.join(f'{chr(34)}{name}{chr(34)}' for name in names)}{end})"
 
 
 def _keywords(values: Mapping[str, Any]) -> list[str]:

@@ -46,6 +46,7 @@ _WITHOUT_DEFAULT = {
     "rope_scaling",
     "sliding_window",
     "max_window_layers",
+    "num_mtp_layers",
 }  # absent fields are not read
 _HEAD_DIM = 'config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]'
 

@@ -16,17 +16,17 @@ NUM_LAYERS = 4
 NUM_HEADS, NUM_GROUPS = 6, 2
 WIDTHS = dict(
     vocab_size=97,
-    hidden_size=84,
+    hidden_size=96,
     intermediate_size=46,
     moe_intermediate_size=26,
     q_lora_rank=22,
     kv_lora_rank=18,
-    qk_nope_head_dim=10,
+    qk_nope_head_dim=14,
     qk_rope_head_dim=6,
     v_head_dim=12,
 )
-"""Sizes of the tiny model. With 6 heads, 2 groups and a head size of 16, queries have 96 components, keys and values 32."""
-HEAD_DIM = 16  # a half and a quarter of it are even, so that a part of each head can be rotated
+"""Sizes of the tiny model. With 6 heads, 2 groups and a head size of 24, queries have 144 components, keys and values 48."""
+HEAD_DIM = 24  # as for hidden_size / NUM_HEADS, a half and a quarter are even, so that a part of a head can be rotated
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 NUM_EXPERTS = 8
 MAX_POSITIONS = 64
