@@ -54,7 +54,7 @@ class FamilyArguments:
 def parse(argv: Sequence[str]) -> FamilyArguments:
     """Parse the arguments after `derive`. Raises ValueError if an argument is missing or unknown."""
     parser = argparse.ArgumentParser(prog="mrl family derive", add_help=False, exit_on_error=False)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--layouts", action="store_true")
@@ -62,6 +62,8 @@ def parse(argv: Sequence[str]) -> FamilyArguments:
         found, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}; `mrl family --help` describes the arguments.") from None
+    if found.model is None:
+        raise ValueError("mrl family derive needs MODEL, a Hugging Face folder or a config.json.")
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]!r} of mrl family derive; `mrl family --help` lists them.")
     return FamilyArguments(found.model, found.output, found.draft, found.layouts)

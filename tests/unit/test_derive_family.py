@@ -194,6 +194,7 @@ def test_wrong_arguments_are_named(capsys):
     assert command.main(["derive", "model", "--nonsense"]) == 2
     assert "'--nonsense'" in capsys.readouterr().err
     assert command.main(["make"]) == 2 and command.main(["derive"]) == 2
+    assert "needs MODEL" in capsys.readouterr().err
 
 
 def test_a_config_without_the_sizes_of_a_decoder_is_an_error():
