@@ -17,11 +17,11 @@ def summary(proposal: Proposal) -> list[Line]:
     norms = sorted({name.rpartition("{layer}.")[2] for layer in base.layers for name in layer.norms.values()})
     if norms:
         lines.append(
-            ("norms", f"RMSNorm x weight: {', '.join(norms)}", f"inputs and outputs equal to {base.error:.0e}")
+            ("norms", f"RMSNorm x weight: {', '.join(norms)}", f"formula = output, difference {base.error:.0e}")
         )
     for part, code in proposal.plan.parts.items():
         lines.append((f"part {part}", code.replace("config", "").strip(), _variant_evidence(proposal, code)))
-    lines.append(("embeddings", ", ".join(base.top.values()), "logits equal the product"))
+    lines.append(("embeddings", ", ".join(base.top.values()), "logits = norm x matrix"))
     if proposal.engine is not None:
         fused = ", ".join(f"{name} = {' + '.join(parts)}" for name, parts in proposal.plan.fusions.items())
         lines.append(("engine_fusions", fused, proposal.engine.file.name + " of SGLang"))
@@ -40,7 +40,7 @@ def _block(matches: list[Match]) -> Line:
     tensors = {slot: name.rpartition("{layer}.")[2] for slot, name in match.slots.items()}
     text = ", ".join(f"{slot}={name}" for slot, name in tensors.items())
     error = max(m.error for m in matches)
-    evidence = f"the formula gives the outputs to {error:.0e}"
+    evidence = f"formula = output, difference {error:.0e}"
     options = match.options
     if match.kind == "moe":
         routing = options["routing"]
