@@ -52,7 +52,7 @@ def read_engine_source(architecture: str) -> EngineSource | None:
         return None
     texts = [file.read_text()]
     texts += [path.read_text() for path in _imported(texts[0], folder)]
-    stacked = next((found for text in texts if (found := _stacked(text))), {})
+    stacked: dict[str, tuple[str, ...]] = next((found for text in texts if (found := _stacked(text))), {})
     if any(f'"{_LATENT_FUSION[0]}"' in text for text in texts):
         stacked[_LATENT_FUSION[0]] = _LATENT_FUSION[1]
     matrices = next((found for text in texts if (found := _expert_matrices(text))), None)

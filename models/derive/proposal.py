@@ -205,9 +205,8 @@ def _plan_fields(proposal: Proposal) -> None:
         rest |= {name: fields[name] for name in fields.keys() - reading.read_fields - _IGNORED}
     influence = {v.changed: v.changes_outputs for v in proposal.variants}
     for name, value in sorted(rest.items()):
-        effect = {True: ", which changes the outputs", False: ", which does not change the logits"}.get(
-            influence.get(name), ""
-        )
+        effects = {True: ", which changes the outputs", False: ", which does not change the logits", None: ""}
+        effect = effects[influence.get(name)]
         proposal.notes.append(f"field {name}={value!r}: not known; the family refuses another value{effect}")
     plan.expected = dict(sorted(rest.items()))
     plan.defaults = {

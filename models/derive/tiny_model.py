@@ -90,7 +90,7 @@ class TinyModel:
                 x = next((a for a in (*args, kwargs.get("hidden_states")) if isinstance(a, Tensor)), None)
                 is_pair = isinstance(output, tuple) and len(output) == 2 and all(isinstance(o, Tensor) for o in output)
                 if "rotary" in name.rpartition(".")[2] and is_pair:
-                    rotary.append(tuple(_flat(o) for o in output))
+                    rotary.append((_flat(output[0]), _flat(output[1])))
                 y = output[0] if isinstance(output, tuple) else output
                 if x is not None and isinstance(y, Tensor) and name not in calls:
                     calls[name] = Call(_flat(x).clone(), _flat(y).clone())
