@@ -140,7 +140,7 @@ def _condition(part: str, proposal: Proposal) -> Condition:
 
 def _rope_arguments(variant: Variant) -> list[str]:
     matches = variant.structure.matches("attention")
-    if all(m.options["rotated"] == m.options["head_dim"] for m in matches):
+    if all(m.options["rotated"] in (0, m.options["head_dim"]) for m in matches):  # 0: a layer without RoPE
         return []
     return [f"rope=config.rope({_HEAD_DIM}, partial=True)"]
 
