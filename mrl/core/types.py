@@ -34,6 +34,14 @@ Handle = Any  # reference to an object in Ray's object store; only workers read 
 Column = NDArray[np.float32]  # [R] one number per sampled token
 
 
+@dataclass(frozen=True, eq=False)
+class ImageInputs:
+    """All images of one prompt, as the vision tower of the model expects them."""
+
+    pixel_values: NDArray[np.float32]  # [patches of all images, channels * frames * patch height * patch width]
+    grid_thw: NDArray[np.int64]  # [images, 3] number of patches of each image along time, height and width
+
+
 @dataclass(frozen=True)
 class TokenBlock:
     """B sequences, concatenated without padding. Each sequence is a prompt followed by its response."""
@@ -51,6 +59,8 @@ class TokenBlock:
     columns: Mapping[str, Column] = field(default_factory=dict)
     # teacher -> index of a row -> the teacher's outputs for this row
     teachers: Mapping[str, Mapping[int, "TeacherOutputs"]] = field(default_factory=dict)
+    # index of a row -> images of its prompt, for the rows that have images. Responses to one prompt share the same object
+    images: Mapping[int, ImageInputs] = field(default_factory=dict)
 
     @classmethod
     def from_lists(
@@ -151,10 +161,14 @@ class TokenBlock:
                 teacher: {new: by_row[old] for new, old in enumerate(rows.tolist()) if old in by_row}
                 for teacher, by_row in self.teachers.items()
             },
+            {new: self.images[old] for new, old in enumerate(rows.tolist()) if old in self.images},
         )
 
     def save(self, path: Path, **extra: NDArray) -> None:
-        """Write the block and the `extra` arrays to one .npz file, without pickle. `path` appears when the file is complete."""
+        """Write the block and the `extra` arrays to one .npz file, without pickle. `path` appears when the file is complete.
+
+        Images and the outputs of teachers are not written.
+        """
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         columns = {f"{_COLUMN_PREFIX}{name}": column for name, column in self.columns.items()}
         with atomic_file(path) as partial, partial.open("wb") as file:
