@@ -31,6 +31,7 @@ from torch import Tensor
 from models.architecture import Architecture
 from models.families import family_of
 from models.hf_config import HFConfig
+from models.image_model import ImageGPTModel
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from parallel import groups
 from parallel.attention import PackedAttention
@@ -38,6 +39,7 @@ from parallel.device import capabilities, has_cuda
 from parallel.dims import ParallelDims
 from parallel.megatron_layers import (
     AmplifiedRotaryEmbedding,
+    MultimodalRotaryEmbedding,
     PackedLatentAttention,
     PackedRotaryEmbedding,
     spec_provider,
@@ -112,6 +114,11 @@ def can_fuse_rope(arch: Architecture, packed_attention: bool) -> bool:
     instead. The kernel supports neither an amplitude nor latent attention.
     """
     return not packed_attention and not arch.has_latent_attention and arch.rope.amplitude == 1.0
+
+
+def uses_packed_attention(arch: Architecture, share_prompts: bool) -> bool:
+    """Whether the model uses PackedAttention and positions for each token, and not Transformer Engine's attention."""
+    return share_prompts or arch.vision is not None or not capabilities().transformer_engine
 
 
 def _layout_fields(dims: ParallelDims) -> dict:
@@ -256,7 +263,7 @@ def build_model(
     arch = family_of(hf).read(hf)
     arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
-    packed_attention = share_prompts or not capabilities().transformer_engine
+    packed_attention = uses_packed_attention(arch, share_prompts)
     config.apply_rope_fusion = can_fuse_rope(arch, packed_attention)
     stages = range(dims.vpp) if dims.vpp > 1 else [None]
     build = partial(_build_stage, arch, config, head, packed_attention)
@@ -287,7 +294,8 @@ def _build_stage(
     arch: Architecture, config: TransformerConfig, head: HeadKind, packed_attention: bool, vp_stage: int | None
 ) -> GPTModel:
     is_last = groups.is_last_stage(vp_stage)
-    model = GPTModel(
+    model_class = partial(ImageGPTModel, vision=arch.vision) if arch.vision else GPTModel
+    model = model_class(
         config,
         _block_spec(config, packed_attention, arch, vp_stage),
         padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
@@ -299,7 +307,7 @@ def _build_stage(
         vp_stage=vp_stage,
     )
     if not arch.has_latent_attention:  # latent attention has its own rotary embedding
-        _set_rope(model, arch.rope, packed_attention)
+        _set_rope(model, arch, packed_attention)
     if head != "vocabulary" and is_last:
         model.output_layer = ValueHead(config.hidden_size, bias=head == "value")
     for name, param in model.named_parameters():
@@ -309,9 +317,12 @@ def _build_stage(
     return model
 
 
-def _set_rope(model: GPTModel, rope: Rope, packed_attention: bool) -> None:
-    """Replace Megatron's RoPE frequencies and amplitude with the frequencies and amplitude of `rope`."""
-    if packed_attention:
+def _set_rope(model: GPTModel, arch: Architecture, packed_attention: bool) -> None:
+    """Replace Megatron's RoPE frequencies and amplitude with those of the model's rotary embedding."""
+    rope = arch.rope
+    if arch.vision:
+        model.rotary_pos_emb = MultimodalRotaryEmbedding(rope, arch.vision.rope_axes)
+    elif packed_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(rope)
     else:
         model.rotary_pos_emb.inv_freq = rope.inv_freq()

@@ -105,6 +105,11 @@ class ParamMapping:
 
         return replace(self, megatron=fill(self.megatron), hf=tuple(map(fill, self.hf)), expert=expert)
 
+    def for_index(self, name: str, index: int) -> ParamMapping:
+        """Return this row with `{name}` in its names replaced by the index of a repeated block of the vision tower."""
+        hf = tuple(each.replace(f"{{{name}}}", str(index)) for each in self.hf)
+        return replace(self, megatron=self.megatron.replace(f"{{{name}}}", str(index)), hf=hf)
+
     def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each Hugging Face tensor by name."""
         return {name: tuple(sizes[s] for s in shape) for name, shape in zip(self.hf, self.shapes, strict=True)}

@@ -1,7 +1,8 @@
 """Loads Hugging Face weights into the ranks of a Megatron model and exports them again, according to the family's table."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import lcm
 
@@ -11,9 +12,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from models.architecture import OUTPUT_WEIGHT, SCORE_HEAD
+from models.architecture import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SCORE_HEAD, VISION_PREFIX
 from models.conversion.hf_reader import HFWeights
-from models.conversion.mapping import Box, ParamMapping, VocabMapping
+from models.conversion.mapping import Box, ParamMapping
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind
@@ -23,8 +24,6 @@ from parallel.dims import ParallelDims
 # Megatron has two naming schemes for experts: sequential experts are separate modules, and grouped experts are parameters of one
 # module, with the index of the expert at the end of the name.
 _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))$")
-# The last pipeline stage has a copy of a tied embedding.
-_TIED_COPY = VocabMapping(OUTPUT_WEIGHT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)
 _HEADS: dict[HeadKind, list[ParamMapping]] = {
     "value": [
         ParamMapping(OUTPUT_WEIGHT, ("value_head.weight",), (("one", "hidden"),)),
@@ -45,23 +44,36 @@ def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup
     family = family_of(config)
     arch = family.read(config)
     rows = {row.megatron: row for row in family.param_mappings(arch)}
-    row = _TIED_COPY if arch.tied_embeddings else rows[OUTPUT_WEIGHT]
+    row = rows[EMBEDDING_WEIGHT if arch.tied_embeddings else OUTPUT_WEIGHT]
     return row.to_megatron([weights[name] for name in row.hf], arch.sizes, group.rank(), group.size()).clone()
+
+
+def _copy_of_embedding(rows: Sequence[ParamMapping]) -> ParamMapping:
+    """Return the row of a tied embedding, of which the last pipeline stage has a copy."""
+    return next(replace(row, megatron=OUTPUT_WEIGHT) for row in rows if row.megatron == EMBEDDING_WEIGHT)
 
 
 class WeightBridge:
     """Converts between the parameters of this rank and Hugging Face tensors, according to the family's table."""
 
     def __init__(
-        self, config: HFConfig, chunks: list[GPTModel], dims: ParallelDims, head: HeadKind = "vocabulary"
+        self,
+        config: HFConfig,
+        chunks: list[GPTModel],
+        dims: ParallelDims,
+        head: HeadKind = "vocabulary",
+        train_vision: bool = True,
     ) -> None:
         """`chunks` are this rank's virtual stages without a DistributedDataParallel wrapper.
+
+        If `train_vision` is false, the vision tower has no gradients.
 
         Raises AssertionError if the table and the model have different parameters.
         """
         family = family_of(config)
         arch = family.read(config)
         self.family, self.arch = family, arch
+        self.train_vision = train_vision
         self.dims, self.sizes = dims, arch.sizes | {"one": 1}
         # number of all experts of a layer, and number of those on each expert-parallel rank
         self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
@@ -71,7 +83,7 @@ class WeightBridge:
         if self.own_head:
             self.rows = [row for row in self.rows if row.megatron != OUTPUT_WEIGHT] + self.own_head
         has_copy = head == "vocabulary" and arch.tied_embeddings and OUTPUT_WEIGHT in self.params
-        self.copies = [_TIED_COPY] if has_copy else []
+        self.copies = [_copy_of_embedding(self.rows)] if has_copy else []
         self.row_of_megatron = {row.megatron: row for row in [*self.copies, *self.rows]}
         self._stage_of = self._find_stages()
         self.row_of_hf = {name: row for row in self.rows for name in row.hf}
@@ -156,11 +168,11 @@ class WeightBridge:
         """Yield (Hugging Face name, whole tensor). Every rank for which `participates_in_export` is true must iterate.
 
         `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` must be the dtype of the tensors
-        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers are not exported, because they
-        have no gradient. The yielded tensors may share memory with the parameters, so the caller must use or copy them before
-        the parameters change.
+        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers and a vision tower that is not
+        trained are not exported, because they have no gradient. The yielded tensors may share memory with the parameters, so the
+        caller must use or copy them before the parameters change.
         """
-        rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
+        rows = [row for row in self.rows if tensor_of is None or self._has_gradient(row)]
         tensor_of = tensor_of or Tensor.detach
         for row in rows:
             if row.expert is None:
@@ -169,6 +181,9 @@ class WeightBridge:
             elif row.expert < self.local_experts:
                 # This call also exports the experts with the same local index on the other expert-parallel ranks.
                 yield from self._export_experts(row, tensor_of, dtype)
+
+    def _has_gradient(self, row: ParamMapping) -> bool:
+        return not row.is_buffer and (self.train_vision or not row.megatron.startswith(VISION_PREFIX))
 
     def _export_experts(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None

@@ -13,10 +13,13 @@ from models.families.glm4_moe import GLM4_MOE
 from models.families.llama import LLAMA
 from models.families.mixtral import MIXTRAL
 from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from models.families.qwen2_5_vl import QWEN2_5_VL
+from models.families.qwen3_vl import QWEN3_VL
 from models.hf_config import HFConfig
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (DEEPSEEK_V3, GLM4_MOE, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+    family.architecture: family
+    for family in (DEEPSEEK_V3, GLM4_MOE, LLAMA, MIXTRAL, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, QWEN3_VL)
 }
 
 
