@@ -163,6 +163,8 @@ class Family:
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
+    # beginning of the name of a Hugging Face tensor -> beginning of the name of its SGLang parameter, if they differ
+    engine_prefixes: Mapping[str, str] = field(default_factory=dict)
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False

@@ -28,7 +28,7 @@ from mrl.controller.plan_models import (
     make_input_files,
     plan_models,
 )
-from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
+from mrl.controller.plan_prompts import check_readers_of_images, load_prompt_datasets, plan_evaluations
 from mrl.controller.plan_step_data import (
     check_epochs,
     check_sampling,
@@ -160,6 +160,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_sampling(config, sampling, evaluations, actor.arch.vocab_size)
     warn_of_sampling(config, algorithm.objective)
     train, test = load_prompt_datasets(config, actor, reward, evaluations)
+    check_readers_of_images(config, models, train, test)
     sources = [train.data_source(row) for row in range(len(train))] + ([OFFLINE] if config.data.offline.path else [])
     check_taught_sources(config, algorithm, sources)
     check_step_sources(step, sources)
@@ -183,7 +184,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_server_args(config, actor.context, sampling, evaluations),
+        server_args=_server_args(config, actor, sampling, evaluations),
         sampling=sampling,
         rules=rules,
         offline=plan_offline(config, actor, algorithm),
@@ -455,18 +456,22 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
 
 
 def _server_args(
-    config: Config, context: int, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation]
+    config: Config, actor: ModelPlan, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation]
 ) -> dict[str, Any]:
     """Merge the config section `sglang` into mrl's default server arguments. Raises ValueError if config keys conflict."""
     # The config may set the device, because this process may run on a node without a GPU.
     device = config.sglang.get("device")
-    defaults = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
+    defaults = default_server_args(dtype=config.model.dtype, context_length=actor.context, device=device)
     loaders = [*defaults["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
     if config.rollout.deterministic:
         if config.sglang.get(DETERMINISTIC) is False:
             raise ValueError(f"sglang.{DETERMINISTIC}=false contradicts rollout.deterministic=true; leave it out.")
         defaults[DETERMINISTIC] = True
     defaults |= tokenizer_args(config, sampling, evaluations)
+    if (
+        actor.arch.vision
+    ):  # otherwise SGLang interpolates position embeddings of images in another way than transformers
+        defaults["enable_precise_embedding_interpolation"] = True
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
     # pause_mode=in_place keeps the KV cache that older weights computed. New requests must not reuse it.

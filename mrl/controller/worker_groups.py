@@ -32,6 +32,7 @@ def model_spec(plan: ModelPlan, routing_replay: bool = False) -> ModelSpec:
         overlap_grad_reduce=config.trainer.overlap_grad_reduce,
         ddp=plan.ddp,
         family=resolve_family_path(config.model.family) if config.model.family else None,
+        train_vision=config.model.train_vision,
     )
 
 

@@ -133,6 +133,19 @@ def _parts(text: str) -> Iterator[dict[str, str]]:
             yield {"type": "text", "text": part}
 
 
+@dataclass(frozen=True)
+class RequestImages:
+    """The images of one prompt in a request to an engine."""
+
+    files: tuple[str, ...]  # image files in base64
+    image_token: int  # id of the image token
+
+    def request_tokens(self, prompt: Sequence[int]) -> list[int]:
+        """Return the prompt with one image token for each image, as SGLang expects it. SGLang repeats the tokens itself."""
+        pairs = zip([None, *prompt], prompt, strict=False)
+        return [token for before, token in pairs if token != self.image_token or before != token]
+
+
 @cache
 def _image_processor(folder: str) -> Any:
     from transformers import AutoImageProcessor  # imports torch and torchvision

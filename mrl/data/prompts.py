@@ -18,7 +18,7 @@ from mrl.core.types import ImageInputs
 from mrl.data import tokenizer as tokenization
 from mrl.data.columns import PromptExample
 from mrl.data.group_sizes import GroupSizeInputs, GroupSizes, check_sizes, largest_size
-from mrl.data.images import ImagePrompts, with_image_parts
+from mrl.data.images import ImagePrompts, RequestImages, with_image_parts
 from mrl.data.row_files import BadRow, Row, RowError, RowReport, RowTable, convert_rows
 from mrl.data.samplers import MixtureSource, PromptHistory, PromptTable, Sampler, SamplerInputs, Shuffled
 from mrl.data.sources import PromptSource
@@ -135,9 +135,13 @@ class PromptDataset:
         assert self.image_prompts is not None, "`load` omits rows with images if the model reads no images"
         return self.image_prompts.inputs(images)
 
-    def encoded_images(self, row: int) -> list[str]:
-        """Return the image files of a prompt in base64, for a request to an engine."""
-        return [image.base64() for image in self.examples[row].images]
+    def request_images(self, row: int) -> RequestImages | None:
+        """Return the images of a prompt for a request to an engine, or None if the prompt has no images."""
+        images = self.examples[row].images
+        if not images:
+            return None
+        assert self.image_prompts is not None, "`load` omits rows with images if the model reads no images"
+        return RequestImages(tuple(image.base64() for image in images), self.image_prompts.image_token)
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each response, without special tokens."""

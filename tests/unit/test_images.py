@@ -1,5 +1,6 @@
 """mrl.data.images: prompts with images have the tokens and pixels of the model's own processor, and bad images are reported."""
 
+import base64
 import io
 import random
 
@@ -83,7 +84,10 @@ def test_tokens_and_pixels_are_those_of_the_processor(model, tmp_path):
         np.testing.assert_array_equal(found.pixel_values, expected["pixel_values"])
         np.testing.assert_array_equal(found.grid_thw, expected["image_grid_thw"])
         assert data.encode(number).count(image_token(model)) == found.grid_thw.prod(1).sum() // 4
-    assert data.image_inputs(2) is None and data.encoded_images(2) == []
+        request = data.request_images(number)
+        assert [base64.b64decode(file) for file in request.files] == own
+        assert processor.decode(request.request_tokens(data.encode(number))) == text
+    assert data.image_inputs(2) is None and data.request_images(2) is None
 
 
 def test_images_are_paths_bytes_or_objects(tmp_path):
