@@ -3,13 +3,14 @@
 import base64
 import io
 import random
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.core.types import TokenBlock
+from mrl.core.types import ImageInputs, TokenBlock
 from mrl.data.images import ImageFile, ImagePrompts, read_images
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.row_files import RowError
@@ -163,10 +164,22 @@ def test_rows_with_a_response_cannot_have_images(model, tmp_path):
         SftDataset.load(tmp_path / "sft.parquet", model, 256)
 
 
+def test_a_saved_block_has_its_images(tmp_path):
+    rng = np.random.default_rng(0)
+    first, second = (ImageInputs(rng.normal(size=(n, 6)).astype(np.float32), np.array([[1, 2, n]])) for n in (2, 4))
+    block = TokenBlock.from_lists([[1], [1], [2], [3]], [[4], [5], [6], [7]])
+    replace(block, images={0: first, 1: first, 3: second}).save(tmp_path / "block.npz", other=np.zeros(1))
+    found, extra = TokenBlock.load(tmp_path / "block.npz")
+    assert found.images.keys() == {0, 1, 3} and found.images[0] is found.images[1] and extra.keys() == {"other"}
+    for row, image in ((0, first), (3, second)):
+        np.testing.assert_array_equal(found.images[row].pixel_values, image.pixel_values)
+        np.testing.assert_array_equal(found.images[row].grid_thw, image.grid_thw)
+    block.save(tmp_path / "without.npz")
+    assert TokenBlock.load(tmp_path / "without.npz")[0].images == {}
+
+
 def test_a_selection_of_a_block_keeps_the_images_of_its_rows():
     block = TokenBlock.from_lists([[1], [2], [3]], [[4], [5], [6]])
-    from dataclasses import replace
-
     images = {0: object(), 2: object()}
     chosen = replace(block, images=images).select(np.array([2, 1]))
     assert chosen.images == {0: images[2]}
