@@ -158,14 +158,6 @@ def find_unscored(reward: Reward) -> Callable[[PromptExample], str]:
     return find_fault
 
 
-def image_prompts(model: ModelPlan) -> ImagePrompts | None:
-    """Return how prompts of this model contain images; None: the model reads no images."""
-    vision = model.arch.vision
-    if vision is None:
-        return None
-    return ImagePrompts(str(Path(model.model_path).resolve()), vision.image_token, vision.merge_size)
-
-
 def check_readers_of_images(config: Config, models: Mapping[str, ModelPlan], *data: PromptDataset | None) -> None:
     """Raise ValueError if a part of the run cannot read the images of the prompts in `data`."""
     if not any(prompts is not None and prompts.has_images for prompts in data):
@@ -187,7 +179,10 @@ def check_readers_of_images(config: Config, models: Mapping[str, ModelPlan], *da
 
 def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource], name: str) -> PromptDataset:
     constraints = PromptConstraints(
-        max_prompt_length(config, actor.context), actor.arch.vocab_size, chat_template(config), image_prompts(actor)
+        max_prompt_length(config, actor.context),
+        actor.arch.vocab_size,
+        chat_template(config),
+        ImagePrompts.of(actor.model_path, actor.arch.vision),
     )
     data = PromptDataset.load(sources, actor.model_path, constraints)
     bad_rows = Path(config.run.dir) / f"bad_rows_{name}.jsonl"

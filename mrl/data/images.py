@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+from models.architecture import VisionTower
 from mrl.core.types import ImageInputs
 from mrl.data.row_files import Row, RowError
 from mrl.data.tokenizer import Messages
@@ -166,6 +167,11 @@ class ImagePrompts:
     model_path: str  # Hugging Face folder, which has the configuration of the image processor
     image_token: int  # id of the token that stands for an output of the vision tower
     merge_size: int  # merge_size**2 patches of an image become one token
+
+    @classmethod
+    def of(cls, model_path: str | Path, vision: VisionTower | None) -> Self | None:
+        """Return how prompts of the model in this folder contain images; None: the model has no vision tower."""
+        return cls(str(Path(model_path).resolve()), vision.image_token, vision.merge_size) if vision else None
 
     def num_tokens(self, images: Sequence[ImageFile], column: str) -> list[int]:
         """Return the number of tokens of each image. Raises RowError for an image that cannot be used."""

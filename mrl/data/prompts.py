@@ -275,14 +275,18 @@ class _FilePrompts:
 
 
 def mean_prompt_tokens(
-    sources: Sequence[PromptSource], model_path: str | Path, chat: ChatTemplate, rows_per_file: int
+    sources: Sequence[PromptSource],
+    model_path: str | Path,
+    chat: ChatTemplate,
+    rows_per_file: int,
+    images: ImagePrompts | None = None,
 ) -> int:
     """Return the mean length in tokens, rounded, of the first `rows_per_file` prompts of each file. Bad rows are ignored.
 
     Raises ValueError if a file or the tokenizer cannot be read, or if no row is usable.
     """
     tokenizer = tokenization.load_tokenizer(model_path, chat)
-    unlimited = PromptConstraints(sys.maxsize, sys.maxsize, chat)
+    unlimited = PromptConstraints(sys.maxsize, sys.maxsize, chat, images)
     lengths: list[int] = []
     for source in sources:
         for table in source.tables():
