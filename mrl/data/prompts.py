@@ -223,7 +223,11 @@ def _image_messages(
     if not example.images:
         return [], example.messages
     if images is None:
-        raise RowError(column, f"the row has {len(example.images)} images, but the model reads no images.")
+        raise RowError(
+            column,
+            f"{len(example.images)} images, but nothing reads them here: the model has no vision tower, or the command does not "
+            "support images.",
+        )
     messages = with_image_parts(example.messages, len(example.images), column)
     return images.num_tokens(example.images, column), messages
 

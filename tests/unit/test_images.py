@@ -141,7 +141,7 @@ def test_the_tokens_of_images_count_for_the_longest_prompt(model, tmp_path):
 
 def test_a_model_without_images_refuses_rows_with_images(model, tmp_path):
     report = load(model, tmp_path, [row("<image>", [{"bytes": png(), "path": None}])], reads_images=False).report
-    assert "the row has 1 images, but the model reads no images" in report.omitted[0].reason
+    assert "1 images, but nothing reads them here: the model has no vision tower" in report.omitted[0].reason
 
 
 def test_a_placeholder_in_a_row_without_images_is_text(model, tmp_path):
