@@ -184,7 +184,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_server_args(config, actor, sampling, evaluations),
+        server_args=_image_args(actor) | _server_args(config, actor.context, sampling, evaluations),
         sampling=sampling,
         rules=rules,
         offline=plan_offline(config, actor, algorithm),
@@ -455,23 +455,24 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
     return agent
 
 
+def _image_args(actor: ModelPlan) -> dict[str, Any]:
+    """Return server arguments of an image model, with which SGLang interpolates position embeddings as transformers does."""
+    return dict(enable_precise_embedding_interpolation=True) if actor.arch.vision else {}
+
+
 def _server_args(
-    config: Config, actor: ModelPlan, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation]
+    config: Config, context: int, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation]
 ) -> dict[str, Any]:
     """Merge the config section `sglang` into mrl's default server arguments. Raises ValueError if config keys conflict."""
     # The config may set the device, because this process may run on a node without a GPU.
     device = config.sglang.get("device")
-    defaults = default_server_args(dtype=config.model.dtype, context_length=actor.context, device=device)
+    defaults = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
     loaders = [*defaults["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
     if config.rollout.deterministic:
         if config.sglang.get(DETERMINISTIC) is False:
             raise ValueError(f"sglang.{DETERMINISTIC}=false contradicts rollout.deterministic=true; leave it out.")
         defaults[DETERMINISTIC] = True
     defaults |= tokenizer_args(config, sampling, evaluations)
-    if (
-        actor.arch.vision
-    ):  # otherwise SGLang interpolates position embeddings of images in another way than transformers
-        defaults["enable_precise_embedding_interpolation"] = True
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
     # pause_mode=in_place keeps the KV cache that older weights computed. New requests must not reuse it.

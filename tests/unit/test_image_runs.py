@@ -87,7 +87,7 @@ def test_a_trained_tower_has_restrictions(inputs, tmp_path, overrides, message):
 def test_a_language_model_has_no_tower_to_train(tmp_path, tiny_qwen3):
     argv = [f"model.path={tiny_qwen3()}", "model.train_vision=true", "run.dir=out", "model.dtype=float32"]
     config = hydra_entry.compose_config(hydra_entry.check_overrides(argv))
-    with pytest.raises(ValueError, match="model.train_vision=true: .* has no vision tower; leave it false"):
+    with pytest.raises(ValueError, match=r"model.train_vision=true: .* has no vision tower; leave it false"):
         plan_model(config, config.model.path)
 
 
@@ -119,7 +119,7 @@ def test_the_engine_layout_has_the_language_model_only(tmp_path, name):
     assert {param.partition(".")[0] for param in shapes} == {"model", "lm_head"}
     reported = {param: (shape, "float32") for param, shape in shapes.items()}
     check_engine_parameters(layout, 0, reported | {"visual.merger.norm.weight": ((7,), "float32")}, "rank 0")
-    with pytest.raises(ValueError, match="model.more"):
+    with pytest.raises(ValueError, match=r"model\.more"):
         check_engine_parameters(layout, 0, reported | {"model.more": ((7,), "float32")}, "rank 0")
 
 
