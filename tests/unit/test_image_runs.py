@@ -33,8 +33,8 @@ def inputs(tmp_path_factory):
 def config_of(inputs, tmp_path, *overrides):
     argv = [
         "experiment=quickstart",
-        "data.inputs=null",
-        f"model.path={inputs}/model",
+        "data.inputs._target_=mrl.data.shapes_task.make_shapes_task",
+        f"data.inputs.folder={inputs}",
         f"data.train=[{inputs}/test.parquet]",
         "data.test=[]",
         "sft.train=null",
