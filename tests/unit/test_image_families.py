@@ -1,6 +1,7 @@
 """Configs and tables of image models: every field is accounted for, and conversion is exact for every tensor of the tower."""
 
 import json
+from math import prod
 
 import numpy as np
 import pytest
@@ -19,6 +20,111 @@ from parallel.image_packing import multimodal_positions
 from parallel.rope import rope_axes
 
 NAMES = list(IMAGE_FAMILIES)
+QWEN25_VL_7B = dict(
+    architectures=["Qwen2_5_VLForConditionalGeneration"],
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    eos_token_id=151645,
+    vision_start_token_id=151652,
+    vision_end_token_id=151653,
+    vision_token_id=151654,
+    image_token_id=151655,
+    video_token_id=151656,
+    hidden_act="silu",
+    hidden_size=3584,
+    initializer_range=0.02,
+    intermediate_size=18944,
+    max_position_embeddings=128000,
+    max_window_layers=28,
+    model_type="qwen2_5_vl",
+    num_attention_heads=28,
+    num_hidden_layers=28,
+    num_key_value_heads=4,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    sliding_window=32768,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.41.2",
+    use_cache=True,
+    use_sliding_window=False,
+    vision_config=dict(
+        depth=32,
+        hidden_act="silu",
+        hidden_size=1280,
+        intermediate_size=3420,
+        num_heads=16,
+        in_chans=3,
+        out_hidden_size=3584,
+        patch_size=14,
+        spatial_merge_size=2,
+        spatial_patch_size=14,
+        window_size=112,
+        fullatt_block_indexes=[7, 15, 23, 31],
+        tokens_per_second=2,
+        temporal_patch_size=2,
+    ),
+    rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]),
+    vocab_size=152064,
+)
+QWEN3_VL_4B = dict(
+    architectures=["Qwen3VLForConditionalGeneration"],
+    image_token_id=151655,
+    model_type="qwen3_vl",
+    text_config=dict(
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=151643,
+        dtype="bfloat16",
+        eos_token_id=151645,
+        head_dim=128,
+        hidden_act="silu",
+        hidden_size=2560,
+        initializer_range=0.02,
+        intermediate_size=9728,
+        max_position_embeddings=262144,
+        model_type="qwen3_vl_text",
+        num_attention_heads=32,
+        num_hidden_layers=36,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-6,
+        rope_scaling=dict(mrope_interleaved=True, mrope_section=[24, 20, 20], rope_type="default"),
+        rope_theta=5000000,
+        tie_word_embeddings=True,
+        use_cache=True,
+        vocab_size=151936,
+    ),
+    tie_word_embeddings=True,
+    transformers_version="4.57.0.dev0",
+    video_token_id=151656,
+    vision_config=dict(
+        deepstack_visual_indexes=[5, 11, 17],
+        depth=24,
+        hidden_act="gelu_pytorch_tanh",
+        hidden_size=1024,
+        in_channels=3,
+        initializer_range=0.02,
+        intermediate_size=4096,
+        model_type="qwen3_vl",
+        num_heads=16,
+        num_position_embeddings=2304,
+        out_hidden_size=2560,
+        patch_size=16,
+        spatial_merge_size=2,
+        temporal_patch_size=2,
+    ),
+    vision_end_token_id=151653,
+    vision_start_token_id=151652,
+)
+
+
+@pytest.mark.parametrize(
+    ("published", "parameters"), [(QWEN25_VL_7B, 8_292_166_656), (QWEN3_VL_4B, 4_437_815_808)], ids=["7B", "4B"]
+)
+def test_a_published_config_is_accepted_and_has_the_published_number_of_parameters(published, parameters):
+    config = HFConfig("config.json", published)
+    family = family_of(config)
+    assert sum(prod(shape) for shape in family.hf_shapes(family.read(config)).values()) == parameters
 
 
 @pytest.fixture
