@@ -58,7 +58,7 @@ def jpeg() -> bytes:
 
 def row(text="<image>?", images=(), **changed):
     problem = shapes_problem(random.Random(0))
-    return problem | dict(prompt=[{"role": "user", "content": text}], images=list(images)) | changed
+    return problem | dict(prompt=[{"role": "user", "content": text}], images=list(images), videos=[]) | changed
 
 
 def test_tokens_and_pixels_are_those_of_the_processor(model, tmp_path):
