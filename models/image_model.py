@@ -111,7 +111,7 @@ def _build_tower(vision: VisionTower) -> torch.nn.Module:
 
 def _reset_frequencies(tower: torch.nn.Module) -> None:
     """Compute the rotary frequencies of the tower again in float32, on the device of its parameters."""
-    rotary = tower.rotary_pos_emb
+    rotary: Any = tower.rotary_pos_emb
     device = next(tower.parameters()).device
     if device.type != "meta" and rotary.inv_freq.dtype != torch.float32:
         tower.rotary_pos_emb = type(rotary)(rotary.config).to(device)
