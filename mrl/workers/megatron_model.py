@@ -23,6 +23,7 @@ from models.conversion.hf_writer import write_export
 from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
+from models.megatron_overrides import FP8_MULTIPLE
 from models.model_builder import HeadKind, build_model
 from mrl.algorithms.objective import Objective
 from mrl.config.process_schema import Transport, WeightSyncConfig
@@ -44,8 +45,6 @@ from parallel.packing import pack
 from parallel.schedule import LossFunction, OutputHead, run_forward_backward
 from parallel.spans import span
 from parallel.trainer_config import OffloadLevel, OptimConfig
-
-FP8_MULTIPLE = 16  # in fp8, the number of tokens must be a multiple of this
 
 
 @dataclass(frozen=True)
