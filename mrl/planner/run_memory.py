@@ -12,6 +12,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+from models.conversion.fp8_blocks import BLOCK, SCALE_BYTES, is_quantized
 from mrl.config.process_schema import HardwareConfig
 from mrl.config.schema import Config
 from mrl.config.validate import token_budgets
@@ -256,7 +257,8 @@ def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Po
     limit = _gpu_limit(config.cluster.hardware)
     free = limit - len(pools.by_role["engines"].demands) * _reserve(config)
     fraction = config.sglang.get("mem_fraction_static") or DEFAULT_MEM_FRACTION
-    rank = engine_memory(actor.shape, topology, itemsize, free, fraction, kv_itemsize(config, itemsize))
+    fp8 = config.sglang.get("quantization") == "fp8"
+    rank = engine_memory(actor.shape, topology, itemsize, free, fraction, kv_itemsize(config, itemsize), fp8)
     max_tokens = config.sglang.get("max_total_tokens") or (0 if limit else CPU_KV_TOKENS)
     if not max_tokens:
         return rank
@@ -397,15 +399,22 @@ class EngineRankMemory:
 
 
 def engine_memory(
-    shape: ModelShape, topology: Topology, itemsize: int, free: int, fraction: float, kv_itemsize: int | None = None
+    shape: ModelShape,
+    topology: Topology,
+    itemsize: int,
+    free: int,
+    fraction: float,
+    kv_itemsize: int | None = None,
+    fp8: bool = False,
 ) -> EngineRankMemory:
     """Return the memory of an engine rank.
 
     `free`: bytes that are free on the GPU before the engine starts. `fraction`: the part of the free bytes that the engine uses
-    for weights and KV cache (sglang.mem_fraction_static). The rest is for activations and CUDA graphs.
+    for weights and KV cache (sglang.mem_fraction_static). The rest is for activations and CUDA graphs. `fp8`: whether the engine
+    stores matrices in FP8 with block scales.
     """
     token = kv_bytes(shape, topology, kv_itemsize or itemsize)
-    weights = engine_weights(shape, topology, itemsize)
+    weights = engine_weights(shape, topology, itemsize, fp8)
     return EngineRankMemory(weights, int(free * fraction) - weights, token)
 
 
@@ -420,12 +429,12 @@ def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
     return shape.num_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
 
 
-def engine_weights(shape: ModelShape, topology: Topology, itemsize: int) -> int:
+def engine_weights(shape: ModelShape, topology: Topology, itemsize: int, fp8: bool = False) -> int:
     """Return the bytes of model weights on one engine rank. Tied embeddings are stored only once."""
-    return sum(engine_weight_parts(shape, topology, itemsize))
+    return sum(engine_weight_parts(shape, topology, itemsize, fp8))
 
 
-def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) -> tuple[int, int]:
+def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int, fp8: bool = False) -> tuple[int, int]:
     """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
     moe = sum(shape.moe)
     layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
@@ -433,11 +442,19 @@ def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) ->
     for p in shape.parameters:
         if p.location == "expert":
             local_experts = shape.num_experts // topology.ep
-            experts += layers[p.present_in] * (p.numel // (topology.tp // topology.ep)) * local_experts * itemsize
+            numel = p.numel // (topology.tp // topology.ep)
+            experts += layers[p.present_in] * local_experts * _weight_bytes(p, numel, itemsize, fp8)
         else:
             copies = layers[p.present_in] if p.location == "layer" else 1
-            dense += copies * _rank_numel(shape, p, topology) * itemsize
+            dense += copies * _weight_bytes(p, _rank_numel(shape, p, topology), itemsize, fp8)
     return dense, experts
+
+
+def _weight_bytes(p: ParameterShape, numel: int, itemsize: int, fp8: bool) -> int:
+    """Return the bytes of `numel` elements of a parameter. In FP8, a matrix has a float32 scale for each block."""
+    if not (fp8 and is_quantized(p.name)):
+        return numel * itemsize
+    return numel + -(-numel // BLOCK**2) * SCALE_BYTES
 
 
 def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int:
