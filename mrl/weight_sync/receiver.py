@@ -38,6 +38,7 @@ from mrl.weight_sync.control_channel import (
     receipt_key,
     receiver_plan_key,
 )
+from mrl.weight_sync.engine_layout import KV_CACHE_SCALES
 from mrl.weight_sync.sender import BucketHeader, checksums, chunk_views, decode_delta
 from mrl.weight_sync.transfer_plan import Bucket, Destination, ProcessLocation, TensorChunk
 from mrl.weight_sync.transports import (
@@ -207,6 +208,9 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
                 torch.cuda.current_stream().synchronize()  # after the acknowledgement, the sender may overwrite `data`
         session.channel.put(ack_key(push, bucket.key, session.engine_rank), None)
         session.headers[bucket.key] = header
+    for name, parameter in parameters.items():
+        if name.endswith(KV_CACHE_SCALES):
+            parameter.fill_(1.0)  # an offload discards this constant
     post_load_weights(model)  # some models compute further tensors from their weights
     with spans.span("verify weights", "weight_sync"):
         wrong = _wrong_chunks(session, parameters)

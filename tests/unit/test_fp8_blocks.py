@@ -141,7 +141,8 @@ def reader_of(rank, shards, layout, tensors):
 def quantized_parameter(param):
     """Quantize a parameter of an unquantized engine, as SGLang would. An MoE parameter has a matrix for each expert."""
     experts = [quantize_blocks(matrix.bfloat16()) for matrix in param.reshape(-1, *param.shape[-2:])]
-    values, scales = (torch.stack(parts) for parts in zip(*experts, strict=True))
+    values = torch.stack([values.view(torch.uint8) for values, _ in experts]).view(torch.float8_e4m3fn)
+    scales = torch.stack([scales for _, scales in experts])
     return values.view(param.shape), scales.view(*param.shape[:-2], *scales.shape[-2:])
 
 
