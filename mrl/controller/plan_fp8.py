@@ -16,7 +16,7 @@ MODEL_KEYS = {"load_format", "json_model_override_args"}
 """Arguments with which an engine gets block scales; see `block_fp8_args`."""
 KERNEL_KEYS = ("fp8_gemm_runner_backend", "moe_runner_backend")
 """Arguments of SGLang that choose kernels for matrices in FP8."""
-_INDEX = re.compile(r"\d+")  # index of a layer or expert in the name of a parameter
+_INDEX = re.compile(r"\.\d+\.")  # index of a layer or expert in the name of a parameter
 
 
 def is_fp8(config: Config) -> bool:
@@ -43,7 +43,7 @@ def check_fp8_engines(config: Config, layout: EngineLayout, dims: ParallelDims) 
                 f"sglang.{name}={sglang[name]}: its kernels reorder weights, which {prefix} forbids; use triton."
             )
     # Layers and experts have equal shapes, so one row of each kind is checked.
-    rows = {_INDEX.sub("#", row.megatron): row for row in layout.rows}.values()
+    rows = {_INDEX.sub(".#.", row.megatron): row for row in layout.rows}.values()
     scale_shards(trainer_shards(rows, layout.sizes, dims, lambda _: 0), rows, layout.sizes)
 
 
