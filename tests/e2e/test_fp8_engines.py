@@ -36,7 +36,7 @@ def make_model(folder: Path, seed: int):
         num_hidden_layers=2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        initializer_range=0.1,
+        initializer_range=0.05,
         eos_token_id=2,
         bos_token_id=1,
         pad_token_id=0,
