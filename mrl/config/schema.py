@@ -495,7 +495,5 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    sglang: Node = key(
-        dict, "Arguments of the SGLang servers: any field of ServerArgs. quantization=fp8: see docs/how_to/fp8.md."
-    )
+    sglang: Node = key(dict, "Arguments of the SGLang servers: any field of ServerArgs (FP8: docs/how_to/fp8.md).")
     megatron: Node = key(dict, "Model settings of Megatron-Core: any field of TransformerConfig.")
