@@ -4,15 +4,13 @@ Each function `measure_*` is a section of `mrl bench gpu` (see mrl.bench.section
 `parallel.device.patch_megatron_for_cpu` must run before the import.
 """
 
-import gc
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,7 @@ from mrl.planner.trainer_memory import TrainerSettings, trainer_memory
 from mrl.workers.actor_critic import MegatronActor
 from mrl.workers.dp_partition import Packing, StepPartition, partition_step
 from parallel import collectives, groups
-from parallel.device import capabilities, has_cuda, release_cached_memory, set_threads, synchronize
+from parallel.device import capabilities, has_cuda, set_threads, synchronize
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
@@ -153,20 +151,19 @@ def measure_step(job: SectionJob) -> None:
 
 
 def measure_long_responses(job: SectionJob) -> None:
-    """Section long: measure updates of a small model on one long response, without and with recomputed activations."""
+    """Section long: measure updates of a small model on one long response.
+
+    Some activations are recomputed, because otherwise the longest response does not fit on a card of 80 GB. The process builds
+    only this model: torch cannot free a model that Megatron's DistributedDataParallel has wrapped.
+    """
     start_one_rank()
     model, config, lengths = LONG_RESPONSES[job.spec.size]
     recomputed = dict(recompute_granularity="selective", recompute_modules=RECOMPUTED_MODULES)
-    for recompute, overrides in (("", {}), (f", recomputes {' and '.join(RECOMPUTED_MODULES)}", recomputed)):
-        actor = build_actor(job, config, overrides, share_prompts=False)
-        for tokens in lengths:
-            name = f"{model}: one response of {tokens} tokens{recompute}"
-            with job.case(name):
-                job.row(name, *_long_response(job, actor, config, tokens))
-            release_cached_memory()
-        del actor
-        gc.collect()  # a model refers to itself, so its memory is freed only by the garbage collector
-        release_cached_memory()
+    actor = build_actor(job, config, recomputed, share_prompts=False)
+    for tokens in lengths:
+        name = f"{model}: one response of {tokens} tokens, recomputes {' and '.join(RECOMPUTED_MODULES)}"
+        with job.case(name):
+            job.row(name, *_long_response(job, actor, config, tokens))
 
 
 def _long_response(job: SectionJob, actor: MegatronActor, config: dict[str, Any], tokens: int) -> list[Value]:
@@ -244,7 +241,7 @@ def _first_rows(rows: NDArray[np.int64], plan: StepPartition) -> NDArray[np.int6
 def build_actor(
     job: SectionJob,
     config: dict[str, Any],
-    overrides: Mapping[str, Any] = MappingProxyType({}),
+    overrides: dict[str, Any] | None = None,
     share_prompts: bool = True,
 ) -> MegatronActor:
     """Build an actor with random weights. `overrides`: fields of Megatron's TransformerConfig.
@@ -262,9 +259,8 @@ def build_actor(
     with (folder / "model.safetensors").open("wb") as file:
         file.write(prefix)
         file.truncate(max(entry.start + entry.nbytes for entry in entries.values()))
-    optimizer, fields = OptimConfig(lr=LR), dict(overrides)
-    spec = ModelSpec(str(folder), ALONE, str(dtype).removeprefix("torch."), optimizer, fields, share_prompts)
-    actor = MegatronActor(spec)
+    dtype_name, optimizer = str(dtype).removeprefix("torch."), OptimConfig(lr=LR)
+    actor = MegatronActor(ModelSpec(str(folder), ALONE, dtype_name, optimizer, overrides or {}, share_prompts))
     with torch.no_grad():
         for chunk in actor.chunks:
             for param in chunk.module.parameters():
