@@ -1,8 +1,8 @@
-"""Three descriptions of a model.
+"""Dataclasses that describe models: Architecture, Family and ModelSpec.
 
-An Architecture is the translated content of one config. A Family describes how the configs and weights of one Hugging Face
-architecture are converted. A ModelSpec has all settings from which a worker group builds a model. This module does not import
-Megatron, so the driver can use it.
+An Architecture is the content of one Hugging Face config, translated to Megatron's fields. A Family says how the
+configs and weights of one Hugging Face architecture are converted. A ModelSpec has all settings from which a worker
+group builds a model. This module does not import Megatron, so the driver can use it.
 """
 
 import json

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention of Megatron's layers, for packs. For each token, it computes softmax(scale * q k^T) v.
+    """Core attention of Megatron's layers, for packs: softmax(scale * q k^T) v for each token with the query q.
 
     k and v are the keys and values of the tokens to which the token attends.
     """

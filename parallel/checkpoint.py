@@ -44,7 +44,7 @@ _NUM_STEPS_KEY = "optimizer_steps"  # a checkpoint stores under this key how man
 _OPTIMIZER_PREFIX = "optimizer.state."  # in a checkpoint, every key of optimizer state starts with this prefix
 _EXTRA_STATE = "_extra_state"  # Transformer Engine's layers store FP8 statistics and recipes under keys with this part
 _TRACKER_PREFIX = "tracked."  # in an RNG file, the name of each state of Megatron's RNG tracker starts with this prefix
-_MAX_VOCAB_PADDING = 1024  # a stored vocabulary may have fewer than this number of rows more than the model
+_MAX_VOCAB_PADDING = 1024  # a stored vocabulary must have fewer than this many rows beyond those of the model
 
 
 def begin_save(

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in three steps: all ranks plan the files, each rank writes its files, all ranks complete the checkpoint.
+"""Writes a checkpoint: all ranks plan the files, each rank writes its files, and rank 0 completes the checkpoint.
 
 In an asynchronous save, a forked child process writes the files of a rank while the rank continues to train.
 """

@@ -19,7 +19,7 @@ from parallel import groups
 
 
 class PackedRouter(TopKRouter):
-    """Megatron's router, which weights the load-balancing loss by the number of real tokens in the whole pack.
+    """Router whose load-balancing loss is weighted by the number of real tokens in the whole pack, without padding.
 
     Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, the product is wrong for one of two
     reasons: the count is already the sum over all ranks, because Megatron has all-reduced it in place, or the ranks have

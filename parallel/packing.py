@@ -48,10 +48,10 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class ChunkBounds:
-    """Positions at which the chunks of a pack begin, as attention kernels for sequences of variable length expect them.
+    """Cumulative numbers of queries and keys of the chunks of a pack (cu_seqlens), for varlen attention kernels.
 
-    Chunk i consists of the queries `queries[i]` to `queries[i + 1]` and of the keys `keys[i]` to `keys[i + 1]`, in the order in
-    which the attention calls read them.
+    Chunk i has the queries `queries[i]` to `queries[i + 1] - 1` and the keys `keys[i]` to `keys[i + 1] - 1`, in the
+    order in which the attention calls read them.
     """
 
     queries: Tensor  # [chunks + 1] int32, on the device

@@ -1,4 +1,4 @@
-"""Records spans: pieces of work of a process, with start and duration. Each process writes its spans to a file of its own.
+"""Records spans: pieces of work with start and duration. Each process writes its spans to a file of its own.
 
     with span("optimizer step"):
         ...
@@ -6,7 +6,7 @@
 Before `start` or `annotate` is called, `span` costs almost nothing: it only tests one variable. If the file cannot be written,
 one warning is logged and the recording ends. Spans are never sent to another process. A file has JSON lines: a header for each
 process that wrote to the file, the spans, and a line whenever a process begins a step again. The module assumes that the clocks
-of all machines are synchronised.
+of all machines are synchronized.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Converts a GGUF file, the format of llama.cpp, to a Hugging Face folder. Quantised weights are de-quantised."""
+"""Converts a GGUF file, the format of llama.cpp, to a Hugging Face folder. Quantized weights are dequantized."""
 
 from pathlib import Path
 from typing import Any

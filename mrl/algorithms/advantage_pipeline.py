@@ -36,8 +36,8 @@ class AdvantagePipeline:
 
     A column [R] has one number for each of the R sampled tokens.
 
-    The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens the advantages, and computes the extra
-    columns. A response without sampled tokens is ignored, also in the mean reward of its group.
+    The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens them if `whiten` is set, and
+    computes the extra columns. A response without sampled tokens is ignored, also in the mean reward of its group.
 
     `resampling` acts after all columns are computed. Some responses then count several times in the loss, and responses that
     count 0 times are rejected.
@@ -57,7 +57,7 @@ class AdvantagePipeline:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the columns that the caller must pass, and "greedy_rewards" if the advantage estimator reads them."""
+        """What the parts read: columns, "greedy_rewards", and teacher outputs, as in AlgorithmParts.needs."""
         needs = needs_of(self.advantage) | needs_of(self.loss)
         return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
 
@@ -68,7 +68,7 @@ class AdvantagePipeline:
 
         Args:
             scored: responses and rewards.
-            columns: a column [R] for each name in `needs`.
+            columns: name -> column [R], for each column in `needs`.
             kl_coef: coefficient of the KL penalty in the reward.
             seed: random seed for the extra columns of losses that select tokens at random, and for the resampling.
         """

@@ -27,8 +27,8 @@ class Advantage(Protocol):
 
     - `needs`: the inputs that the estimator reads: columns (see mrl.algorithms.parts.COLUMNS), and greedy_rewards. By
       default the set is empty.
-    - `uses_token_rewards`: whether the estimator reads `rewards` or `token_rewards`. Both contain the KL penalty of
-      algorithm.kl_in_reward. By default this is true.
+    - `uses_token_rewards`: true if the estimator reads `rewards` or `token_rewards`, from which the KL penalty of
+      algorithm.kl_in_reward is subtracted. By default this is true.
     - `group_relative`: whether the advantage of a response is always 0 if it is the only response to its prompt. By
       default this is false.
     """
@@ -298,7 +298,7 @@ class GDPO:
 
 @dataclass(frozen=True)
 class GAE:
-    """Generalised advantage estimation with a critic (Schulman et al. 2015, eq. 16).
+    """Generalized advantage estimation with a critic (Schulman et al. 2015, eq. 16).
 
     The advantage of token t is the sum over l of (gamma lam)^l delta[t + l], where
     delta[t] = r[t] + gamma V[t + 1] - V[t], and V = 0 after the last token. The index t counts only sampled tokens: in a

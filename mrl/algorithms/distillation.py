@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 TEACHER_HIDDEN, TEACHER_TOP_K = "teacher_hidden", "teacher_top_k"
 TEACHER_OUTPUTS = frozenset({TEACHER_HIDDEN, TEACHER_TOP_K})
-"""Outputs of teachers, which a loss may name in `needs` in addition to columns. Each teacher computes them for its prompts.
+"""Outputs of teachers. A loss may name them in `needs`. Each teacher computes them for its own prompts.
 
     teacher_hidden  final hidden states, from which the trainer ranks compute the distribution over the whole vocabulary
     teacher_top_k   ids and log-probabilities of the k most probable tokens
@@ -40,7 +40,7 @@ DIVERGENCE_OUTPUTS = ("divergence", "teacher_mass", "policy_mass")
 
 @dataclass(frozen=True)
 class Distillation(PolicyLoss):
-    """coef * D(teacher, policy) at each sampled token, plus the loss `policy` if it is given.
+    """Distillation loss: coef * D(teacher, policy) at each sampled token, plus the loss `policy` if it is given.
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).

@@ -1,4 +1,4 @@
-"""Functions that choose by reward on which responses a step trains: filters of groups, and resampling of responses.
+"""Choice of the responses on which a step trains, by their rewards: filters of groups, and resampling of responses.
 
 The rollout worker samples responses to a new prompt in place of each group that a filter rejects. docs/concepts/algorithms.md
 lists the papers. mrl.core.types explains the letters of array dimensions, such as B and G.

@@ -167,7 +167,7 @@ class LossInputs:
 
 
 def needs_of(part: object) -> frozenset[str]:
-    """Return the names of the columns that a part of an algorithm reads: its attribute `needs` (default: no names).
+    """Return the attribute `needs` of a part of an algorithm: names of the columns that it reads (default: no names).
 
     Raises ValueError if `needs` is a text in place of a set of names.
     """

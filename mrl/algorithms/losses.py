@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 class Loss(Protocol):
     """Interface of a policy loss. `algorithm.loss._target_` may name any callable of this form.
 
-    The class PolicyLoss has defaults for all attributes of this interface. A function without these attributes is not
-    `zero_without_advantage`, does not use the entropy, needs no columns, and has no extra columns.
+    The class PolicyLoss has defaults for all attributes of this interface. A function without these attributes needs
+    no columns and has no extra columns. The entropy has no gradient, and responses with advantage 0 are not skipped.
     """
 
     @property
@@ -170,9 +170,9 @@ DIVERGENCES = ("tv", "kl")
 class DPPO(PolicyLoss):
     """Policy gradient with a trust region: -sg(min(r, max_ratio)) A log pi inside it, 0 outside (Qi et al. 2026).
 
-    A token is outside if A > 0, pi > pi_old and D > delta_high, or if A <= 0, pi < pi_old and D > delta_low. D is a divergence
-    between two distributions of the event "this token is sampled", whose probability is pi_old before the training step and
-    pi now. `divergence` selects D:
+    A token is outside the trust region if A > 0, pi > pi_old and D > delta_high, or if A <= 0, pi < pi_old and
+    D > delta_low. D is a divergence between two Bernoulli distributions, whose parameters are the probabilities of the
+    token: pi_old before the training step, and pi now. `divergence` selects D:
 
         tv  total variation, |pi - pi_old|
         kl  KL(old || new) = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
@@ -269,7 +269,7 @@ def _indicator(size: int, selected: np.ndarray) -> Column:
 
 @dataclass(frozen=True)
 class ClipCov(PolicyLoss):
-    """Loss -r A, but 0 for randomly selected tokens whose covariance is in (low, high) (Cui et al. 2025, eq. 11).
+    """Loss -r A, and 0 for randomly selected tokens with a covariance in (low, high) (Cui et al. 2025, eq. 11).
 
     The number of selected tokens is `fraction` times the number of all tokens.
 

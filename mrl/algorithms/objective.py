@@ -76,8 +76,9 @@ class Objective:
 
     A token for which the engine reported NaN has policy loss 0 if the objective uses the engine's log-probabilities: as old
     log-probabilities, in a correction, or because the policy loss names `rollout_logprobs` in `needs`. The policy loss and the
-    correction get the old log-probability of such a token in place of NaN, so its ratio counts as 1 in products and means over
-    its response. The metric `mismatch/nan_tokens` counts these tokens.
+    correction get the old log-probability of such a token in place of NaN, or the current log-probability with
+    `rollout_logprobs_as_old`. So the ratio of the token counts as 1 in products and means over its response. The metric
+    `mismatch/nan_tokens` counts these tokens.
     """
 
     policy: Loss

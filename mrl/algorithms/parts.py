@@ -43,7 +43,7 @@ All distributions are softmax(logits / rollout.temperature)."""
 
 
 MEASURED = {"kl_reward": "policy/kl_reward", "kl_loss": "policy/kl_ref", "entropy": "policy/entropy_mean"}
-"""Name of a term of the reward or of the loss -> name of the metric to which its coefficient adapts."""
+"""Name of a term of the reward or of the loss -> metric that an adaptive coefficient of the term brings to a target."""
 COEF_METRICS = {
     "kl_reward": "policy/kl_coef_reward",
     "kl_loss": "policy/kl_coef_loss",
@@ -81,7 +81,7 @@ class AlgorithmParts:
     objective: Objective
     advantage_pipeline: AdvantagePipeline
     rollout_filter: Filter | None  # decides which groups are trained; None: all groups are trained
-    needs: frozenset[str]  # what the parts read: names of columns, and "greedy_rewards"
+    needs: frozenset[str]  # what the parts read: names of columns, "greedy_rewards", and names in TEACHER_OUTPUTS
     terms: dict[str, Term]  # the configured terms that have a coefficient; possible keys: kl_reward, kl_loss, entropy
     weighting: TokenWeighting  # computes the weight of each token in the loss
     value_loss: ValueLossFunction  # loss of the critic, if the run has one
@@ -136,7 +136,7 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
 
 
 def _check_needs(needs: frozenset[str], advantage: Advantage, columns: frozenset[str]) -> None:
-    """Raise ValueError if the algorithm needs another column than `columns`, or if the critic would learn nothing."""
+    """Raise ValueError if the algorithm needs a column outside `columns`, or a critic that gets no returns."""
     if unknown := needs - columns - {"greedy_rewards"}:
         if names := sorted(name.removesuffix("_logprobs") for name in unknown if name.endswith("_logprobs")):
             raise ValueError(
@@ -181,7 +181,7 @@ def _check_role_columns(config: Config, needs: frozenset[str]) -> None:
 
 
 def _check_distillation(config: Config, objective: Objective, needs: frozenset[str]) -> None:
-    """Raise ValueError if the algorithm reads outputs of a teacher that nothing computes."""
+    """Raise ValueError if the algorithm reads teacher outputs that no model computes, or that its loss cannot read."""
     if not (outputs := needs & TEACHER_OUTPUTS):
         return
     if not teachers_of(config):
@@ -302,7 +302,7 @@ class Coefficients:
                 self.measured[name] = measured
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficients, and the measured values to which they adapt, for a checkpoint."""
+        """Return the coefficients and the last measured values, for a checkpoint."""
         return dict(values=dict(self.values), measured=dict(self.measured))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

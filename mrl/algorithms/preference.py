@@ -179,7 +179,9 @@ class Hinge(PairLoss):
 
 @dataclass(frozen=True)
 class SimPO(PairLoss):
-    """-log sigma(beta log pi(y_w) / |y_w| - beta log pi(y_l) / |y_l| - gamma), without a reference (Meng et al. 2024, eq. 6).
+    """Simple preference optimization, without a reference (Meng et al. 2024, eq. 6).
+
+    The loss of a pair is -log sigma(beta log pi(y_w) / |y_w| - beta log pi(y_l) / |y_l| - gamma).
 
     Raises ValueError for a `beta` of 0 or less.
     """
@@ -245,7 +247,7 @@ class KTO(PolicyLoss):
     beta: float = 0.1  # a larger beta keeps the policy closer to the reference
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    reference_point: float = 0.0  # z in nats; the training sets it for every mini-batch
+    reference_point: float = 0.0  # z in nats; supervised training sets it for every mini-batch
 
     def __post_init__(self) -> None:
         check_positive(self, "beta")
@@ -287,7 +289,7 @@ class ScoreLoss:
 
 @dataclass(frozen=True)
 class BradleyTerry(ScoreLoss):
-    """-log sigma(s(y_w) - s(y_l) - margin) for the scores s of a reward model (Ouyang et al. 2022, eq. 1).
+    """Loss of a reward model with scores s: -log sigma(s(y_w) - s(y_l) - margin) (Ouyang et al. 2022, eq. 1).
 
     The margin of a pair is the column `margin` of its row, and 0 without this column (Touvron et al. 2023, Llama 2, eq. 2).
     `center_coef` (s(y_w) + s(y_l))^2 is added, so that scores stay near 0 (Eisenstein et al. 2023).

@@ -65,7 +65,7 @@ class GSPOToken(PolicyLoss):
 
 @dataclass(frozen=True)
 class GMPO(PolicyLoss):
-    """-A times the geometric mean of the clipped token ratios of a response (Zhao et al. 2025, eq. 4).
+    """Loss -A times the geometric mean of the clipped token ratios of a response (Zhao et al. 2025, eq. 4).
 
     log r is clipped to [-clip_low, clip_high]. With the defaults, r is clipped to [e^-0.4, e^0.4], as in the paper. If A > 0,
     only the upper bound is used; if A < 0, only the lower bound is used. All tokens of a response should have the
@@ -91,7 +91,7 @@ class OPMD(PolicyLoss):
     Let D = log(pi(y) / pi_old(y)). Then (A - tau D)^2 / (2 tau) = A^2 / (2 tau) - A D + tau D^2 / 2. The first term is
     constant. The other two terms have the gradient of the paper, -(A - tau D) grad log pi(y) (eq. 3).
 
-    The loss of a token is -A log r + tau D^2 / (2 |y|). Its sum over a response is the loss of the response. With
+    The loss of a token is -A log r + tau D^2 / (2 |y|). The sum over a response is the loss of the response. With
     `algorithm.aggregation=fixed_length`, this sum is multiplied by the same constant for all responses. With
     sequence_mean, the sum is also divided by |y|.
 

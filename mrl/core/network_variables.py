@@ -13,7 +13,7 @@ INTERFACE_VARIABLES = {"NCCL": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME
 """Library -> the variable that names its network interfaces. On different hosts, interfaces may have different names."""
 
 LOOPBACK = "lo"
-"""Value of INTERFACE_VARIABLES in a run that starts Ray on this machine: its processes are all on one host."""
+"""Default of INTERFACE_VARIABLES in a run that starts Ray on this machine: all processes of the run are on one host."""
 
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:

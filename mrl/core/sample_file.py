@@ -57,7 +57,7 @@ class TextSample:
         return [None if a is None or b is None else a - b for a, b in pairs]
 
     def text(self, response: str | None = None) -> str:
-        """Return the sample as text for the terminal. `response` replaces the text of the response, for example with colours."""
+        """Return the sample as text for the terminal. `response` replaces the response, for example with colors."""
         notes = [f"row {self.row}", f"{self.num_tokens} sampled tokens"]
         if self.truncated:
             notes.append("truncated (the limit also counts tool results)" if self.turns else "truncated")
@@ -98,7 +98,7 @@ def shortened(text: str) -> str:
 def spread(rewards: Sequence[float], count: int) -> list[int]:
     """Return the indices of `count` responses whose rewards cover the whole range, best first.
 
-    The best and the worst response are always among them. Responses with equal rewards keep their order.
+    With a `count` of 2 or more, the best and the worst are among them. Responses with equal rewards keep their order.
     """
     order = sorted(range(len(rewards)), key=lambda index: (-rewards[index], index))
     if count >= len(order):

@@ -1,4 +1,4 @@
-"""The end of a run, and its deadline.
+"""Ends the processes of a run, and limits the time that this may take.
 
 The processes of a run end in this order:
 
@@ -55,7 +55,7 @@ def call_before_exit(function: Callable[[], None]) -> None:
 def shutdown_deadline(what: str, since: float) -> Iterator[None]:
     """Limit the time in which the body ends processes. `what` is the text that names these processes in messages.
 
-    A process of Ray that is stopped or hangs can block calls of Ray for ever. So a thread logs every NOTICE_S seconds which
+    A process of Ray that is stopped or hangs can block calls of Ray forever. So a thread logs every NOTICE_S seconds which
     processes still run. After TIMEOUT_S seconds, the thread ends the descendants that this process started after `since`, a value
     of time.time(). Calls that wait for these processes then return. If the body continues for another EXIT_S seconds, this
     process exits. The exception that was being handled when the context began determines the exit status.
@@ -91,8 +91,8 @@ def _watch(finished: threading.Event, what: str, since: float, reason: BaseExcep
 def _exit(reason: BaseException | None) -> NoReturn:
     """End this process at once. `reason` is the exception that ends the run, None for a run that is finished.
 
-    After a success or a failed start, the function of `call_before_exit` is not called, because the supervisor then starts the
-    command again. The second process prints the result of a finished run.
+    If the run is finished or its start failed, this does not call the function of `call_before_exit`, because the
+    supervisor then starts the command again. The second process prints the result of a finished run.
     """
     sys.stdout.flush()
     if reason is not None and not isinstance(reason, StartupLostError):

@@ -154,7 +154,10 @@ class TokenBlock:
         )
 
     def save(self, path: Path, **extra: NDArray) -> None:
-        """Write the block and the `extra` arrays to one .npz file, without pickle. `path` appears when the file is complete."""
+        """Write the block, except `teachers`, and the arrays `extra` to one .npz file, without pickle.
+
+        `path` appears when the file is complete.
+        """
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         columns = {f"{_COLUMN_PREFIX}{name}": column for name, column in self.columns.items()}
         with atomic_file(path) as partial, partial.open("wb") as file:

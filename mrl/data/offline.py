@@ -22,7 +22,7 @@ class OfflineRow(NamedTuple):
 
     number: int  # row number in the file, from 0
     prompt: list[int]  # token ids
-    response: list[int]  # token ids, with the end-of-sequence token
+    response: list[int]  # token ids; if the file has a text, with the end-of-sequence token
     reward: float
     # Log-probability of each response token under the policy that sampled it; None: unknown
     logprobs: list[float] | None

@@ -1,12 +1,13 @@
 """Rows with preferences: pairs of a chosen and a rejected response, or single responses with a label.
 
-Pairs have the columns `prompt`, `chosen` and `rejected`, and optionally `margin`. Without `prompt`, the common beginning of
-`chosen` and `rejected` is the prompt. Labelled rows have the columns `prompt`, `completion` and `label`. Both forms are those
-of TRL. Prompts and responses are texts or messages, as in a supervised row (mrl.data.supervised_dataset).
+Pairs have the columns `prompt`, `chosen` and `rejected`, and optionally `margin`. Without `prompt`, the common beginning
+of `chosen` and `rejected` is the prompt. Rows with labels have the columns `prompt`, `completion` and `label`. TRL has
+the same two forms. Prompts and responses are texts or messages, as in a supervised row (mrl.data.supervised_dataset).
 
-A reward model reads the whole conversation, as the chat template renders it. The score is the output at the last token. The data
-set appends an end-of-sequence token, the end mark, to each conversation. The end mark is the only token in the loss. A critic
-computes the value of a token from the token before it. So the value of the end mark comes from the conversation's last token.
+A reward model reads the whole conversation, as the chat template renders it. The score is the output at the last token
+of the conversation. A reward model is trained like a critic, which computes the value of a token from the token before
+it. Therefore the data set appends an end-of-sequence token, the end mark, to each conversation. The end mark is the
+only token in the loss, and its value is the score.
 """
 
 import math
@@ -23,7 +24,7 @@ from mrl.data.tokenizer import ChatTemplate, Messages, encode_messages, encode_t
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """A checked row: a pair (chosen, rejected) or one labelled response."""
+    """A checked row: a pair (chosen, rejected), or one response with a label."""
 
     number: int  # row number in the file
     prompt: Messages

@@ -1,4 +1,4 @@
-"""Prompt data sets for RL: rows that are checked and tokenised, and an endless stream that draws rows."""
+"""Prompt data sets for RL: rows that are checked and tokenized, and an endless stream that draws rows."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from mrl.data.samplers import MixtureSource, PromptHistory, PromptTable, Sampler
 from mrl.data.sources import PromptSource
 from mrl.data.tokenizer import ChatTemplate, Messages
 
-CHUNK = 4096  # number of prompts that are tokenised at once; this limits the memory of the tokenizer library
+CHUNK = 4096  # number of prompts that are tokenized at once; this limits the memory of the tokenizer library
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PromptDataset:
     def load(
         cls, sources: Sequence[PromptSource], model_path: str | Path, constraints: PromptConstraints
     ) -> "PromptDataset":
-        """Read and tokenise every row of every source.
+        """Read and tokenize every row of every source.
 
         Bad and overlong rows are omitted, and listed in `report`. Call `enforce_row_policies` to check whether the config
         allows such rows.

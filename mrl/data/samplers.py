@@ -220,7 +220,7 @@ history of rewards for the sampler.
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Chooses sources in proportion to their weights. Draws each row of a source once per epoch. The default sampler.
+    """The default sampler. It draws each row of a source once per epoch, and sources in proportion to their weights.
 
     If a source has the fraction w of the total weight of all sources, it contributes on average `w * n` of the first n rows, and
     always fewer than `w * n + 1`. Each source has its own epochs. The order of rows within an epoch depends only on the seed, the
@@ -261,7 +261,7 @@ class Curriculum:
 
     The rows are sorted by `column` and cut into `stages` parts of equal size. A run passes `epochs_per_stage` times over the
     first part, then over the second part, and so on. After the last part it passes over all rows. Each pass has a new random
-    order. Weights of data.mixture have no meaning here, and are refused.
+    order. The sources of data.mixture must have equal weights, because the rows of all sources are sorted together.
     """
 
     uses_rewards: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Reads from the config where prompts come from: files, weighted mixtures, held-out sets, or user-defined data sets."""
+"""Builds the sources of prompts from the config: files, weighted mixtures, held-out sets, or user-defined data sets."""
 
 import difflib
 import math

@@ -1,4 +1,4 @@
-"""`mrl evaluate`: scores and summarises responses of `mrl generate` or of another tool, and writes the report files."""
+"""`mrl evaluate`: scores and summarizes responses of `mrl generate` or of another tool, and writes the report files."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ class Evaluation:
 
 
 def evaluate(folder: Path, config: Config) -> Evaluation:
-    """Summarise the responses in the output folder of `mrl generate`, or in files of another tool.
+    """Summarize the responses in the output folder of `mrl generate`, or in files of another tool.
 
     The responses are scored first if they have no scores or if evaluate.rescore is set.
 
@@ -171,9 +171,9 @@ def draw_pass_at_k(
     title: str,
     confidence: float,
 ) -> None:
-    """Write a PNG of pass@k (solid) and maj@k (dashed) over k, one colour per summary, with confidence bands.
+    """Write a PNG of pass@k (solid) and maj@k (dashed) over k, one color per summary, with confidence bands.
 
-    `earlier`: summaries of the earlier evaluation in a comparison. Their pass@k is dotted, in the same colours.
+    `earlier`: summaries of the earlier evaluation in a comparison. Their pass@k is dotted, in the same colors.
     """
     figure, axes = _new_figure(title)
     for index, summary in enumerate(summaries):

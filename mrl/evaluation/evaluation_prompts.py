@@ -36,7 +36,7 @@ class EvaluationPrompt:
     file: str  # name of the data file in the config
     file_number: int  # index of the data file among all held-out data files, from 0
     row: int  # index of the row in the data file, from 0; omitted rows count, too
-    data_source: str  # results are summarised per data source
+    data_source: str  # results are summarized per data source
     messages: list[dict[str, str]]
     tokens: list[int]  # the messages, rendered by the chat template and tokenized
     ground_truth: Any

@@ -1,4 +1,4 @@
-"""Summarises scored responses: pass@k, maj@k and mean score with confidence intervals, per data source and overall."""
+"""Summarizes scored responses: pass@k, maj@k and mean score with confidence intervals, per data source and overall."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ class ResponseColumns(Columns):
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of the files of one tool."""
+    """The columns of the response files that one tool writes."""
 
     tool: str
     marks: frozenset[str]  # a file has this layout if it has these columns

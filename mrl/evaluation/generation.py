@@ -79,7 +79,7 @@ def generate(
 class RequestDispatcher:
     """Distributes requests over engines, with a limit on the responses that each engine samples at the same time.
 
-    Each HTTP request goes to the engine with the fewest pending responses.
+    Each HTTP request goes to the engine with the least expected work (see EnginePool).
     """
 
     def __init__(self, watcher: EngineWatcher, in_flight: int) -> None:

@@ -192,10 +192,10 @@ def response_schema() -> Any:
             ("file_number", pa.int32()),  # index of the data file among all held-out data files, from 0
             ("row", pa.int64()),  # index of the prompt's row in the data file, from 0
             ("sample", pa.int32()),  # index of the response among the responses to its prompt, from 0
-            ("data_source", pa.string()),  # results are summarised per data source
+            ("data_source", pa.string()),  # results are summarized per data source
             ("prompt", pa.list_(message)),
             ("response", pa.string()),  # without special tokens
-            ("token_ids", pa.list_(pa.int32())),  # with the end-of-sequence token
+            ("token_ids", pa.list_(pa.int32())),  # with the end-of-sequence token, unless the response is truncated
             ("num_tokens", pa.int32()),
             ("logprobs", pa.list_(pa.float32())),  # null if generate.logprobs is false
             ("finish_reason", pa.string()),  # "length" if the token limit truncated the response, otherwise "stop"
