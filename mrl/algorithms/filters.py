@@ -104,7 +104,7 @@ class RewardRange:
 
 
 class Resampling(Protocol):
-    """Interface of a resampling. `algorithm.resampling._target_` may name any callable of this form."""
+    """Interface of a function that resamples responses. `algorithm.resampling._target_` may name any such callable."""
 
     def __call__(
         self, rewards: NDArray[np.float64], groups: NDArray[np.int64], rng: np.random.Generator

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
     from torch import Tensor
 
 PAIRS, LABELS = "pairs", "labels"
-"""Form of the rows on which a loss trains: prompt, chosen and rejected response, or prompt, response and label (good or bad)."""
+"""Forms of rows: a prompt with a chosen and a rejected response, or a prompt with a response and a label (good or bad)."""
 LARGEST_MEAN_LOGPROB = -1e-6  # upper bound of the mean log-probability in ORPO, because the odds are infinite at 0
 
 

@@ -423,7 +423,7 @@ class SupervisedRows:
 class RankBatch:
     """The rows on which one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    # Indices of the rows of each micro-batch. If another replica has more micro-batches, empty micro-batches are added
+    # Indices of the rows of each micro-batch. With ParallelDims.lockstep or vpp > 1, empty micro-batches may be added
     micro_batches: tuple[NDArray[np.int64], ...]
     weights: NDArray[np.float64]  # [B] token weight in the loss; all tokens of a row have the same token weight
     # [B] index of the prompt; for rows with the same index, the prompt is computed once. None: it is computed for every row
