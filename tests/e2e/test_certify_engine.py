@@ -346,7 +346,7 @@ FAULTS: dict[str, dict[Fault, tuple[str, str, str]]] = {
         shifted_positions: ("layer 0, rotated query", "RoPE positions", "the trainer's 1"),
         no_q_norm: ("layer 1, normed query", "q norm", "the trainer applies no norm"),
         no_k_norm: ("layer 0, normed key", "k norm", "the trainer applies no norm"),
-        other_scale: ("layer 1, attention", "attention scale", "by 0.25, the trainer by 0.353553"),
+        other_scale: ("layer 1, attention", "attention scale", "by 0.25, the trainer by 0.3536"),
         other_epsilon: (
             "layer 0, attention norm",
             "epsilon of the attention norm",

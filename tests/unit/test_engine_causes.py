@@ -155,7 +155,7 @@ FAULTS: dict[str, tuple[Toy, str, str, str]] = {
         "bias",
         "the trainer does not add model.layers.0.self_attn.q_proj.bias",
     ),
-    "attention scale": (Toy(scale=1 / D), "layer 0, attention", "attention scale", "by 0.353553, the trainer by 0.125"),
+    "attention scale": (Toy(scale=1 / D), "layer 0, attention", "attention scale", "by 0.3536, the trainer by 0.125"),
     "key/value groups": (Toy(tiled=True), "layer 0, attention", "grouping of key/value heads", "in consecutive groups"),
     "activation": (
         Toy(activation="gelu(gate) * up"),
@@ -209,6 +209,18 @@ def test_the_cause_of_a_fault_is_named_with_its_layer(name):
     found = compare(Toy().side("engine"), toy.side("trainer"))
     assert found is not None
     assert (found[0], found[1].part) == (place, part) and text in found[1].text, found
+
+
+@pytest.mark.parametrize("size", [0.03, 0.1, 1.0])
+def test_the_scales_of_small_scores_are_printed_exactly(size):
+    """The tensors are in float32, so the fit of the scales is not exact."""
+    names = ("q_norm", "k_norm")
+    small = changed(**{f"self_attn__{name}__weight": size * weight(f"self_attn.{name}.weight") for name in names})
+    sides = [Toy(small).side("engine"), Toy(small, scale=1 / D).side("trainer")]
+    for side in sides:
+        side.places.update({place: tensor.astype(np.float32) for place, tensor in side.places.items()})
+    found = compare(*sides)
+    assert found and found[1].text == "the engine multiplies the attention scores by 0.3536, the trainer by 0.125"
 
 
 def test_the_fault_may_be_on_the_side_of_the_engine():
