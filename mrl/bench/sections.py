@@ -55,7 +55,7 @@ SECTIONS = (
     Section("attention", "attention over packs", "mrl.bench.attention:measure_attention", 0.12, megatron=True),
     Section("step", "training step", "mrl.bench.model_steps:measure_step", 0.18, megatron=True),
     Section("long", "long responses", "mrl.bench.model_steps:measure_long_responses", 0.1, megatron=True),
-    Section("sleep", "sleep and wake of the trainer", "mrl.bench.model_steps:measure_sleep", 0.1, megatron=True),
+    Section("sleep", "offload and load of the trainer", "mrl.bench.model_steps:measure_sleep", 0.1, megatron=True),
     Section("ipc", "transfer between two processes", "mrl.bench.device_rates:measure_ipc", 0.05),
     Section("hashing", "checksums", "mrl.bench.device_rates:measure_checksums", 0.05),
 )
