@@ -253,8 +253,8 @@ def test_other_settings_are_refused_and_named(configure, inputs, tmp_path):
     for key, value, shown in [
         ("generate.samples", 4, "generate.samples was 3 and is 4"),
         ("run.seed", 7, "run.seed was 0 and is 7"),
-        ("reward._target_", "mrl.rewards.rule_based.GSM8K", "reward="),
-        ("data.test", [str(inputs / "few.parquet")], "data.test="),
+        ("reward._target_", "mrl.rewards.rule_based.GSM8K", "reward was"),
+        ("data.test", [str(inputs / "few.parquet")], "data.test was"),
     ]:
         with pytest.raises(ValueError, match=re.escape(shown)):
             plan_generation(configure(**{key: value}))
