@@ -96,7 +96,7 @@ class HFConfig:
         value = next(iter(values.values()))
         if any(other != value for other in values.values()):
             shown = ", ".join(f"{name}={other!r}" for name, other in values.items())
-            raise ValueError(f"{self.path}: {shown} are spellings of the same field but differ; remove one.")
+            raise ValueError(f"{self.path}: {shown} are names of one field, but their values differ; remove one.")
         return value
 
     def expect(self, **values: Any) -> None:

@@ -128,7 +128,7 @@ def _varlen_kernel() -> Callable[..., Any]:
         try:
             activate_flash_attention_impl("FA3")
         except (ImportError, OSError, RuntimeError) as error:
-            logger.warning("FlashAttention-3 is installed but cannot be used, so FlashAttention-2 is: %s", error)
+            logger.warning("FlashAttention-3 is installed but cannot be used, so FlashAttention-2 is used: %s", error)
     return varlen_attn
 
 

@@ -55,13 +55,13 @@ SECTIONS = (
     Section("attention", "attention over packs", "mrl.bench.attention:measure_attention", 0.12, megatron=True),
     Section("step", "training step", "mrl.bench.model_steps:measure_step", 0.18, megatron=True),
     Section("long", "long responses", "mrl.bench.model_steps:measure_long_responses", 0.1, megatron=True),
-    Section("sleep", "sleep and wake of the trainer", "mrl.bench.model_steps:measure_sleep", 0.1, megatron=True),
+    Section("sleep", "offload and load of the trainer", "mrl.bench.model_steps:measure_sleep", 0.1, megatron=True),
     Section("ipc", "transfer between two processes", "mrl.bench.device_rates:measure_ipc", 0.05),
     Section("hashing", "checksums", "mrl.bench.device_rates:measure_checksums", 0.05),
 )
 """All sections in the order in which they run."""
 
-USED_BY_PROGRAMS = 0.95  # fraction of the section's time after which pytest is ended
+USED_BY_PROGRAMS = 0.9  # fraction of the section's time after which pytest is interrupted
 TEST_LINE = re.compile(r"(\S*::(\S+)) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?")
 """Line that pytest prints for a test: file with name, name alone, outcome, and the reason if the test was skipped."""
 SUMMARY_LINE = re.compile(r"(?:FAILED|ERROR) \S*::(\S+) - (.*)")
@@ -211,7 +211,7 @@ class Bench:
             elif child.returncode and not result.problems:
                 result.problems.append(_end_of_process(child.returncode, log))
             if result.problems:
-                result.log = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                result.log = _without_folders(log.read_text(errors="replace"), folder).splitlines()[-LOG_LINES:]
         result.seconds = time.monotonic() - begun
         for problem in result.problems:
             self.show(f"  failed: {problem}")
@@ -270,6 +270,20 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:MAX_PROBLEM]
 
 
+def _without_folders(text: str, scratch: str) -> str:
+    """Return an output without the folders of this machine, because reports are published."""
+    folders = {
+        scratch: "SCRATCH",
+        str(PACKAGE_ROOT): ".",
+        sys.prefix: "VENV",
+        sys.base_prefix: "PYTHON",
+        str(Path.home()): "~",
+    }
+    for folder in sorted(folders, key=len, reverse=True):  # a folder before its parents
+        text = text.replace(folder + os.sep, folders[folder] + os.sep)
+    return text
+
+
 def _end_of_process(status: int, log: Path) -> str:
     """Return why a process ended, if the process reported no error itself."""
     last = log.read_text(errors="replace").strip().splitlines()[-1:]
@@ -304,13 +318,22 @@ def check_programs(job: SectionJob) -> None:
 
 
 def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
-    """Run pytest, and report each test. Before the deadline, pytest is ended; the remaining tests do not run."""
+    """Run pytest, and report each test. Before the deadline, pytest is interrupted, and the remaining tests do not run.
+
+    An interrupted pytest still prints why tests have failed.
+    """
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
     wide = os.environ | {"COLUMNS": "400"}  # so that pytest prints the whole reason of a skipped test
-    pytest = subprocess.Popen(command, cwd=PACKAGE_ROOT, stdout=subprocess.PIPE, text=True, errors="replace", env=wide)
+    pipes = dict(stdout=subprocess.PIPE, text=True, errors="replace")
+    pytest = subprocess.Popen(command, cwd=PACKAGE_ROOT, env=wide, preexec_fn=_restore_sigint, **pipes)
     assert pytest.stdout is not None, "the output is a pipe"
-    # The child processes of pytest end with this section.
-    timer = threading.Timer(USED_BY_PROGRAMS * job.spec.deadline_s, pytest.kill)
+    interrupted = threading.Event()
+
+    def interrupt() -> None:
+        interrupted.set()
+        pytest.send_signal(signal.SIGINT)  # the child processes of pytest end with this section at the latest
+
+    timer = threading.Timer(USED_BY_PROGRAMS * job.spec.deadline_s, interrupt)
     timer.start()
     counts = dict(PASSED=0, FAILED=0, SKIPPED=0, ERROR=0)
     for line in pytest.stdout:
@@ -331,12 +354,17 @@ def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
     failed = counts["FAILED"] + counts["ERROR"]
     if counts["PASSED"] or failed:
         job.row("programs of tests/gpu", ("passed", counts["PASSED"], "tests"), ("failed", failed, "tests"))
-    if status == -signal.SIGKILL:
+    if interrupted.is_set():
         job.leave_out(
             "the other programs", "there was no time for them; use a larger --minutes, or pytest -m gpu tests/gpu"
         )
     elif status and not failed:
         job.fail(f"pytest ended with status {status}")
+
+
+def _restore_sigint() -> None:
+    """Restore the default action of SIGINT. A shell makes its background processes ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def main(spec: SectionSpec) -> int:

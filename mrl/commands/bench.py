@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from mrl.doctor.gather.nvidia_smi import read_gpus
 USAGE = """usage: mrl bench gpu [--device cuda|cpu] [--size full|small|toy] [--sections NAME,NAME] [--minutes N] [--output FILE]
 
 Measures one GPU with mrl's own code: first whether the programs of tests/gpu compute the right results, then speed and memory of
-matrix products, the log-probability head, attention, a training step, sleep and wake, transfers and checksums. Needs no network,
-no model and no data. Uses the packages that are installed, and says in one line what it leaves out and why.
+matrix products, the log-probability head, attention, a training step, an update on a long response, offload and load, transfers
+and checksums. Needs no network, no model and no data. Uses the packages that are installed, and says in one line what it leaves
+out and why.
 
 Each section runs in a process of its own, which ends at its deadline. If a section fails, the next one runs. The numbers are
 printed as a table and written to a JSON file.
@@ -95,12 +97,24 @@ def choose_size(device: str, free_gib: float) -> str:
     return next((size for size, needed in FREE_GIB.items() if free_gib >= needed), "toy")
 
 
-def output_path(folder: Path, machine: dict[str, Any], now: time.struct_time) -> Path:
-    """Return a file that does not exist yet: gpu_CARD_DATE.json, or cpu_DATE.json without a card."""
-    card = re.sub(r"[^a-z0-9]+", "_", (machine.get("card") or "").lower().removeprefix("nvidia ")).strip("_")
+def write_new(folder: Path, report: dict[str, Any], now: time.struct_time) -> Path:
+    """Write a report to a new file, and return its path: gpu_CARD_DATE.json, or cpu_DATE.json without a card.
+
+    If the file exists, for example because two commands run at the same time, the name gets the time, and then also the process.
+    """
+    card = re.sub(r"[^a-z0-9]+", "_", (report["machine"].get("card") or "").lower().removeprefix("nvidia ")).strip("_")
     name = f"{f'gpu_{card}' if card else 'cpu'}_{time.strftime('%Y-%m-%d', now)}"
-    path = folder / f"{name}.json"
-    return folder / f"{name}_{time.strftime('%H%M%S', now)}.json" if path.exists() else path
+    with_time = f"{name}_{time.strftime('%H%M%S', now)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for stem in (name, with_time, f"{with_time}_{os.getpid()}"):
+        with suppress(FileExistsError), (folder / f"{stem}.json").open("x") as file:
+            file.write(as_text(report))
+            return folder / f"{stem}.json"
+    raise FileExistsError(f"{folder / with_time}_{os.getpid()}.json exists; use --output")
+
+
+def as_text(report: dict[str, Any]) -> str:
+    return json.dumps(report, indent=1) + "\n"
 
 
 def _results_folder() -> Path:
@@ -189,9 +203,12 @@ def measure(arguments: argparse.Namespace, console: Console) -> int:
     )
     results = bench.run(arguments.sections, 60 * arguments.minutes - (time.time() - begun))
     print_results(console, results)
-    path = arguments.output or output_path(_results_folder(), machine, time.gmtime(begun))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report_of(bench, results, begun, arguments), indent=1) + "\n")
+    report = report_of(bench, results, begun, arguments)
+    if path := arguments.output:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_text(report))
+    else:
+        path = write_new(_results_folder(), report, time.gmtime(begun))
     show(f"{path}: all numbers, after {time.time() - begun:.0f} s")
     return int(any(result.problems for result in results))
 

@@ -127,8 +127,8 @@ def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
 def conclusion(report: EngineReport) -> str:
     """Return the sentences below the table."""
     left_out = (
-        f" {report.undecided_tokens} tokens were not compared any more after round-off had changed their experts, or those of "
-        "an earlier token."
+        f" The log-probabilities of {report.undecided_tokens} tokens were not compared, because round-off decides their experts, "
+        "or those of an earlier token."
         if report.undecided_tokens
         else ""
     )

@@ -45,7 +45,7 @@ Keys of to-megatron and to-hf:
   max_shard_bytes=N    size of the largest file. Default: 2e9. A tensor that is larger gets its own file.
 
 Keys of from-gguf:
-  gguf=FILE            GGUF file of llama.cpp. Quantised weights are de-quantised.
+  gguf=FILE            GGUF file of llama.cpp. Quantized weights are dequantized.
   output=DIR           Hugging Face folder for the result, which must not exist yet. It appears when the conversion is complete.
   dtype=TYPE           float32, float16 or bfloat16. Default: bfloat16.
 

@@ -184,7 +184,7 @@ class RolloutConfig:
     )
     deterministic: bool = key(
         False,
-        "Whether each response has its own seed, computed from run.seed, the step and the index of the response. "
+        "Whether each response has its own seed, computed from run.seed and the serial number of the response. "
         "Sampling is then slower (docs/how_to/resume.md).",
     )
     routing_replay: bool = key(
@@ -389,7 +389,7 @@ class TrainerConfig:
     arguments: Node = key(dict, "Arguments of the function or fields of the class that trainer._target_ names.")
     max_steps: int = key(
         1000,
-        "Number of training steps. With trainer.epochs, the run ends at the smaller of both limits.",
+        "Number of training steps. With trainer.epochs, the run ends at the limit that it reaches first.",
         "steps",
         least=0,
     )

@@ -347,7 +347,10 @@ class Trainer:
         return may_abandon and (step_s is None or step_s > grace_s)
 
     def state_dict(self) -> State:
-        """Return all state of the driver as plain values. The trainer ranks hold the state of the models."""
+        """Return a copy of all state of the driver as values that JSON can store. The trainer ranks hold the state of the models.
+
+        A subclass with state of its own adds an entry to the result, and restores it in `load_state_dict`.
+        """
         progress = {
             name: value for name, value in vars(self.progress).items() if name not in ("state_after_step", "step_s")
         }

@@ -7,7 +7,7 @@ COMMANDS = {
     "top": "show in the terminal what a run and its processes do now",
     "samples": "show sampled responses of a run with their rewards",
     "timeline": "merge what all processes of a run recorded into one file, and say what the steps spend their time on",
-    "wandb-report": "save a workspace in wandb whose sections are those of the metrics page",
+    "wandb-report": "save a wandb workspace with the sections of the metrics page",
     "generate": "sample responses to a data set, into parquet files",
     "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
     "certify": "check that a parallel layout, or an engine, computes what one process of the trainer computes",

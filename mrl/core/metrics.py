@@ -159,7 +159,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/length_selected_ratio": Metric(
         "",
-        "mean length of the groups that the last four steps trained, divided by the mean length of the same number of groups "
+        "mean length of the groups on which the last four steps trained, divided by the mean length of the same number of groups "
         "with consecutive serial numbers; below 1, short responses are preferred",
         good="near 1",
     ),
@@ -197,13 +197,13 @@ METRICS: dict[str, Metric] = {
     ),
     "spent/megatron_s": Metric(
         "s",
-        "part of the step for Megatron's forward and backward passes and its optimizer, on the slowest rank",
+        "part of the step that the slowest rank spends in Megatron's forward and backward passes and optimizer",
         ".2f",
         good="constant for responses of constant length",
     ),
     "spent/critic_s": Metric(
         "s",
-        "part of the step for the critic's forward and backward passes and its optimizer, on the slowest rank",
+        "part of the step that the slowest rank spends in the critic's forward and backward passes and optimizer",
         ".2f",
         good="at most spent/megatron_s for models of equal size",
     ),
@@ -226,7 +226,10 @@ METRICS: dict[str, Metric] = {
         "s", "part of the step that decodes and scores responses", ".2f", good="a few percent of the step"
     ),
     "spent/reward_overlap_s": Metric(
-        "s", "time in which rewards score while engines sample or no step waits", ".2f", good="above 0 if models score"
+        "s",
+        "time in which rewards score while engines sample, or while no step waits for scores",
+        ".2f",
+        good="above 0 if models score",
     ),
     "spent/controller_s": Metric(
         "s",
@@ -332,7 +335,10 @@ METRICS: dict[str, Metric] = {
         "", "mean weight that VESPO gives the response of a token", ".4f", good="near 1; near 0 the samples are too old"
     ),
     "loss/sft": Metric(
-        "nats", "loss of supervised training; cross-entropy is per response token", label="loss", good="falls"
+        "nats",
+        "loss of supervised training; with cross-entropy, the mean per response token",
+        label="loss",
+        good="falls",
     ),
     "loss/sft_held_out": Metric("nats", "loss/sft on the rows of sft.test", good="falls"),
     "optim/grad_norm": Metric("", "gradient norm before clipping", good="constant, without jumps"),
@@ -344,9 +350,15 @@ METRICS: dict[str, Metric] = {
     "advantage/drawn_fraction": Metric(
         "", "fraction of the responses that algorithm.resampling draws at least once", ".4f", good="constant"
     ),
-    "preference/accuracy": Metric("", "fraction of the pairs, or labels, with the right order", good="rises towards 1"),
+    "preference/accuracy": Metric(
+        "", "fraction of pairs in the right order, or of labels that the model predicts", good="rises towards 1"
+    ),
     "preference/held_out_accuracy": Metric("", "preference/accuracy on the rows of sft.test", good="rises towards 1"),
-    "preference/margin": Metric("", "reward of the chosen minus that of the rejected response", good="rises"),
+    "preference/margin": Metric(
+        "",
+        "reward of the chosen minus reward of the rejected response; with labels, the score toward the label",
+        good="rises",
+    ),
     "preference/chosen_reward": Metric("", "mean reward, or score, of the chosen responses", good="rises"),
     "preference/rejected_reward": Metric("", "mean reward, or score, of the rejected responses", good="falls"),
     "preference/chosen_logprob": Metric("nats", "mean log-probability of a chosen response", good="falls little"),

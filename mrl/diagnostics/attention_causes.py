@@ -133,7 +133,8 @@ def attention_cause(difference: Difference) -> Cause | None:
         text = f"the engine assigns query heads to key/value heads {texts[0]}, the trainer {texts[1]}"
         return Cause("grouping of key/value heads", text, "compare num_key_value_heads and the order of the heads")
     if abs(engine / trainer - 1) > 1e-3:
-        text = f"the engine multiplies the attention scores by {engine:.6g}, the trainer by {trainer:.6g}"
+        # Tensors in float32 give no more than four digits if the scores are small, because the output then hardly changes.
+        text = f"the engine multiplies the attention scores by {engine:.4g}, the trainer by {trainer:.4g}"
         return Cause("attention scale", text, "compare the softmax scale: 1 / sqrt(head_dim), or the scale of YaRN")
     return None
 

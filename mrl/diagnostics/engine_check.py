@@ -87,8 +87,8 @@ class EngineReport:
     cause: Cause | None  # None: the sides agree
     num_tokens: int
     num_prompts: int
-    # number of tokens that were not compared at some places, because round-off decides to which experts these tokens, or earlier
-    # tokens of their rows, are routed
+    # number of tokens whose log-probabilities were not compared, because round-off decides to which experts these tokens, or
+    # earlier tokens of their rows, are routed
     undecided_tokens: int
 
     @property
@@ -111,44 +111,41 @@ def ordered_places(num_layers: int) -> list[tuple[str, int | None]]:
 def compare_places(
     engine: Places, trainer: Places, block: TokenBlock, num_layers: int, tolerance: float
 ) -> tuple[list[PlaceDifference], NDArray[np.bool_]]:
-    """Compare all places that both sides have.
+    """Compare all places that both sides have. The trainer must have computed its experts with the engine's routing weights.
 
-    Returns the differences, and a mask [S] of the tokens that were not compared at some places because round-off decides their
-    experts.
+    At the place `routing`, tokens whose experts round-off decides are not compared.
+
+    Returns the differences, and a mask [S] of these tokens and of all later tokens of their rows. The engine may have sampled
+    these tokens with other experts.
     """
-    undecided = np.zeros(len(block.tokens), bool)
+    tied = np.zeros(len(block.tokens), bool)
     differences = []
     for place, layer in ordered_places(num_layers):
         name = place_name(place, layer)
         if name not in engine or name not in trainer:
             continue
         first, second = engine[name], trainer[name]
-        if place == "routing":
-            logits = place_name("router_logits", layer)
-            undecided |= _undecided(first, second, trainer.get(logits), block, tolerance)
-        left_out = undecided[block.cu_seqlens[1:] - 1] if place == "last_logits" else undecided
-        differences.append(_place_difference(place, layer, first, second, ~left_out, tolerance))
-    return differences, undecided
+        compared = np.ones(len(first), bool)
+        if place == "routing" and first.shape == second.shape:
+            compared = ~_tied(first, second, trainer.get(place_name("router_logits", layer)), tolerance)
+            tied |= ~compared
+        differences.append(_place_difference(place, layer, first, second, compared, tolerance))
+    rows = np.split(tied, block.cu_seqlens[1:-1])
+    return differences, np.concatenate([np.logical_or.accumulate(row) for row in rows])
 
 
-def _undecided(
-    engine: NDArray, trainer: NDArray, logits: NDArray | None, block: TokenBlock, tolerance: float
-) -> NDArray[np.bool_]:
-    """Return a mask [S] of tokens that round-off routes to other experts, and of all later tokens of their rows.
-
-    Later tokens are included because they attend to these tokens.
+def _tied(engine: NDArray, trainer: NDArray, logits: NDArray | None, tolerance: float) -> NDArray[np.bool_]:
+    """Return a mask [S] of tokens that round-off routes to other experts.
 
     Round-off decides between two experts whose logits are closer than twice the tolerance.
     """
-    if logits is None or tolerance < 1e-3 or engine.shape != trainer.shape:
-        return np.zeros(len(block.tokens), bool)
+    if logits is None or tolerance < 1e-3:
+        return np.zeros(len(engine), bool)
     mine, theirs = engine > 0, trainer > 0
     only_mine = np.where(mine & ~theirs, logits, np.inf).min(1)
     only_theirs = np.where(theirs & ~mine, logits, -np.inf).max(1)
     limit = 2 * tolerance * np.abs(logits).max(1)
-    tie = (mine != theirs).any(1) & (np.abs(only_theirs - only_mine) <= limit)
-    rows = np.split(tie, block.cu_seqlens[1:-1])
-    return np.concatenate([np.logical_or.accumulate(row) for row in rows])
+    return (mine != theirs).any(1) & (np.abs(only_theirs - only_mine) <= limit)
 
 
 def _place_difference(
@@ -224,9 +221,9 @@ class EngineCheck:
             batch = partition_step(
                 TrainBatch.of(block, None), ParallelDims(), replace(self.packing, share_prompts=False)
             ).rank_batches
-            file, outputs = group.call_rank_0(
-                TrainWorker.trace_forward, block, batch, self.temperature, f"{self.folder}/trainer_places.safetensors"
-            )
+            routing = {place: weights for place, weights in engine.items() if place.endswith(".routing")}
+            path = f"{self.folder}/trainer_places.safetensors"
+            file, outputs = group.call_rank_0(TrainWorker.trace_forward, block, batch, self.temperature, routing, path)
             trainer = dict(file)
             tolerances = TOLERANCES[self.settings.dtype]
             differences, undecided = compare_places(engine, trainer, block, self.arch.num_layers, tolerances.places)

@@ -210,7 +210,7 @@ def _files_of(path: Path) -> list[Path]:
 def describe_determinism(config: Config) -> str:
     """Return a text for the terminal and _generate.json that says how reproducible the responses are."""
     if config.generate.temperature == 0:
-        kind = "greedy decoding: the most likely token each time"
+        kind = "greedy decoding: always the most probable token"
     elif config.generate.deterministic:
         kind = (
             f"each response has its own seed, computed from run.seed={config.run.seed} and the numbers of its test set, file, "

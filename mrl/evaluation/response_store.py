@@ -49,7 +49,7 @@ class ResponseStore:
             return
         before = manifest["settings"]
         changed = [
-            f"{key}={before.get(key)!r} then, {self.settings.get(key)!r} now"
+            f"{key} was {before.get(key)!r} and is {self.settings.get(key)!r}"
             for key in {**before, **self.settings}
             if before.get(key) != self.settings.get(key)
         ]

@@ -6,7 +6,7 @@ tensor is recorded. Trainer and engine (mrl.rollout.engines.forward_recorder) us
 explains the letters of array dimensions, such as S and H.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,22 @@ Arrays = dict[str, NDArray]
 
 
 def trace_forward(
-    model: MegatronActor, block: TokenBlock, batch: RankBatch, temperature: float
+    model: MegatronActor,
+    block: TokenBlock,
+    batch: RankBatch,
+    temperature: float,
+    engine_routing: Mapping[str, NDArray] | None = None,
 ) -> tuple[Arrays, dict[int, NDArray]]:
     """Return (place -> [S, n] for the S tokens of the block, row -> log-probabilities of its sampled tokens).
 
     The place `last_logits` [B, V] has the logits at the last token of each row.
+
+    `engine_routing` has the engine's routing weights [S, experts] at the places `layers.N.routing`. The experts then compute with
+    these weights, and not with the router's own ones. So a token that round-off routes to other experts still has the same hidden
+    states in all later layers. The recorded places `layers.N.routing` have the router's own weights.
     """
     assert model.spec.dims.world_size == 1, "the trace needs whole tensors, so the layout must be one process"
-    trace = ForwardTrace(model)
+    trace = ForwardTrace(model, engine_routing or {})
     with trace.hooks():
         outputs = forward_outputs(model, block, batch, temperature)
     places = trace.places()
@@ -68,7 +76,9 @@ def store_arrays(arrays: Arrays, path: str | Path) -> TensorFile:
 class ForwardTrace:
     """Forward hooks on the modules of a Megatron model, and the tensors that they record."""
 
-    def __init__(self, model: MegatronActor) -> None:
+    def __init__(self, model: MegatronActor, engine_routing: Mapping[str, NDArray]) -> None:
+        """Prepare hooks for the model. `engine_routing`: see `trace_forward`."""
+        self._engine_routing = engine_routing
         (self._chunk,) = model.chunks
         self._gpt: Any = self._chunk.module
         self._vocab_size = model.vocab_size
@@ -81,8 +91,10 @@ class ForwardTrace:
         """Context in which forward passes of the model are recorded."""
         gpt, handles = self._gpt, []
 
-        def after(module: torch.nn.Module | None, record: Callable[[Any, tuple, Any], None]) -> None:
-            if module is not None:
+        def after(module: torch.nn.Module | None, record: Callable[[Any, tuple, Any], Any]) -> None:
+            if (
+                module is not None
+            ):  # torch replaces the output of the module with the result of `record`, unless it is None
                 handles.append(
                     module.register_forward_hook(
                         lambda module, args, kwargs, output: record(module, (*args, *kwargs.values()), output),
@@ -218,13 +230,28 @@ class ForwardTrace:
 
         return record
 
-    def _routing(self, prefix: str) -> Callable[[Any, tuple, Any], None]:
-        def record(module: Any, args: tuple, output: Any) -> None:
+    def _routing(self, prefix: str) -> Callable[[Any, tuple, Any], tuple[Tensor, Tensor] | None]:
+        place = f"{prefix}routing"
+
+        def record(module: Any, args: tuple, output: Any) -> tuple[Tensor, Tensor] | None:
             self._record(f"{prefix}router_logits", module.gating(args[0]))
             weights, chosen = output
-            self._record(f"{prefix}routing", weights * chosen)
+            self._record(place, weights * chosen)
+            return self._replay(self._engine_routing[place], *output) if place in self._engine_routing else None
 
         return record
+
+    def _replay(self, engine: NDArray, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the routing (weights, chosen), both [L, experts], of a micro-batch with the engine's weights [S, experts].
+
+        Padding, and tokens for which the engine chose another number of experts, keep the router's own weights.
+        """
+        tokens = torch.from_numpy(self._tokens[-1])
+        theirs = torch.from_numpy(engine)[tokens.clamp(min=0)].to(weights.device, weights.dtype)
+        chosen_by_engine = theirs > 0
+        replayed = chosen_by_engine.sum(1, keepdim=True) == chosen.sum(1, keepdim=True)
+        replayed &= (tokens >= 0)[:, None].to(replayed.device)
+        return torch.where(replayed, theirs, weights), torch.where(replayed, chosen_by_engine, chosen)
 
 
 def _first(value: Any) -> Tensor:

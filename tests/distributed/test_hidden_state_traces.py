@@ -126,6 +126,47 @@ def test_a_nan_is_located_at_its_token(traced):
     assert "model.embed_tokens.weight" in found.nonfinite_gradients and np.isnan(found.grad_norms[0])
 
 
+def replayed_experts(
+    rank: int, path
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], int]:
+    """Trace a model with its own routing, and with the routing of an engine that has shifted all experts of layer 0 by one.
+
+    The engine chooses one expert too few for token 3.
+    """
+    from mrl.workers.actor_critic import MegatronActor
+    from mrl.workers.forward_trace import trace_forward, trainer_weights
+
+    block, numbers = groups_of_responses()
+    batch = partition_step(TrainBatch.of(block, numbers), ONE, Packing(60, share_prompts=False)).rank_batches[0]
+    assert len(batch.micro_batches) > 1
+    actor = MegatronActor(ModelSpec(str(path), ONE, "float32", None, {}))
+    own, _ = trace_forward(actor, block, batch, 1.0)
+    engine = np.roll(own["layers.0.routing"], 1, axis=1)
+    engine[3, engine[3].argmax()] = 0.0
+    replayed, _ = trace_forward(actor, block, batch, 1.0, {"layers.0.routing": engine})
+    return own, replayed | {"engine": engine}, trainer_weights(actor, ("model.layers.0.mlp.",), ""), len(block.tokens)
+
+
+def test_the_experts_of_a_trace_compute_with_the_routing_weights_of_the_engine(run_ranks, tmp_path):
+    make("moe", tmp_path)
+    ((own, replayed, weights, num_tokens),) = run_ranks(ONE, replayed_experts, tmp_path)
+    np.testing.assert_array_equal(replayed["layers.0.routing"], own["layers.0.routing"])
+    used = replayed["engine"].copy()
+    used[3] = own["layers.0.routing"][3]  # the router's own weights, because the engine chose another number of experts
+    hidden, expected = own["layers.0.mlp_norm"].astype(np.float64), 0.0
+    for expert in range(used.shape[1]):
+        gate, up, down = (
+            weights[f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight"].astype(np.float64)
+            for name in ("gate", "up", "down")
+        )
+        gated = hidden @ gate.T
+        expected = expected + used[:, [expert]] * ((gated / (1 + np.exp(-gated)) * (hidden @ up.T)) @ down.T)
+    assert len(expected) == num_tokens
+    np.testing.assert_allclose(replayed["layers.0.routed_experts"], expected, rtol=1e-4, atol=1e-5)
+    changed = np.abs(replayed["layers.0.routed_experts"] - own["layers.0.routed_experts"]).max(1)
+    assert changed[3] == 0 and (np.delete(changed, 3) > 0).all()
+
+
 def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     """Return (failed mini-batch, whether all weights of this rank have their old values afterwards)."""
     from mrl.core.run_errors import NonFiniteGradientError

@@ -123,7 +123,9 @@ def engine_of(tmp_path_factory):
 Fault = Callable[[Any], None]
 
 
-def trainer_traces(rank: int, block: TokenBlock, jobs: list[tuple[Path, Fault | None]]) -> list[Any]:
+def trainer_traces(
+    rank: int, block: TokenBlock, engine_routing: dict[str, np.ndarray], jobs: list[tuple[Path, Fault | None]]
+) -> list[Any]:
     """Return (places, log-probabilities, weights) of a trainer for each (model, fault)."""
     from mrl.workers.actor_critic import MegatronActor
     from mrl.workers.forward_trace import trace_forward, trainer_weights
@@ -136,7 +138,7 @@ def trainer_traces(rank: int, block: TokenBlock, jobs: list[tuple[Path, Fault | 
         if fault:
             with torch.no_grad():
                 fault(actor)
-        places, outputs = trace_forward(actor, block, batch, TEMPERATURE)
+        places, outputs = trace_forward(actor, block, batch, TEMPERATURE, engine_routing)
         logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])
         results.append((places, logprobs, trainer_weights(actor, ("model.", "lm_head."), "")))
     return results
@@ -346,7 +348,7 @@ FAULTS: dict[str, dict[Fault, tuple[str, str, str]]] = {
         shifted_positions: ("layer 0, rotated query", "RoPE positions", "the trainer's 1"),
         no_q_norm: ("layer 1, normed query", "q norm", "the trainer applies no norm"),
         no_k_norm: ("layer 0, normed key", "k norm", "the trainer applies no norm"),
-        other_scale: ("layer 1, attention", "attention scale", "by 0.25, the trainer by 0.353553"),
+        other_scale: ("layer 1, attention", "attention scale", "by 0.25, the trainer by 0.3536"),
         other_epsilon: (
             "layer 0, attention norm",
             "epsilon of the attention norm",
@@ -415,7 +417,8 @@ def trainer_of(run_ranks, engine_of, tmp_path_factory):
             if family == "qwen2":
                 jobs.append((untied(engine.folder, tmp_path_factory.mktemp("untied") / "model"), None))
                 names.append("untied")
-            (traces,) = run_ranks(ONE, trainer_traces, engine.block, jobs, timeout_s=600)
+            routing = {place: weights for place, weights in engine.side.places.items() if place.endswith(".routing")}
+            (traces,) = run_ranks(ONE, trainer_traces, engine.block, routing, jobs, timeout_s=600)
             known[family] = dict(zip(names, traces, strict=True))
         return known[family]
 

@@ -124,7 +124,7 @@ def test_a_finished_generation_is_evaluated_without_generating_again(start_mrl, 
     keys, folder = continued
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     refused = start_mrl("generate", *keys, "generate.temperature=0.7").finish()
-    assert refused.process.returncode == 2 and "generate.temperature=1.0 then, 0.7 now" in refused.output()
+    assert refused.process.returncode == 2 and "generate.temperature was 1.0 and is 0.7" in refused.output()
     run = start_mrl("evaluate", *keys).finish()
     assert run.process.returncode == 0, run.output()
     assert f"is finished: {ROWS * SAMPLES} responses to {ROWS} prompts" in run.output()

@@ -3,7 +3,10 @@
 import argparse
 import io
 import json
+import os
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +18,10 @@ from mrl.bench import sections
 from mrl.bench.sections import SECTIONS, Bench, Section, SectionJob
 from mrl.commands import bench
 from mrl.core.command_names import SUBCOMMANDS
+from mrl.core.installation import PACKAGE_ROOT
 
 CASES = """
-import os, signal, subprocess, time
+import os, signal, subprocess, sys, time
 
 def measure(job):
     job.progress("measuring")
@@ -38,6 +42,10 @@ def fail_in_one_case(job):
         raise RuntimeError("no kernel image is available")
     with job.case("right"):
         job.row("right", ("time", 1.0, "ms"))
+
+def fail_with_paths(job):
+    print(os.path.join(sys.prefix, "bin/x"), os.path.join(os.environ["TMPDIR"], "y"), flush=True)
+    raise ValueError("wrong")
 
 def crash(job):
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -124,7 +132,7 @@ def test_the_report_has_numbers_with_units_and_what_was_left_out(run, tmp_path, 
 
 @pytest.mark.parametrize("deadline_s", [60.0, 0.0])
 def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
-    """A program prints the lines of pytest. With a deadline of 0 s, the program is ended and the rest left out."""
+    """A program prints the lines of pytest. With a deadline of 0 s, the program is interrupted and the rest left out."""
     lines = [
         "tests/gpu/test_kernels.py::test_attention[cuda] PASSED                                   [ 25%]",
         "tests/gpu/test_actor.py::test_update[tp-cuda] SKIPPED (2 ranks need 2 GPUs (of 1))      [ 50%]",
@@ -227,13 +235,22 @@ def test_the_size_depends_on_the_free_memory():
     assert bench.choose_size("cpu", 0.0) == "toy"
 
 
-def test_an_earlier_report_of_the_day_is_not_overwritten(tmp_path):
-    now, machine = time.gmtime(0), dict(card="NVIDIA H100 80GB HBM3")
-    first = bench.output_path(tmp_path, machine, now)
-    assert first.name == "gpu_h100_80gb_hbm3_1970-01-01.json"
-    first.touch()
-    assert bench.output_path(tmp_path, machine, now).name == "gpu_h100_80gb_hbm3_1970-01-01_000000.json"
-    assert bench.output_path(tmp_path, dict(card=None), now).name == "cpu_1970-01-01.json"
+def test_no_report_is_overwritten(tmp_path):
+    now, report = time.gmtime(0), dict(machine=dict(card="NVIDIA H100 80GB HBM3"))
+    names = [bench.write_new(tmp_path, report, now).name for _ in range(3)]
+    day = "gpu_h100_80gb_hbm3_1970-01-01"
+    assert names == [f"{day}.json", f"{day}_000000.json", f"{day}_000000_{os.getpid()}.json"]
+    assert all(json.loads((tmp_path / name).read_text()) == report for name in names)
+    with pytest.raises(FileExistsError, match="use --output"):
+        bench.write_new(tmp_path, report, now)
+    assert bench.write_new(tmp_path, dict(machine=dict(card=None)), now).name == "cpu_1970-01-01.json"
+
+
+def test_the_log_of_a_failed_section_names_no_folder_of_the_machine(run):
+    (failed,), _, _ = run("fail_with_paths")
+    text = "\n".join(failed.log)
+    assert "./mrl/bench/sections.py" in text and "VENV/bin/x" in text and "SCRATCH/" in text
+    assert not any(folder in text for folder in (str(PACKAGE_ROOT), sys.prefix, str(Path.home())))
 
 
 def test_the_help_names_all_sections_and_sizes(capsys):

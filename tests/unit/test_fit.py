@@ -1,7 +1,7 @@
 """Trainer.fit after lost processes and preemption: which steps are repeated, and from which state."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -157,6 +157,36 @@ def test_each_step_is_trained_once_whatever_is_lost(undisturbed, step, point, fr
     memory = from_memory or (point == "push" and step == 0)  # the first push comes before any step
     assert world.recoveries == [step if memory else None]
     assert world.saved[11]["prompts"] == undisturbed.saved[11]["prompts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RememberingTrainer(Trainer):
+    """A subclass with state of its own: the rows of all finished steps."""
+
+    seen: list[int] = field(default_factory=list)
+
+    def train_step(self) -> None:
+        super().train_step()
+        self.seen.extend(self.record.rollouts.rows.tolist())
+
+    def state_dict(self):
+        return super().state_dict() | {"seen": list(self.seen)}
+
+    def load_state_dict(self, state) -> None:
+        super().load_state_dict(state)
+        self.seen[:] = state["seen"]
+
+
+@pytest.mark.parametrize("point", ["rollout", "push"])
+def test_a_lost_process_does_not_change_the_state_of_a_subclass(point):
+    undisturbed = RememberingTrainer(**vars(trainer(World({}))))
+    undisturbed.fit()
+    world = World({(point, 5): ProcessesLostError("a process died")})
+    made = RememberingTrainer(**vars(trainer(world)))
+    world.saved[0] = made.state_dict()
+    made.fit()
+    assert len(world.recoveries) == 1 and len(made.seen) == 33
+    assert made.seen == undisturbed.seen == world.saved[11]["seen"]
 
 
 def test_several_losses_in_a_row_are_recovered(undisturbed):

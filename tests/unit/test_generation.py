@@ -251,10 +251,10 @@ def test_other_settings_are_refused_and_named(configure, inputs, tmp_path):
     with plan_generation(begun).store:
         pass
     for key, value, shown in [
-        ("generate.samples", 4, "generate.samples=3 then, 4 now"),
-        ("run.seed", 7, "run.seed=0 then, 7 now"),
-        ("reward._target_", "mrl.rewards.rule_based.GSM8K", "reward="),
-        ("data.test", [str(inputs / "few.parquet")], "data.test="),
+        ("generate.samples", 4, "generate.samples was 3 and is 4"),
+        ("run.seed", 7, "run.seed was 0 and is 7"),
+        ("reward._target_", "mrl.rewards.rule_based.GSM8K", "reward was"),
+        ("data.test", [str(inputs / "few.parquet")], "data.test was"),
     ]:
         with pytest.raises(ValueError, match=re.escape(shown)):
             plan_generation(configure(**{key: value}))
