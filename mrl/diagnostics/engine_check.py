@@ -138,7 +138,7 @@ def _undecided(
 
     Later tokens are included because they attend to these tokens.
 
-    Round-off decides between two experts whose logits are closer than twice the tolerance.
+    Round-off decides between two experts if their logits differ by at most 2 x tolerance x (largest absolute logit).
     """
     if logits is None or tolerance < 1e-3 or engine.shape != trainer.shape:
         return np.zeros(len(block.tokens), bool)
