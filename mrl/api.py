@@ -34,9 +34,9 @@ from mrl.core.installation import CONF, add_working_directory
 
 type Settings = Config | Mapping[str, Any] | Sequence[str]
 
-END_TIMEOUT_S = 30  # if a command still runs this long after Ctrl-C in the terminal, it also gets SIGTERM
+END_TIMEOUT_S = 30  # longest wait after Ctrl-C before the command gets SIGTERM, and for its last error output
 SHOWN_LINES = 15  # number of lines of the error output in the message of CommandError
-REWARD_STEPS = 5  # `TrainResult.reward` is the mean over this number of last steps
+REWARD_STEPS = 5  # `TrainResult.reward` is the mean reward of this number of steps at the end of the run
 
 
 class CommandError(RuntimeError):

@@ -17,7 +17,7 @@ TRAIN_PACKAGES = {
     "generate": ("sglang",),
     "evaluate": ("sglang",),
 }
-"""Command -> those packages of `pip install mrl[train]` that the command needs. Other commands need none of them."""
+"""Command -> packages of `pip install mrl[train]` without which it does not start. Other commands need none."""
 ENGINE_FREE = ("evaluate.input=", "rollout.engine_urls=")
 """`mrl generate` and `mrl evaluate` start no engine if one of their arguments begins with one of these texts."""
 

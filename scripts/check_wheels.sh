@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Checks that PyPI has a wheel for this platform of each package of a lock, except of the packages that are built during the
-# installation. So a new version of a package cannot need a compiler or headers unnoticed. `make lock` runs it after it has resolved
-# the locks. It needs the network and installs nothing.
-#   scripts/check_wheels.sh UV PYTHON LOCK     PYTHON: interpreter for which the wheels must be
+# Checks that PyPI has a wheel for this platform of each package of a lock. Exceptions are the packages that are built during the
+# installation. The check fails if a new version of another package must be built, because it may need a compiler or headers.
+# `make lock` runs this script after it has resolved the locks. The script needs the network and installs nothing.
+#   scripts/check_wheels.sh UV PYTHON LOCK     PYTHON: interpreter that must be able to use the wheels
 set -euo pipefail
 uv=$1 python=$2 lock=$3
 folder=$(mktemp -d)

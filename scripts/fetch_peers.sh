@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Downloads the Python of verl and trl into build/peers, in the versions and with the hashes of requirements/peers.txt.
-# tests/peers compares algorithms with their functions. Without a network, the script prints a message and succeeds, and the
+# Downloads the packages of verl and trl into build/peers, in the versions and with the hashes of requirements/peers.txt.
+# tests/peers compares mrl's algorithms with these packages. Without a network, the script prints a message and succeeds, and the
 # tests are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

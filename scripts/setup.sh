@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Creates or updates .venv from a lock. If .venv is up to date, this takes milliseconds and needs no network.
+# Creates or updates .venv from a lock. If .venv is up to date, the script takes milliseconds and needs no network.
 #   scripts/setup.sh [LOCK]     LOCK: requirements.txt (default), or requirements-gpu.txt on a cluster
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -41,7 +41,7 @@ ATTENTIONS = {  # full and small have the heads of Qwen3-4B
     "toy": AttentionSizes(4, 2, 16, 256, 32, 4, 64),
 }
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PackedSequences], Tensor]
-"""Function of (query, key, value, pack). The rows are in the order of the pack's calls. Returns [L, heads, channels]."""
+"""Function of (query, key, value, pack) -> [L, heads, channels]. Rows have the order of the pack's attention calls."""
 
 
 def measure_attention(job: SectionJob) -> None:

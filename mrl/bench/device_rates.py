@@ -54,7 +54,7 @@ PACKAGES = (
 
 
 def read_machine(job: SectionJob) -> None:
-    """Section machine: report the card, and the versions of the packages that determine the numbers."""
+    """Section machine: report the card, and the versions of packages that affect the measurements."""
     facts = dict(
         python=platform.python_version(),
         host_cores=psutil.cpu_count(),
@@ -89,7 +89,7 @@ def _version(package: str) -> str | None:
 
 
 def published_tflops(card: str) -> float | None:
-    """Return the card's peak of dense bfloat16 matrix products in TFLOP/s, from conf/cluster; None if the card is not there.
+    """Return the card's peak of dense bfloat16 matrix products in TFLOP/s; None if conf/cluster does not have the card.
 
     `card` is the name that CUDA reports, such as "NVIDIA H100 80GB HBM3". PCIe and NVL cards have other peaks than the SXM cards
     of conf/cluster.
@@ -207,7 +207,7 @@ class HeadSizes:
     positions: int
     hidden: int
     vocab: int
-    # Positions in a chunk of logits. The second number is the chunk that mrl would choose.
+    # Numbers of positions in a chunk of logits; each is measured. The second is the number that mrl would choose.
     chunks: tuple[int, ...]
 
 
@@ -304,11 +304,11 @@ TRANSFERS = {
     "small": TransferSizes(64 * MIB, 16, 256 * MIB),
     "toy": TransferSizes(MIB, 16, 4 * MIB),
 }
-PEER_TIMEOUT_S = 300.0  # longest wait for a message of the other process, which imports torch from a slow disk
+PEER_TIMEOUT_S = 300.0  # longest wait for a message of the other process, which may first import torch from a slow disk
 
 
 def measure_ipc(job: SectionJob) -> None:
-    """Section ipc: measure the GB/s from one process to another process on the same device, through weight-sync slots."""
+    """Section ipc: measure the GB/s from one process to another process on the same device, through transfer slots."""
     set_threads()
     sizes, context = TRANSFERS[job.spec.size], multiprocessing.get_context("spawn")
     name = "CUDA IPC" if has_cuda() else "shared memory"
@@ -418,7 +418,7 @@ def measure_checksums(job: SectionJob) -> None:
 
 
 def bucket_of(nbytes: int) -> Bucket:
-    """Return a bucket of bfloat16 matrices with about `nbytes` bytes. Each matrix takes half of the bytes that are left."""
+    """Return a bucket of bfloat16 matrices with about `nbytes` bytes. Each matrix takes half of the remaining bytes."""
     width, chunks, left = 64, [], nbytes // 2
     while left >= width:
         rows = max(1, left // 2 // width)

@@ -1,4 +1,4 @@
-"""Measures a training step, and the sleep of a trainer, with mrl's own model, packing and optimizer.
+"""Measures a training step, and offloading (sleep) and loading (wake) of a trainer, with mrl's own code.
 
 Each function `measure_*` is a section of `mrl bench gpu` (see mrl.bench.sections). This module imports Megatron, so
 `parallel.device.patch_megatron_for_cpu` must run before the import.
@@ -232,7 +232,7 @@ def multiply_adds(config: dict[str, Any], block: TokenBlock, plan: StepPartition
 
 
 def _first_rows(rows: NDArray[np.int64], plan: StepPartition) -> NDArray[np.int64]:
-    """Return the first row of each group in a micro-batch: the rows that compute their prompts."""
+    """Return the first row of each group in a micro-batch. With shared prompts, only these rows compute the prompt."""
     groups_of_rows = plan.rank_batches[0].groups
     assert groups_of_rows is not None, "prompts are shared"
     return rows[np.unique(groups_of_rows[rows], return_index=True)[1]]

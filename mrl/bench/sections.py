@@ -1,7 +1,7 @@
 """Sections of `mrl bench gpu`. Each section runs in a child process with a deadline, and reports through a file.
 
 `python -m mrl.bench.sections SPEC` runs one section; SPEC is a SectionSpec as JSON. The process appends lines of JSON to the file
-`SectionSpec.events`: one for each table row, for each measurement that is not possible, and for each step of its work. So the
+`SectionSpec.events`: table rows, errors, measurements that are not possible, and what the section does now. So the
 file keeps the numbers of a section that crashes or does not finish. This module imports no torch, so that the command shows its
 first line at once.
 """
@@ -192,7 +192,7 @@ class Bench:
         return results
 
     def run_section(self, section: Section, deadline_s: float) -> SectionResult:
-        """Run a section in a child process, and end this process and all its children at the deadline at the latest."""
+        """Run a section in a child process. At the deadline, end the child and the processes that it started."""
         result, begun = SectionResult(section.name, section.title), time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mrl-bench-") as folder:
             events, log = Path(folder, "events"), Path(folder, "log")

@@ -1,7 +1,7 @@
 """The run directory: its lock, the record of the command and config, and the sample ledger.
 
 Only one process at a time holds the lock. The ledger records on which samples each step trained. With the ledger, one can prove
-that no sample was lost, and that no step trained on a sample twice or too late.
+that no sample was lost, and that no step trained on a sample twice or on a sample that was too stale.
 """
 
 import json
@@ -63,7 +63,7 @@ def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Itera
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Raise StartError if a live process writes to this folder. Nothing is created or changed."""
+    """Raise StartError if a process holds the lock of this folder. Nothing is created or changed."""
     if (folder / "lock").exists():
         try:
             with FileLock(folder / "lock", timeout=0):

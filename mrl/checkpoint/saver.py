@@ -25,7 +25,7 @@ _STEP_FILE = "mrl_step.json"  # last file that is written to the folder hf/; it 
 
 
 def exported_step(run_dir: Path) -> int | None:
-    """Return the step whose weights the folder hf/ has. None: hf/ is missing or incomplete, or an older mrl has written it."""
+    """Return the step of the weights in the folder hf/. None: hf/ is missing, incomplete or from an older mrl."""
     try:
         return int(json.loads((run_dir / "hf" / _STEP_FILE).read_text())["step"])
     except (OSError, ValueError, KeyError, TypeError):

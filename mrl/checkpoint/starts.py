@@ -1,7 +1,7 @@
 """The file starts.jsonl of a run directory: one line for each start, resume and end of the run.
 
-A start or resume without an end means that the run goes on, or that its driver was killed. `mrl report` reads from this file
-where a run comes from: commit, packages, hosts and command.
+A start or resume without an end means that the run goes on, or that its driver was killed. `mrl report` reads commit,
+packages, hosts and command of a run from this file.
 """
 
 import logging
@@ -38,7 +38,7 @@ class RunEvent:
     time: float  # seconds since 1970
     step: int  # number of finished steps
     command: str | None = None
-    commit: str | None = None  # git commit of the working directory; None: it is no git checkout
+    commit: str | None = None  # git commit of the working directory; None: no git checkout, or git fails
     changed_files: int | None = 0  # number of files with changes that are not committed; None: unknown
     hosts: Sequence[Mapping[str, Any]] = ()  # name, CPUs and GPUs of each host
     packages: Mapping[str, str] = field(default_factory=dict)  # name -> version
@@ -138,7 +138,7 @@ def _package_versions() -> dict[str, str]:
 def _git_state() -> tuple[str | None, int | None]:
     """Return the commit of the working directory and the number of changed files.
 
-    The commit is None without git or a checkout. The number is None if git does not find it out in time.
+    The commit is None without git or a checkout. The number is None if git fails or does not answer in time.
     """
 
     def git(*arguments: str) -> bytes | None:

@@ -3,7 +3,7 @@
 A checkpoint folder gets its name only when it is complete. Old checkpoints are removed. The checkpoint folder
 run.dir/checkpoints/step_000050/ has:
 
-    actor/ critic/ reference/    Megatron's distributed checkpoints with random states; other modules write and read them
+    actor/ critic/ reference/    distributed checkpoints and random number generator states (parallel/checkpoint.py)
     state.json                   state of the driver, size and hash of every file, and the hash of its own text
 
 A run may keep fewer checkpoints of one part, such as the critic, than of another. An older checkpoint then loses this part, and

@@ -46,7 +46,7 @@ The exit status is 0 if every section ran or was left out, 1 if a section failed
 
 SCHEMA = 1  # version of the layout of the JSON file
 FREE_GIB = {"full": 60.0, "small": 14.0}
-"""Size -> free GPU memory that it needs."""
+"""Size of the measurements -> free GPU memory that they need, in GiB."""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -198,7 +198,7 @@ def _split(text: str) -> list[str]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words of a line without the brackets of an array. At the end of an array and in an empty line, add "--"."""
+    """Return the words of a line without the brackets of an array. An empty line, or the end of an array, adds "--"."""
     ends = not line.strip() or line.rstrip().endswith(")")
     return [*_split(re.sub(r"^\s*\w+=\(|(?<!\))\)\s*$", " ", line)), *(["--"] if ends else [])]
 

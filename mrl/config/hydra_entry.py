@@ -69,7 +69,7 @@ OPTIONS = (
     "--info",
     "--dry-run",
 )
-"""Options of Hydra, and of mrl train."""
+"""Options of Hydra, and the option --dry-run of mrl."""
 _runs_hydra = False  # whether hydra.main runs in this process; then `_compose` uses the same Hydra (in a sweep)
 
 
@@ -209,7 +209,7 @@ def _compose(overrides: Sequence[str], return_hydra_config: bool = False) -> Dic
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Initialise Hydra with mrl's config groups. A Hydra that the calling program has initialised is restored at the end."""
+    """Initialize Hydra with mrl's config groups. At the end, restore the Hydra of the calling program."""
     other = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -231,7 +231,7 @@ def exit_on_user_error() -> Iterator[None]:
 def exit_with_error(error: Exception) -> NoReturn:
     """End the process with status 2 and the error's message, without a traceback."""
     sys.stderr.write(f"mrl: {error}\n")
-    if logging.getLogger().handlers:  # mrl.log
+    if logging.getLogger().handlers:  # the process writes mrl.log
         logger.error("%s", error, extra=dict(is_shown=True))
     raise SystemExit(2)
 

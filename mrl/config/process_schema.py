@@ -101,7 +101,7 @@ class FaultToleranceConfig:
 
 @dataclass(frozen=True)
 class StepDumpConfig:
-    """Dumps of training steps for `mrl replay` (docs/how_to/hangs.md). A step with a NaN is always dumped."""
+    """Dumps of training steps for `mrl replay` (docs/how_to/hangs.md). A step whose gradient is not finite is always dumped."""
 
     steps: list[int] = key(list, "Training steps to dump. The first step is 1.", least=1)
     spike_factor: float = key(

@@ -16,7 +16,7 @@ If rollout.engine_urls names servers that are already running, set the variable 
 """
 
 ENGINE_KEYS = "MRL_ENGINE_KEYS"
-"""Environment variable with the keys of external servers that have other keys: URL=KEY, separated by spaces."""
+"""Environment variable with keys of external servers that do not use MRL_ENGINE_KEY: URL=KEY, separated by spaces."""
 
 HIDDEN = "(secret)"  # written in place of a secret
 MIN_SECRET_LENGTH = 8  # characters; a shorter secret is not searched for in texts, because it may occur there by chance

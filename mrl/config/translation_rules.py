@@ -78,12 +78,14 @@ def verl_held_out(value: Any, values: Values) -> Overrides:
 
 
 def switch(on: Overrides, off: Overrides | None, value: Any, values: Values) -> Overrides | Note:
+    """Return `on` if the value turns the key on, else `off`. If `off` is None, return a note instead."""
     if is_on(value):
         return on
     return off if off is not None else Note("off is the default", needed=False)
 
 
 def choice(what: str, table: Mapping[str, Overrides | Note], value: Any, values: Values) -> Overrides | Note:
+    """Return the entry of `table` for a value, or a note if there is none. `what`: kind of the value, for the note."""
     result = table.get(str(value).lower().replace("-", "_"))
     return Note(f"mrl has no {what} {value!r}") if result is None else result
 
@@ -109,6 +111,10 @@ def mini_batches(total: str, value: Any, values: Values) -> Overrides | Note:
 def kl_penalty(
     term: str, coef: str, kind: str, kinds: Mapping[str, str], value: Any, values: Values
 ) -> Overrides | Note:
+    """Return the override for algorithm.kl_in_loss or algorithm.kl_in_reward. `term`: "loss" or "reward".
+
+    `coef`, `kind`: keys with the coefficient and the KL estimator. `kinds`: name of an estimator -> its name in mrl.
+    """
     if not is_on(value):
         return {f"algorithm.kl_in_{term}": None}
     name = kinds.get(str(values.get(kind, "k3" if term == "loss" else "k1")).lower())
@@ -123,6 +129,7 @@ def kl_penalty(
 
 
 def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Overrides | Note:
+    """Compute the warm-up steps from their fraction of all steps. `total`: key with the number of all steps."""
     steps = values.get(total)
     if not float(value):
         return Note("0 is the default", needed=False)
@@ -132,6 +139,7 @@ def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Override
 
 
 def same_as_default(defaults: tuple, text: str, value: Any, values: Values) -> Note:
+    """Return a note that nothing has to be set if the value is one of `defaults`, otherwise a note with `text`."""
     if str(value) in map(str, defaults):
         return Note("mrl does the same", needed=False)
     return Note(text)

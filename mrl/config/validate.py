@@ -63,7 +63,7 @@ RENAMED_KEYS = {
        for name in ("lr", "betas", "eps", "weight_decay", "clip_grad")},
     "sft.warmup_steps": "sft.optim.warmup_steps",
 }  # fmt: skip
-"""Former name of a key -> its current name. Only the hint for an unknown key uses this table."""
+"""Former name of a key -> its current name. Only hints for unknown keys use this table."""
 
 
 def section_type(annotation: Any) -> type | None:

@@ -18,7 +18,7 @@ from mrl.diagnostics.engine_difference import TINY, Cause, Difference, Side, in_
 
 @dataclass(frozen=True)
 class Rotation:
-    """Properties of a RoPE that its inputs and outputs show."""
+    """Properties of a RoPE, fitted to its inputs and outputs."""
 
     layout: str
     frequencies: NDArray[np.float64]  # [d/2] radians per position
@@ -58,6 +58,7 @@ def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance:
 
 
 def rope_cause(difference: Difference) -> Cause | None:
+    """Find another layout, amplitude, base, scaling or first position of RoPE."""
     name = difference.place.removeprefix("rotated_")
     if not (difference.has(f"normed_{name}") or difference.has(name)):
         return None

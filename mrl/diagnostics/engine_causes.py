@@ -257,7 +257,7 @@ def _choice_of_experts(difference: Difference) -> Cause:
 
 
 def _top(scores: NDArray, count: int, groups: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return which `count` experts have the highest scores [S, experts]. `groups`: see ModelFacts.
+    """Return which `count` experts have the highest scores [S, experts]. `groups`: see ModelFacts.groups.
 
     The score of a group is the sum of its highest scores, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2).
     """

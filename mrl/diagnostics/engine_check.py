@@ -137,7 +137,7 @@ def compare_places(
 def _tied(engine: NDArray, trainer: NDArray, logits: NDArray | None, tolerance: float) -> NDArray[np.bool_]:
     """Return a mask [S] of tokens that round-off routes to other experts.
 
-    Round-off decides between two experts whose logits are closer than twice the tolerance.
+    Round-off decides between two experts if their logits differ by at most 2 x tolerance x (largest absolute logit).
     """
     if logits is None or tolerance < 1e-3:
         return np.zeros(len(engine), bool)

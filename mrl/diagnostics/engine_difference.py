@@ -123,7 +123,7 @@ class Difference:
 
 
 def is_close(first: NDArray, second: NDArray, tolerance: float) -> bool:
-    """Return whether two arrays have the same shape and differ at most by `tolerance` times the largest element."""
+    """Return whether two arrays are finite, have one shape and differ by at most `tolerance` x max(abs(second))."""
     if first.shape != second.shape or not (np.isfinite(first).all() and np.isfinite(second).all()):
         return False
     return bool(np.abs(first - second).max(initial=0.0) <= tolerance * max(np.abs(second).max(initial=0.0), 1e-30))

@@ -1,4 +1,4 @@
-"""Replay of a dumped step under two layouts: finds the first layer that differs, and the first layer with a NaN."""
+"""Replay of a dumped step under two layouts: finds the first layer that differs, and the first that is not finite."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

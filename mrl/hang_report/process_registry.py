@@ -109,7 +109,7 @@ class Activity:
 
 
 class _ActivityLog:
-    """Current activities of this process, one or more per thread, in a memory-mapped file that remains when the process ends."""
+    """Current activities of all threads of this process, in a memory-mapped file that remains when the process ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -19,7 +19,7 @@ from mrl.hang_report.stack_frames import StackFrame, StackSummary, parse_stack_d
 from parallel.collective_log import LastCollective, read_collective_log
 
 DUMP_TIMEOUT_S = 2.0  # longest wait for a process to write its stacks
-POLL_S = 0.02  # time between two checks whether the file with the stacks still grows
+POLL_S = 0.02  # time between two reads of the size of the file with the stacks
 FATAL_ERROR = "Fatal Python error: "  # prefix of faulthandler's line on a crash
 # letter of the state in /proc/PID/stat -> state in reports
 STATES = {

@@ -117,7 +117,7 @@ class _CachedTail:
         self._known: dict[Path, tuple[tuple[int, int, int], list[bytes]]] = {}
 
     def lines(self, path: Path) -> list[bytes]:
-        """Return the lines in the last TAIL_BYTES of a file, the first of which may be cut; [] if the file cannot be read."""
+        """Return the lines in the last TAIL_BYTES of a file; [] if it cannot be read. The first line may be cut."""
         try:
             status = path.stat()
             stamp = (status.st_ino, status.st_size, status.st_mtime_ns)

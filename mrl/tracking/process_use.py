@@ -45,7 +45,7 @@ def read_process(pid: int) -> ProcessTimes | None:
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the pid of the process on this host that locks a file; None if there is none. The function does not try the lock."""
+    """Return the pid of the process on this host that locks a file, or None. Does not acquire the lock."""
     with suppress(OSError, IndexError):
         status = path.stat()
         for line in (PROC / "locks").read_text().splitlines():

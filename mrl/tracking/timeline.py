@@ -2,7 +2,7 @@
 
 The file has Chrome's trace event format, which the document "Trace Event Format" by the Chromium authors describes. Perfetto
 (ui.perfetto.dev) and chrome://tracing show such files. All times come from the clocks of the machines. The module assumes that
-these clocks are synchronised.
+these clocks are synchronized.
 """
 
 import logging
@@ -19,7 +19,7 @@ from parallel.spans import FOLDER
 logger = logging.getLogger(__name__)
 
 ROLES = ("driver", "rollout", "engine", "actor", "critic", "teacher")
-"""Order of the processes in the merged file."""
+"""Order of the processes in the merged file. Processes with other roles, such as `reference`, come last."""
 MAIN_THREAD = "main"
 MICROSECONDS = 1e6  # in a second
 
@@ -47,7 +47,7 @@ class ProcessTimeline:
     """The spans of one process, and of the processes that it replaced after a restart or a resume."""
 
     process: str  # such as "actor rank 0"
-    role: str  # one of ROLES
+    role: str  # driver, rollout, engine, or the role of the model, such as actor
     rank: int
     host: str = ""
     coords: Mapping[str, int] = field(default_factory=dict)  # of a trainer rank: its index on each parallel axis

@@ -102,7 +102,7 @@ def _check_host_memory(host: HostFacts) -> Iterator[DoctorFinding]:
 
 
 def check_cores(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find jobs that may use too few cores (srun's default is one), and hosts with fewer usable cores than the others."""
+    """Find jobs that may use too few cores (srun's default is one), and hosts with at most half the cores of the others."""
     for host in cluster.hosts:
         usable, cores, processes = host.machine.usable_cores, host.machine.cores, max(2, len(host.gpus.cards))
         if host.machine.slurm_job and usable < processes and usable * FEW_CORES_RATIO <= cores:

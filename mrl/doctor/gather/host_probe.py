@@ -154,7 +154,7 @@ def _is_world_readable(path: Path) -> bool:
 
 
 def _digest(text: str) -> str:
-    """Return a checksum that is long enough to compare the tokens of two hosts, and too short to find the token by search."""
+    """Return a checksum that is long enough to compare the tokens of two hosts, and too short to reveal the token."""
     return hashlib.sha256(b"mrl doctor" + text.encode()).hexdigest()[:6]
 
 

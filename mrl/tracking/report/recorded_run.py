@@ -151,7 +151,7 @@ def check_is_run(folder: Path) -> None:
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a process of this host writes to the run directory."""
+    """Return whether a process holds the lock of the run directory."""
     try:
         check_not_in_use(folder)
     except StartError:
@@ -195,7 +195,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def plain_text(text: str) -> str:
-    """Return an error without the colours of a terminal and without lines that only mark a place in a traceback."""
+    """Return an error without the colors of a terminal and without lines that only mark a place in a traceback."""
     lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).splitlines()
     return "\n".join(line for line in lines if not line.strip() or line.strip(" ^~"))
 
