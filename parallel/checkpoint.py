@@ -274,7 +274,9 @@ def read_rng(folder: str | Path, dims: ParallelDims) -> dict[str, NDArray] | Non
     header, _ = _read_rng_file(Path(folder) / rng_file_name(0))
     if header["layout"] != _rng_layout(dims):
         if dist.get_rank() == 0:
-            logger.warning("%s was saved with another layout or device; random number generators start from the seed.", folder)
+            logger.warning(
+                "%s was saved with another layout or device; random number generators start from the seed.", folder
+            )
         return None
     path = Path(folder) / rng_file_name(dist.get_rank())
     header, states = _read_rng_file(path)
