@@ -21,6 +21,11 @@ ONE = ParallelDims()
 LAYOUTS = [
     *(ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2)),
     *(ParallelDims(tp=2, pp=2), ParallelDims(cp=2, dp=2), ParallelDims(pp=2, vpp=2, dp=2)),
+    ParallelDims(tp=2, sp=False),
+]
+EXPERT_LAYOUTS = [
+    *(ParallelDims(dp=2, ep=2), ParallelDims(dp=2, etp=2), ParallelDims(tp=2, ep=2, etp=1)),
+    ParallelDims(pp=2, dp=2, ep=2),
 ]
 ALONE = Packing(10_000, False, CostModel(1.0, 0.01))  # one pack, no shared prompts
 PACKED = Packing(40, True, CostModel(1.0, 0.01))  # less than the tokens of the longest pair
@@ -94,23 +99,47 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def alone(run_ranks, folder) -> dict[str, StepTrace]:
+def steps_alone(run_ranks, folder) -> dict[str, StepTrace]:
     """Return the steps of a single process with one pack."""
     (found,) = run_ranks(ONE, traces, folder, ONE, ALONE, LOSSES | SCORE_LOSSES)
     assert all(np.isfinite(trace.loss) and trace.grad_norm > 1e-3 for trace in found.values())
     return found
 
 
-@pytest.mark.extended_except("tp2 pp2 sp")
-@pytest.mark.parametrize("dims", [ONE, *LAYOUTS], ids=str)
-def test_a_step_is_the_same_under_layout(run_ranks, folder, alone, dims):
+@pytest.fixture(scope="module")
+def alone(run_ranks, folder) -> dict[str, StepTrace]:
+    """Return the steps of the dense model in a single process."""
+    return steps_alone(run_ranks, folder)
+
+
+@pytest.fixture(scope="module")
+def with_experts(run_ranks, tmp_path_factory) -> tuple[Path, dict[str, StepTrace]]:
+    """Return the folder of a model with experts, and its steps in a single process."""
+    path = tmp_path_factory.mktemp("moe")
+    make("moe", path)
+    return path, steps_alone(run_ranks, path)
+
+
+def check_steps(run_ranks, folder, alone: dict[str, StepTrace], dims: ParallelDims) -> None:
+    """Check that the step with each loss is the same under a layout as in a single process."""
     ranks = run_ranks(dims, traces, folder, dims, PACKED, LOSSES | SCORE_LOSSES, timeout_s=240)
     for name, expected in alone.items():
         found = StepTrace.merge([rank[name] for rank in ranks])
         assert len(found.outputs) == 10
         wrong = [line for line in compare_traces(expected, found, TOLERANCES["float32"]) if not line.within]
         assert not wrong, (name, wrong[:3])
+
+
+@pytest.mark.extended_except("tp2 pp2 sp")
+@pytest.mark.parametrize("dims", [ONE, *LAYOUTS], ids=str)
+def test_a_step_is_the_same_under_layout(run_ranks, folder, alone, dims):
+    check_steps(run_ranks, folder, alone, dims)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dims", EXPERT_LAYOUTS, ids=str)
+def test_a_step_of_a_model_with_experts_is_the_same_under_layout(run_ranks, with_experts, dims):
+    check_steps(run_ranks, *with_experts, dims)
 
 
 @pytest.mark.extended

@@ -25,16 +25,24 @@ NORMALIZED = ["correction=decoupled_token_is", "++algorithm.correction.batch_nor
 PASS_AT_K = ["algorithm.advantage._target_=mrl.algorithms.advantages.PassAtK", "algorithm.advantage.normalize_std=true"]
 NARROW = ["algorithm.loss.delta_low=0.001", "algorithm.loss.delta_high=0.001"]
 ENGINE_AS_OLD = "algorithm.old_logprobs=rollout"  # so that later steps have ratios other than 1
+
+
+def k2_rejection(level: str) -> str:
+    """Return the override for a correction that rejects tokens or responses with a large k2 divergence from the engine."""
+    return f"++algorithm.correction={{_target_:mrl.algorithms.corrections.Rejection,level:{level},kind:k2,high:0.01}}"
+
+
 RUNS = {
     "otb": ["algorithm=otb"],
-    "gpg": ["algorithm=gpg"],
+    "gpg": ["algorithm=gpg", k2_rejection("token")],
     "luspo": ["algorithm=luspo", ENGINE_AS_OLD],
     "vespo": ["algorithm=vespo", ENGINE_AS_OLD],
     "dppo_kl": ["algorithm=dppo_kl", "algorithm.aggregation=token_sum", ENGINE_AS_OLD, *NARROW],
     "dppo_tv": ["algorithm=dppo_tv", ENGINE_AS_OLD, *NARROW],
     "lite_ppo": ["algorithm=lite_ppo", "++algorithm.kl_in_loss={coef: 0.01, kind: abs}"],
-    "pass@k": ["algorithm=grpo", *PASS_AT_K],
+    "pass@k": ["algorithm=grpo", *PASS_AT_K, k2_rejection("sum")],
     "rejection": ["algorithm=grpo", "correction=decoupled_k3_rs"],
+    "rejection by the maximum": ["algorithm=grpo", k2_rejection("max")],
     "top_entropy": ["algorithm=top_entropy", "algorithm.loss.fraction=0.3"],
     "normalized weights": ["algorithm=dro", *NORMALIZED],
     "engine as old policy": ["algorithm=grpo", "correction=bypass_pg_geo_rs_seq_tis"],
@@ -141,24 +149,29 @@ FIRST_LOSSES: dict[str, tuple[Advantage, TokenLosses, str]] = {
     "lite_ppo": (GRPO(scale_rewards="batch"), of_ratio, "token_mean"),
     "pass@k": (PassAtK(normalize_std=True), of_ratio, "token_mean"),
     "rejection": (GRPO(), of_ratio, "token_mean"),
+    "rejection by the maximum": (GRPO(), of_ratio, "token_mean"),
     "top_entropy": (GRPO(), of_uncertain_tokens, "token_mean"),
     "normalized weights": (CENTRED, of_logprob, "fixed_length"),
     "engine as old policy": (GRPO(), of_logprob, "token_mean"),
 }
 """Name of a run -> its estimator, the losses of its tokens in the first step, and its aggregation."""
 LATER_METRICS = {
+    "gpg": ("correction/rejected_fraction", 0),
     "luspo": ("loss/clip_fraction", 0),
     "vespo": ("loss/response_weight", 1),
     "dppo_kl": ("loss/clip_fraction", 0),
     "dppo_tv": ("loss/clip_fraction", 0),
     "lite_ppo": ("policy/kl_ref", 0),
+    "pass@k": ("correction/rejected_fraction", 0),
     "rejection": ("correction/rejected_fraction", 0),
+    "rejection by the maximum": ("correction/rejected_fraction", 0),
     "engine as old policy": ("correction/rejected_fraction", 0),
 }
 """Name of a run -> a metric for the distance between trained and sampling policy, and its value in the first step."""
 
 
-BOUNDED = ("luspo", "dppo_kl", "dppo_tv", "rejection", "engine as old policy")
+REJECTING = ("gpg", "pass@k", "rejection", "rejection by the maximum", "engine as old policy")
+BOUNDED = ("luspo", "dppo_kl", "dppo_tv", *REJECTING)
 """Runs in which later steps may have no gradient, because all tokens with an advantage are too far off-policy."""
 
 

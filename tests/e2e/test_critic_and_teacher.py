@@ -27,7 +27,7 @@ class Recorder:
 
     folder: str
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"values", "old_logprobs", "ref_logprobs", "teacher_logprobs", "second_logprobs", "greedy_rewards"}
+        {"values", "old_logprobs", "ref_logprobs", "teacher_logprobs", "opinion", "greedy_rewards"}
     )
 
     def __call__(self, inputs):
@@ -52,6 +52,9 @@ def run(start_mrl, quickstart, inputs, warm, tmp_path_factory):
             "roles.teacher.parallel.cp=2",
             f"roles.second.path={inputs / 'model'}",
             "roles.second.parallel.tp=2",
+            "roles.second.column=opinion",
+            "placement=paired",
+            "placement.pools.apart=[second]",
             "critic.parallel.tp=2",
             "critic.warmup_steps=1",
             "rollout.record=true",
@@ -86,15 +89,18 @@ def test_the_outputs_of_all_models_reach_the_advantage(run):
 
 
 def test_a_role_of_another_name_computes_its_column(run, inputs, warm):
-    """`roles.second` is another model than the actor. Transformers computes the same log-probabilities with this model."""
+    """`roles.second` is another model than the actor, and has a column and a pool with names of the user.
+
+    Transformers computes the same log-probabilities with this model.
+    """
     finished, folder = run
     for number in range(3):
         recorded = dict(np.load(folder / f"{number}.npz"))
         block, _ = read_recording(finished.folder / "rollouts", number)
-        for column, model in (("second_logprobs", inputs / "model"), ("ref_logprobs", warm)):
+        for column, model in (("opinion", inputs / "model"), ("ref_logprobs", warm)):
             expected = sampled_logprobs(log_distributions(model, block), block)
             np.testing.assert_allclose(recorded[column], expected, atol=1e-4, err_msg=column)
-        assert np.abs(recorded["second_logprobs"] - recorded["ref_logprobs"]).mean() > 0.1
+        assert np.abs(recorded["opinion"] - recorded["ref_logprobs"]).mean() > 0.1
 
 
 def test_only_the_critic_is_trained_during_its_warmup(run):

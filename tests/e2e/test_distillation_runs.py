@@ -93,10 +93,21 @@ def generalized_js(teacher: torch.Tensor, policy: torch.Tensor, beta: float) -> 
     return beta * kl(teacher, mixture) + (1 - beta) * kl(policy, mixture)
 
 
-def test_a_policy_learns_from_the_forward_kl(distil, inputs, warm):
-    run = distil("distill_vocab", "algorithm.loss.divergence=forward_kl", "rollout.record=true")
+def with_rest(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return [R, k + 1]: the log-probabilities of the tokens `ids` [R, k], and that of all other tokens together."""
+    kept = log_probs.gather(1, ids)
+    return torch.cat([kept, (1 - kept.exp().sum(-1, keepdim=True)).log()], dim=1)
+
+
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_a_policy_learns_from_the_forward_kl(distil, inputs, warm, top_k):
+    algorithm = ["distill_top_k", f"algorithm.loss.top_k={top_k}"] if top_k else ["distill_vocab"]
+    run = distil(*algorithm, "algorithm.loss.divergence=forward_kl", "rollout.record=true")
     block, _ = read_recording(run.folder / "rollouts", 0)
     teacher, policy = (log_distributions(folder, block) for folder in (warm, inputs / "model"))
+    if top_k:
+        ids = teacher.topk(top_k).indices
+        teacher, policy = with_rest(teacher, ids), with_rest(policy, ids)
     expected, reverse = kl(teacher, policy).mean().item(), kl(policy, teacher).mean().item()
     assert abs(expected / reverse - 1) > 0.02, "otherwise the value would not show which divergence it is"
     assert divergences(run)[0] == pytest.approx(expected, rel=1e-4)

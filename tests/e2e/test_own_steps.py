@@ -12,6 +12,20 @@ from safetensors import deserialize
 
 from mrl.core.sample_file import read_samples
 
+SUBCLASS = f'''{step_page.SOURCE}
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardedOnly(Trainer):
+    """The function of the page as the step of a class."""
+
+    min_reward: float
+
+    def train_step(self) -> None:
+        rewarded_only(self, self.min_reward)
+'''
 KEEP_ALL_SAMPLES = "tracking.samples_per_step=24"  # the fixture `quickstart` has 24 responses in each step
 
 
@@ -60,9 +74,9 @@ def test_a_killed_run_with_an_own_step_equals_an_uninterrupted_one(
 
 
 @pytest.mark.extended
-def test_the_function_of_the_page_trains_on_the_rewarded_responses(start_mrl, quickstart, warm, user_module):
-    user_module("my_steps", step_page.SOURCE)
-    step = ["trainer._target_=my_steps.rewarded_only", "trainer.arguments.min_reward=0.5"]
+def test_a_class_with_the_step_of_the_page_trains_on_the_rewarded_responses(start_mrl, quickstart, warm, user_module):
+    user_module("my_steps", SUBCLASS)
+    step = ["trainer._target_=my_steps.RewardedOnly", "trainer.arguments.min_reward=0.5"]
     run = start_mrl("train", *quickstart, *step, "trainer.max_steps=3", KEEP_ALL_SAMPLES).finish()
     assert run.process.returncode == 0, run.output()
     check_updates(run.folder, "rewarded_only")

@@ -60,10 +60,18 @@ def test_all_placements_give_the_same_numbers_and_weights(runs):
         check_equal_weights(runs[placement].folder, apart.folder)
 
 
+def test_a_reference_in_ranks_of_its_own_has_the_initial_weights_of_the_actor(runs):
+    """The KL to the reference is the mean difference of the log-probabilities of the actor and of the reference."""
+    for placement, run in runs.items():
+        first, *later = (step["policy/kl_reward"] for step in run.metrics())
+        assert abs(first) < 1e-7 and all(abs(kl) > 1e-6 for kl in later), placement
+
+
 def test_models_with_devices_of_their_own_work_at_the_same_time(runs):
     for step in runs["disaggregated"].metrics():
         assert step["spent/score_s"] > step["time/score_s"], "actor, critic, reference and teacher score side by side"
         assert step["spent/megatron_s"] + step["spent/critic_s"] > step["time/update_s"]
+        assert step["spent/overlap_s"] > 0
     for step in runs["colocated"].metrics():
         assert step["spent/overlap_s"] == 0
         assert step["spent/score_s"] <= step["time/score_s"]

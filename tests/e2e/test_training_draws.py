@@ -141,6 +141,7 @@ def test_a_killed_run_with_a_sampler_group_sizes_top_p_and_rows_of_a_file_equals
     assert states[0]["prompts"] == states[1]["prompts"] and states[0]["prompts"]["history"]["rows"] == list(range(12))
     assert "rollout.top_p=0.9: the engines leave out unlikely tokens" in " ".join(whole.output().split())
     check_steps(whole)
+    check_trained_tokens(whole, files)
 
 
 def check_steps(run) -> None:
@@ -162,6 +163,18 @@ def check_steps(run) -> None:
     for name in ("mismatch/logprob_abs_max", "mismatch/nan_tokens"):
         assert max(line[name] for line in metrics) < 1e-3, "rows of the file do not count as samples of the engine"
     check_responses(run)
+
+
+def check_trained_tokens(run, files) -> None:
+    """Check that each step trains on all its offline rows, and on the groups of the engines whose rewards differ."""
+    rows = [json.loads(line) for line in (files / "offline.jsonl").read_text().splitlines()]
+    ledger = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    for line, (_, samples) in zip(ledger, read_samples(run.folder), strict=True):
+        differ = {sample.group for sample in samples if len(set(sample.group_rewards)) > 1}
+        sampled = sum(sum(lengths) for group, lengths in enumerate(line["lengths"]) if group in differ)
+        offline = sum(len(rows[number]["response"]) + 1 for number in line["offline"])  # the end mark is one token more
+        trained = sum(count for update in line["updates"] for count, _ in update.values())
+        assert trained == sampled + offline
 
 
 def check_responses(run) -> None:

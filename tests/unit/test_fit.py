@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mrl.algorithms.kl import KLPenalty
+from mrl.algorithms.objective import EntropyBonus
 from mrl.algorithms.parts import Coefficients
-from mrl.controller.loop_parts import Phases
+from mrl.controller.loop_parts import Phases, StepMetrics
 from mrl.controller.plan_step_data import num_prompts
 from mrl.controller.trainer import Trainer, TrainingSchedule, used_prompts
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
@@ -23,6 +25,7 @@ class World:
 
     def __init__(self, failures: dict[tuple[str, int], Exception]) -> None:
         self.failures, self.weights, self.sampled, self.trained, self.updates = failures, 0, [], [], 0
+        self.coefs: list[dict[str, float]] = []  # coefficients of each update
         self.saved: dict[int, dict] = {}
         self.recoveries: list[int | None] = []
         self.logged: list[int] = []
@@ -62,6 +65,7 @@ class World:
     def begin_update(self, rollouts, estimates, step, coefs, **selection):
         self.reach("update")
         self.updates += 1
+        self.coefs.append(coefs)
         self.trained = [*self.trained[:step], rollouts.block]
         self.weights = step + 1
         return PendingCall(lambda: ActorUpdate([], 0.1, [], np.zeros(0, bool)))
@@ -305,6 +309,15 @@ def test_the_critic_learns_only_from_estimates_with_returns(has_returns):
     assert result.values.get("critic/updates", 0) == has_returns
 
 
+def test_an_update_gets_the_coefficients_that_the_earlier_steps_have_adapted():
+    world = World({})
+    world.metrics = lambda updates: {"policy/entropy_mean": 0.1, "policy/kl_ref": 0.2}
+    terms = dict(entropy=EntropyBonus(0.0, target=0.2, step=0.01), kl_loss=KLPenalty(1.0, target=0.1, horizon=3))
+    replace(trainer(world, max_steps=3), coefs=Coefficients(terms)).fit()
+    expected = [dict(entropy=0.01 * step, kl_loss=1.2**step) for step in range(3)]
+    assert world.coefs == [pytest.approx(each) for each in expected]
+
+
 def test_the_metrics_of_the_critic_count_all_updates_of_a_step():
     """Two updates of one optimizer step have the same metrics as one update of two optimizer steps."""
 
@@ -318,3 +331,24 @@ def test_the_metrics_of_the_critic_count_all_updates_of_a_step():
     apart = critic.metrics([CriticUpdate([one], 0.1), CriticUpdate([two], 0.2)])
     assert apart == critic.metrics([CriticUpdate([one, two], 0.2)])
     assert apart["critic/loss"] == 0.75 and apart["spent/critic_s"] == 2.0 and apart["critic/lr"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("score_s", "update_s", "overlap_s"),
+    [
+        (5.0, 9.0, 0.0),  # one model works after another
+        (3.0, 9.0, 2.0),  # models score at the same time
+        (5.0, 6.5, 2.5),  # actor and critic train at the same time
+        (3.0, 6.5, 4.5),
+        (3.0, 12.0, 2.0),  # the update also waits: this takes nothing from the time that scoring saved
+        (8.0, 12.0, 0.0),
+    ],
+)
+def test_the_overlap_is_the_time_that_models_saved_by_working_at_the_same_time(score_s, update_s, overlap_s):
+    """Models work for 5 s in the phase `score` and for 9 s in the phase `update`."""
+    spent = {"spent/score_s": 5.0, "spent/megatron_s": 6.0, "spent/critic_s": 3.0, "spent/engine_s": 1.0}
+    rewards = {"reward/mean": 0.5, "rollout/tokens": 40.0, "rollout/samples": 8.0}
+    step = StepMetrics.of(spent | rewards, {"time/score_s": score_s, "time/update_s": update_s})
+    found = step.with_duration(30.0)
+    assert found["spent/overlap_s"] == overlap_s
+    assert found["spent/controller_s"] == 30 - (1 + score_s + min(9, update_s))

@@ -1,12 +1,16 @@
 """Actor updates on the driver: which rows are trained, and which metrics the reports of the optimizer steps give."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
+from loss_cases import loss_inputs, make_case
 
 from mrl.algorithms.corrections import MISMATCH_SUMS
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import CrossEntropy, PPOClip
-from mrl.algorithms.objective import Objective, TokenWeighting
+from mrl.algorithms.objective import EntropyBonus, Objective, TokenWeighting
 from mrl.algorithms.parts import Coefficients
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
 from mrl.data.batching import CostModel
@@ -21,7 +25,7 @@ class Group:
     """Stands in for a worker group. Partitions the steps, and makes up the reports."""
 
     def begin_update(self, steps, packing, *, weighting, lrs, loss, temperature):
-        self.steps, self.lrs = steps, lrs
+        self.steps, self.lrs, self.loss = steps, lrs, loss
         reports = [self._report(step, partition_step(step, ParallelDims(), packing, weighting)) for step in steps]
         return PendingCall(lambda: reports)
 
@@ -36,18 +40,9 @@ class Group:
         return UpdateReport(sums, maxima | partition.metrics)
 
 
-def update(
-    advantages: list[float],
-    mini_batches: int,
-    epochs: int = 1,
-    rejected: tuple[int, ...] = (),
-    counts: list[int] | None = None,
-    rows: np.ndarray | None = None,
-    all_filtered: bool = False,  # if true, the update gets no estimates
-):
-    count = len(advantages)
+def rollouts_of(count: int, all_filtered: bool = False) -> Rollouts:
     lengths = np.arange(1, count + 1)
-    rollouts = Rollouts(
+    return Rollouts(
         block=None,
         prompt_lengths=np.full(count, 3),
         response_lengths=lengths,
@@ -60,13 +55,28 @@ def update(
         rewards=np.zeros(count),
         all_filtered=all_filtered,
     )
+
+
+def actor_trainer(group: Group, objective: Objective, mini_batches: int = 1, epochs: int = 1) -> ActorTrainer:
+    packing, weighting = Packing(100, True, CostModel()), TokenWeighting()
+    updates = UpdateRunner(OptimConfig(lr=1.0, warmup_steps=100), packing, weighting, mini_batches, epochs)
+    return ActorTrainer(group, objective, updates, temperature=1.0, skip_zero_advantage=True)
+
+
+def update(
+    advantages: list[float],
+    mini_batches: int,
+    epochs: int = 1,
+    rejected: tuple[int, ...] = (),
+    counts: list[int] | None = None,
+    rows: np.ndarray | None = None,
+    all_filtered: bool = False,  # if true, the update gets no estimates
+):
+    count, group = len(advantages), Group()
+    rollouts = rollouts_of(count, all_filtered)
     drawn = None if counts is None else np.array(counts)
     result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {}, drawn)
-    group = Group()
-    updates = UpdateRunner(
-        OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), TokenWeighting(), mini_batches, epochs
-    )
-    policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
+    policy = actor_trainer(group, Objective(PPOClip()), mini_batches, epochs)
     if all_filtered:
         with pytest.raises(ValueError, match=r"update\(\) got no estimates, but the loss PPOClip is 0 without"):
             policy.begin_update(rollouts, None, step=2, coefs={}, rows=rows)
@@ -141,6 +151,23 @@ def test_a_step_is_taken_even_if_every_row_is_rejected():
 def test_the_row_that_measures_the_mismatch_is_not_rejected():
     _, group = update([0, 0, 0, 0], mini_batches=2, rejected=(0, 1))
     assert [step.rows.tolist() for step in group.steps] == [[2]]
+
+
+@pytest.mark.parametrize("loss", [None, CrossEntropy()])
+def test_the_loss_of_the_trainer_ranks_has_the_coefficients_of_the_step(loss):
+    """`loss` replaces the policy loss. The KL penalty and the entropy bonus stay, with their adapted coefficients."""
+    kl, case = KLPenalty(0.3, target=0.1, horizon=10), make_case(0)
+    entropy = EntropyBonus(0.0, target=0.2, step=0.01)
+    coefs = Coefficients(dict(kl_loss=kl, entropy=entropy))
+    coefs.adapt({"policy/kl_ref": 9.0, "policy/entropy_mean": 0.1}, samples=10)
+    group = Group()
+    estimates = AdvantageResult(None, np.zeros(4, bool), np.zeros(4, bool), {})
+    policy = actor_trainer(group, Objective(PPOClip(), kl=kl, entropy=entropy))
+    policy.begin_update(rollouts_of(4), estimates, step=2, coefs=coefs.current(), loss=loss).result()
+    inputs = replace(loss_inputs(case), entropy=torch.full((len(case.old),), 1.5, dtype=torch.float64))
+    expected = (loss or PPOClip())(inputs)[0] + 0.3 * 1.2 * kl(inputs) - 0.01 * 1.5
+    np.testing.assert_allclose(group.loss(inputs)[0], expected, rtol=1e-12)
+    assert group.loss.uses_entropy, "the ranks compute gradients of the entropy"
 
 
 def test_statistics_of_a_loss_are_averaged_over_the_weight_of_the_trained_tokens():

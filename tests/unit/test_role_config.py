@@ -1,19 +1,23 @@
 """The key `roles`: frozen models beside the actor, and models that SGLang serves to rewards."""
 
 import json
+import shutil
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mrl.config import hydra_entry
 from mrl.config.validate import roles_of
-from mrl.controller import plan_train
+from mrl.controller import plan_train, worker_groups
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemoryState
 from mrl.controller.plan_models import build_pools, parallel_layout, plan_models
 from mrl.controller.plan_train import check_memory_fractions, check_served_folders, check_served_roles
+from mrl.controller.processes import RunProcesses
+from mrl.controller.worker_groups import ModelGroups
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards import remote_models
 from mrl.rewards.by_source import BySource
@@ -79,6 +83,52 @@ def test_served_roles_have_pools_of_their_own():
     assert {pool.name: set(pool.demands) for pool in pools.pools} == dict(
         policy={"actor", "reference"}, value={"critic", "reward_model"}, engines={"engines"}
     )
+
+
+def test_a_role_has_the_column_and_the_pool_of_the_config(tiny_qwen3):
+    role = [f"roles.mine.path={tiny_qwen3()}", "roles.mine.column=opinion", "roles.mine.parallel.tp=2"]
+    pool = ["placement=colocated", "placement.pools.second=[mine]"]
+    composed = config(f"model.path={tiny_qwen3()}", "sft.train=null", *role, *pool)
+    models = plan_models(composed, frozenset({"opinion"}), weights=False)
+    assert models.keys() == {"actor", "mine"} and roles_of(composed)["mine"].column == "opinion"
+    assert plan_models(composed, frozenset({"mine_logprobs"}), weights=False).keys() == {"actor"}
+    pools = build_pools(composed, {name: model.dims for name, model in models.items()})
+    assert {pool.name: set(pool.demands) for pool in pools.pools} == dict(all={"actor", "engines"}, second={"mine"})
+    assert pools.by_role["mine"].size == 2 and pools.by_role["actor"].size == 1
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_role_without_a_path_starts_from_the_warm_start(monkeypatch, tiny_qwen3, tmp_path, is_stored):
+    """A run either trains its warm start after the plan, or finds it before the plan, and then has no warm start to train."""
+    initial, warm = tiny_qwen3(), tmp_path / "warm"
+    shutil.copytree(initial, warm)
+    settings = [f"model.path={initial}", f"sft.output={warm}", "roles.reference.parallel.tp=1"]
+    composed = config(*settings, f"roles.mine.path={initial}", "roles.other.parallel.tp=1")
+    needs = frozenset({"values", "ref_logprobs", "mine_logprobs", "other_logprobs"})
+    plans = plan_models(composed, needs, actor_path=str(warm) if is_stored else "", weights=False)
+    started = {}
+
+    class Group:
+        """Stands in for a WorkerGroup. Records from which folder its model starts."""
+
+        def __init__(self, dims, run_dir, timeout_s, options, name, load) -> None:
+            self.name = name
+
+        def start(self, spec, seed, timeout_s, head) -> None:
+            started[self.name] = spec.model_path
+
+        def wait_ready(self, timeout_s) -> None:
+            assert self.name in started
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(worker_groups, "WorkerGroup", Group)
+    placements = dict.fromkeys(plans, SimpleNamespace(options=list))
+    models = ModelGroups(plans, placements, MemoryScheduler(frozenset()), SimpleNamespace(), ExitStack())
+    others = {name: plan for name, plan in plans.items() if name != ACTOR}
+    plan = SimpleNamespace(config=composed, warm_start=None if is_stored else composed.sft, others=others)
+    models.start_others(RunProcesses._paths_of_others(SimpleNamespace(plan=plan)))
+    assert started == dict(critic=str(warm), reference=str(warm), mine=str(initial), other=str(warm))
 
 
 SERVED = ["roles.judge.path=x", "roles.judge.num_engines=1"]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from http_engines import spec_of
 from planned_runs import config_of
 from test_relays import plan_of
 
@@ -24,6 +25,7 @@ from mrl.controller import memory_check, plan_models, processes
 from mrl.controller.memory_check import MemoryEstimator
 from mrl.controller.plan_models import gpu_transport
 from mrl.controller.processes import shared_nccl_variables
+from mrl.controller.served_roles import served_groups
 from mrl.core.run_errors import StartError
 from mrl.core.types import DeviceSlot
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
@@ -136,6 +138,29 @@ def test_each_process_sees_its_own_slots_and_the_plan_names_the_same(gpus_per_no
             for options in role_placement.options():
                 shares[role_placement.placed.pool.name, options["bundle"]] += options["num_gpus"]
         assert max(shares.values()) < 1, "Ray has a share of the GPU left for the task that reads its id"
+
+
+@pytest.mark.parametrize("placement", ["disaggregated", "paired"])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_servers_of_a_role_run_on_the_gpus_of_its_pool(monkeypatch, tmp_path, placement, pinned):
+    """Servers that are not pinned are child processes of the rollout worker, and get no GPUs of their own."""
+    served = ["roles.reward_model.path=x", "roles.reward_model.num_engines=2", "roles.reward_model.engine_tp=2"]
+    config = config_of("Qwen3-0.6B", tmp_path, f"placement={placement}", "rollout.num_engines=3", *served)
+    pools = plan_models.build_pools(config, {"actor": ParallelDims(dp=3), "critic": ParallelDims(dp=4)})
+    devices = planned_device_map(pools, 4)
+    placements = {name: replace(each, pin_engines_to_nodes=pinned) for name, each in placed(devices, 1).items()}
+    groups, started = served_groups(config, str(tmp_path), pools.colocated_roles), []
+    monkeypatch.setattr(processes, "rollout_spec", lambda plan, run_dir: spec_of(run_dir, served=groups))
+    monkeypatch.setattr(processes, "RolloutWorkerHandle", lambda spec, options, timeout_s: started.append(spec))
+    run = SimpleNamespace(plan=SimpleNamespace(config=config), run_dir=tmp_path)
+    processes.RunProcesses._start_rollout_worker(run, placements)
+    (group,) = started[0].served
+    if not pinned:
+        assert group.slots is None
+        return
+    found = [[gpu_of(slot) for slot in group.slots(server)] for server in range(group.count)]
+    planned = [ProcessLocation(*place) for place in locate_ranks(devices, "reward_model")]
+    assert found == [planned[:2], planned[2:]] and len(set(planned)) == 4
 
 
 @pytest.mark.extended_except("4")
