@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks that PyPI has a wheel for this platform of each package of a lock, except of the packages that are built during the
 # installation. So a new version of a package cannot need a compiler or headers unnoticed. `make lock` runs it after it has resolved
-# the locks. It needs the network and installs nothing.
+# the locks. It also checks that the wheels contain the headers that Transformer Engine is compiled with (scripts/check_headers.py).
+# It needs the network and installs nothing.
 #   scripts/check_wheels.sh UV PYTHON LOCK     PYTHON: interpreter for which the wheels must be
 set -euo pipefail
 uv=$1 python=$2 lock=$3
@@ -16,3 +17,7 @@ pure_python=(antlr4-python3-runtime yattag)
     --python "$python" --target "$folder/target" -r "$folder/packages" ||
     { echo "check_wheels: $lock: see the package above. If it has only sources and they are pure Python, add it to pure_python in $0;" \
         "if it must be compiled, scripts/install_lock.sh needs its compiler and headers" >&2; exit 1; }
+
+awk '/^nvidia-/ { print $1 }' "$lock" >"$folder/nvidia"
+"$uv" pip compile --quiet --no-deps --format pylock.toml --python "$python" -o "$folder/pylock.toml" "$folder/nvidia"
+"$python" "$(dirname "$0")/check_headers.py" "$folder/pylock.toml"
