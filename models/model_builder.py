@@ -40,6 +40,7 @@ from parallel.megatron_layers import (
     AmplifiedRotaryEmbedding,
     PackedLatentAttention,
     PackedRotaryEmbedding,
+    fuse_rope_of_packs,
     spec_provider,
 )
 from parallel.moe_router import PackedRouter
@@ -105,13 +106,13 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
     return config_class(**(values | arch.transformer | overrides))
 
 
-def can_fuse_rope(arch: Architecture, packed_attention: bool) -> bool:
+def can_fuse_rope(arch: Architecture) -> bool:
     """Whether Transformer Engine's fused RoPE can compute the rotations of this model. If not, Megatron uses torch.
 
-    The fused kernel counts positions from the start of each sequence. A pack with shared prompts needs an angle for each token
-    instead. The kernel supports neither an amplitude nor latent attention.
+    The kernel has no amplitude. For latent attention, Megatron uses a Triton kernel of its own instead. That kernel needs a batch
+    dimension or `cu_seqlens`, and with `cu_seqlens` it counts positions from the start of each sequence in the pack.
     """
-    return not packed_attention and not arch.has_latent_attention and arch.rope.amplitude == 1.0
+    return capabilities().transformer_engine and not arch.has_latent_attention and arch.rope.amplitude == 1.0
 
 
 def _layout_fields(dims: ParallelDims) -> dict:
@@ -257,7 +258,7 @@ def build_model(
     arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
     packed_attention = share_prompts or not capabilities().transformer_engine
-    config.apply_rope_fusion = can_fuse_rope(arch, packed_attention)
+    config.apply_rope_fusion = can_fuse_rope(arch)
     stages = range(dims.vpp) if dims.vpp > 1 else [None]
     build = partial(_build_stage, arch, config, head, packed_attention)
     with _wgrad_fusion_of_transformer_engine(config):
@@ -313,6 +314,8 @@ def _set_rope(model: GPTModel, rope: Rope, packed_attention: bool) -> None:
     """Replace Megatron's RoPE frequencies and amplitude with the frequencies and amplitude of `rope`."""
     if packed_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(rope)
+        if model.config.apply_rope_fusion:
+            fuse_rope_of_packs()
     else:
         model.rotary_pos_emb.inv_freq = rope.inv_freq()
     for module in model.modules():

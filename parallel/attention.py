@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,25 +111,42 @@ def _gradient_sum_dtype(rows: Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32) if rows.is_cuda else rows.dtype
 
 
-def has_flash_attention_3() -> bool:
-    """Whether this process can use FlashAttention-3: the package is installed, and the GPU is a Hopper GPU."""
-    return has_cuda() and torch.cuda.get_device_capability() == (9, 0) and find_spec("flash_attn_interface") is not None
+def flash_attention_versions(channels: int) -> list[int]:
+    """Return the versions of FlashAttention that this process can use for keys of this width, the preferred version first.
+
+    torch contains FlashAttention-2. FlashAttention-3 is the package flash_attn_interface, for Hopper GPUs. FlashAttention-4 is
+    the package flash-attn-4, for Blackwell GPUs of capability 10. It does not support all widths of keys. torch could also use it
+    on Hopper GPUs, but this has not been measured.
+    """
+    major = torch.cuda.get_device_capability()[0] if has_cuda() else 0
+    versions = [2]
+    if major == 10 and (channels <= 128 or channels == 256):
+        package = find_spec("flash_attn")  # flash-attn 2 has this package, too, but without the folder cute
+        folders = [] if package is None else package.submodule_search_locations or []
+        versions += [4] * any(Path(folder, "cute").is_dir() for folder in folders)
+    if major == 9 and find_spec("flash_attn_interface") is not None:
+        versions.append(3)
+    return versions[::-1]
 
 
 @cache
-def _varlen_kernel() -> Callable[..., Any]:
-    """Return torch's flash-attention kernel for sequences of variable length.
+def _varlen_kernel(channels: int) -> Callable[..., Any]:
+    """Return torch's flash-attention kernel for sequences of variable length, and for keys with `channels` channels.
 
-    By default, torch uses FlashAttention-2. If FlashAttention-3 is available, this function makes torch use it instead.
+    By default, torch uses FlashAttention-2. This function makes torch use the first of `flash_attention_versions` that can be
+    activated.
     """
     from torch.nn.attention import activate_flash_attention_impl
     from torch.nn.attention.varlen import varlen_attn  # not at the top of this file, because it imports Triton
 
-    if has_flash_attention_3():
+    for version in flash_attention_versions(channels):
+        if version == 2:
+            break
         try:
-            activate_flash_attention_impl("FA3")
-        except (ImportError, OSError, RuntimeError) as error:
-            logger.warning("FlashAttention-3 is installed but cannot be used, so FlashAttention-2 is used: %s", error)
+            activate_flash_attention_impl(f"FA{version}")
+            break
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            logger.warning("FlashAttention-%d is installed but cannot be used: %s", version, error)
     return varlen_attn
 
 
@@ -143,7 +161,7 @@ def _attend_varlen(
     width = value.size(2)
     if width != key.size(2):
         value = F.pad(value, (0, key.size(2) - width))
-    out = _varlen_kernel()(
+    out = _varlen_kernel(key.size(2))(
         query,
         key,
         value,

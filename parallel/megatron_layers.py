@@ -5,11 +5,13 @@ tables are the same on GPUs and CPUs.
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -72,6 +74,20 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         if self._angles is None or self._angles[0] is not positions:
             self._angles = positions, self.get_emb(max_seq_len, offset)[positions, 0]
         return self._angles[1]
+
+
+@cache
+def fuse_rope_of_packs() -> None:
+    """Let Megatron call Transformer Engine's fused RoPE for packs with one angle for each token (PackedRotaryEmbedding).
+
+    The kernel rotates token i of [L, 1, n, d] by row i of the angles [L, 1, 1, d]. Megatron 0.19 passes [L, n, d] and [L, 1, d].
+    """
+    kernel = rope_utils.fused_apply_rotary_pos_emb
+
+    def rotate(tokens: Tensor, angles: Tensor, *, interleaved: bool = False) -> Tensor:
+        return kernel(tokens[:, None], angles[:, None], interleaved=interleaved)[:, 0]
+
+    rope_utils.fused_apply_rotary_pos_emb = rotate
 
 
 def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:

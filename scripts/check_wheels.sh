@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Checks that PyPI has a wheel for this platform of each package of a lock. Exceptions are the packages that are built during the
 # installation. The check fails if a new version of another package must be built, because it may need a compiler or headers.
+# Then checks that the wheels contain the headers that Transformer Engine is compiled with (scripts/check_headers.py).
 # `make lock` runs this script after it has resolved the locks. The script needs the network and installs nothing.
 #   scripts/check_wheels.sh UV PYTHON LOCK     PYTHON: interpreter that must be able to use the wheels
 set -euo pipefail
@@ -16,3 +17,7 @@ pure_python=(antlr4-python3-runtime yattag)
     --python "$python" --target "$folder/target" -r "$folder/packages" ||
     { echo "check_wheels: $lock: see the package above. If it has only sources and they are pure Python, add it to pure_python in $0;" \
         "if it must be compiled, scripts/install_lock.sh needs its compiler and headers" >&2; exit 1; }
+
+awk '/^nvidia-/ { print $1 }' "$lock" >"$folder/nvidia"
+"$uv" pip compile --quiet --no-deps --format pylock.toml --python "$python" -o "$folder/pylock.toml" "$folder/nvidia"
+"$python" "$(dirname "$0")/check_headers.py" "$folder/pylock.toml"

@@ -6,6 +6,7 @@ the GPU is idle until the host has added new kernels.
 """
 
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from unittest import mock
@@ -42,11 +43,13 @@ class HostWaits(AbstractContextManager):
 
     Every tensor counts as a tensor on the GPU, except those that the code makes with `device="cpu"`. `recording` switches the
     recording on and off. `allowed` lists the functions that may wait, each as (end of the file's path, function name), where ""
-    means all functions of the file. An operation counts as allowed only if an allowed function calls it directly.
+    means all functions of the file. An operation counts as allowed only if an allowed function calls it directly. `num_allowed`
+    counts the allowed operations by (operation, function).
     """
 
     def __init__(self, *allowed: tuple[str, str], recording: bool = True) -> None:
         self.found: list[str] = []
+        self.num_allowed: Counter[tuple[str, str]] = Counter()
         self.recording = recording
         self._allowed = (PINNED_COPY, *allowed)
         self._stack = ExitStack()
@@ -75,7 +78,9 @@ class HostWaits(AbstractContextManager):
         stack = traceback.extract_stack()
         callers = [frame for frame in stack if frame.filename != __file__ and "/torch/" not in frame.filename]
         caller = callers[-1]
-        if not any(caller.filename.endswith(end) and name in ("", caller.name) for end, name in self._allowed):
+        if any(caller.filename.endswith(end) and name in ("", caller.name) for end, name in self._allowed):
+            self.num_allowed[operation, caller.name] += 1
+        else:
             places = [f"{frame.filename}:{frame.lineno}" for frame in callers[-3:]]
             self.found.append(f"{operation} called by {', '.join(places)}")
 

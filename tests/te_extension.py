@@ -169,7 +169,10 @@ def get_fused_attn_backend(parameters) -> tuple[int, str]:
 
 
 def fused_rope_forward(tokens, angles, start_positions, layout, interleaved, cu_seqlens, cp_size, cp_rank):
-    """Rotate the first components of tokens [T, n, d] by the angles [positions, 1, 1, r] of their positions."""
+    """Rotate the first components of tokens [T, n, d] by the angles [positions, 1, 1, r] of their positions.
+
+    Without cu_seqlens, rotate tokens [T, 1, n, d] by the angles [T, 1, 1, r].
+    """
     return _rotate(tokens, angles, cu_seqlens, 1.0)
 
 
@@ -179,9 +182,15 @@ def fused_rope_backward(gradient, angles, start_positions, layout, interleaved, 
 
 
 def _rotate(tokens: Tensor, angles: Tensor, cu_seqlens: Tensor, direction: float) -> Tensor:
-    assert tokens.dim() == 3 and tokens.shape[0] == int(cu_seqlens[-1]), "only whole packs on one rank"
-    positions = torch.cat([torch.arange(end - start) for start, end in pairwise(cu_seqlens.tolist())])
-    angle, size = angles[positions, 0].float(), angles.shape[-1]
+    assert angles.dim() == 4 and angles.dtype == torch.float32
+    if cu_seqlens is None:
+        assert tokens.dim() == 4 and tokens.shape[:2] == angles.shape[:2], "one row of angles for each token"
+        angle = angles
+    else:
+        assert tokens.dim() == 3 and tokens.shape[0] == int(cu_seqlens[-1]), "only whole packs on one rank"
+        positions = torch.cat([torch.arange(end - start) for start, end in pairwise(cu_seqlens.tolist())])
+        angle = angles[positions, 0]
+    size = angles.shape[-1]
     rotated, rest = tokens[..., :size], tokens[..., size:]
     first, second = rotated.float().chunk(2, -1)
     result = rotated * angle.cos() + direction * torch.cat([-second, first], -1) * angle.sin()

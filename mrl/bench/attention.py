@@ -17,7 +17,7 @@ from torch import Tensor
 from mrl.bench.device_rates import peak_memory, seconds_of
 from mrl.bench.model_steps import model_dtype, start_one_rank
 from mrl.bench.sections import SectionJob, Value
-from parallel.attention import PackedAttention, attend_batched, has_flash_attention_3, supports_varlen
+from parallel.attention import PackedAttention, attend_batched, flash_attention_versions, supports_varlen
 from parallel.device import capabilities, device
 from parallel.packing import PackedSequences, Segment, pack
 
@@ -114,11 +114,11 @@ def attention_kernels(
 ) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """Yield (name of a kernel, function of query, key and value). Omits kernels that this machine does not have.
 
-    The kernel that mrl chooses is the last one, because choosing FlashAttention-3 changes torch for the whole process.
+    The kernel that mrl chooses is the last one, because choosing FlashAttention-3 or 4 changes torch for the whole process.
     """
-    varlen, fa3 = supports_varlen(device(), model_dtype()), has_flash_attention_3()
+    varlen, version = supports_varlen(device(), model_dtype()), flash_attention_versions(sizes.channels)[0]
     scale, whole = sizes.channels**-0.5, pack(segments, device(), in_order=True)
-    if varlen and fa3:
+    if varlen and version > 2:
         yield "torch's variable-length FlashAttention-2", _gathering(_torch_varlen(scale), whole)
     if not varlen:
         job.leave_out(f"{name}: FlashAttention and Transformer Engine", "their kernels need a GPU")
@@ -127,7 +127,7 @@ def attention_kernels(
         yield from _optional_kernels(job, name, sizes, whole, shared)
         yield "batched scaled_dot_product_attention", _gathering(_batched(scale), pack(segments, device()))
     attention = PackedAttention(SimpleNamespace(kv_channels=sizes.channels, attention_dropout=0.0), 1, None, "self")
-    chosen = f"torch's variable-length FlashAttention-{3 if fa3 else 2}" if varlen else "batched"
+    chosen = f"torch's variable-length FlashAttention-{version}" if varlen else "batched"
     own = pack(segments, device(), in_order=varlen)
     yield f"{chosen} (mrl's choice)", lambda *inputs: attention(*inputs, packed_seq_params=own)
 
@@ -137,7 +137,8 @@ def _optional_kernels(
 ) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """Yield the kernels of two optional packages, flash-attn and Transformer Engine."""
     scale = sizes.channels**-0.5
-    if find_spec("flash_attn") is None:
+    package = find_spec("flash_attn")
+    if package is None or package.origin is None:  # a package without a file: only flash-attn-4 is installed
         job.leave_out(f"{name}: flash-attn", "flash-attn is not installed; pip install flash-attn")
     else:
         yield "flash-attn's flash_attn_varlen_func", _gathering(flash_attn_kernel(scale), packed)
@@ -176,7 +177,7 @@ def _batched(scale: float) -> AttentionKernel:
 
 
 def _torch_varlen(scale: float) -> AttentionKernel:
-    """Return torch's variable-length kernel: FlashAttention-2, as long as FlashAttention-3 is not activated."""
+    """Return torch's variable-length kernel: FlashAttention-2, as long as no other version is activated."""
     varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn  # imports Triton
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:

@@ -12,7 +12,7 @@ from parallel.trainer_config import OptimConfig
 
 MOE = "megatron/core/transformer/moe"
 # The host needs the number of tokens of each expert for the sizes of messages and matrices. On a GPU, the first two functions
-# copy these numbers to the host and wait once in each layer. The other functions read the copies.
+# copy these numbers to the host, and the second one waits for all copies of a layer together. The others read the copies.
 TOKENS_PER_EXPERT = [
     ("parallel/device.py", "to_cpu"),
     (f"{MOE}/token_dispatcher.py", "_maybe_dtoh_and_synchronize"),
@@ -38,7 +38,7 @@ def use_attention_of_gpus() -> None:
     from parallel import attention
 
     attention.supports_varlen = megatron_model.supports_varlen = lambda device, dtype: True
-    attention._varlen_kernel = lambda: varlen_attn
+    attention._varlen_kernel = lambda channels: varlen_attn
 
 
 def run_layers(rank: int, folder) -> tuple[int, float]:
@@ -76,8 +76,10 @@ def waits_of_an_update(rank: int, folder, critic: bool, overrides: dict, share_p
     """Return the operations on which the host would wait for the GPU, from the rows of a batch to the gradients of the model.
 
     The first of two passes is not recorded, because some tensors, such as RoPE's frequencies, are copied to the device only once.
+    The host may wait for the numbers of tokens of the experts, but exactly once for each forward pass of an MoE layer.
     """
     from host_waits import HostWaits
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from models_for_layouts import groups_of_responses
 
     from mrl.algorithms.losses import PPOClip, ValueLoss
@@ -96,13 +98,19 @@ def waits_of_an_update(rank: int, folder, critic: bool, overrides: dict, share_p
     packing = Packing(60, share_prompts)
     (batch,) = partition_step(TrainBatch.of(block, groups), ParallelDims(), packing).rank_batches
     assert len(batch.micro_batches) > 1
+    passes: list[MoELayer] = []
+    for layer in (module for chunk in model.chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+        layer.register_forward_pre_hook(lambda layer, args: passes.append(layer) if waits.recording else None)
     with HostWaits(*TOKENS_PER_EXPERT, *MOVED_ONCE, *STAND_INS, recording=False) as waits:
         for waits.recording in (False, True):
             model.compute_outputs(block, batch, head)
             if not critic:
                 model.compute_columns(block, batch, 0.7, POLICY_COLUMNS.values())
             model.accumulate_gradients(model.micro_batches(block, batch), head, loss, batch)
-    return waits.found
+    functions = {function for _, function in TOKENS_PER_EXPERT}
+    counts = {key: count for key, count in waits.num_allowed.items() if key[1] in functions}
+    num_waits = sum(count for (operation, _), count in counts.items() if operation not in ("tolist", "numpy"))
+    return waits.found + [f"{len(passes)} passes of MoE layers: {counts}"] * (num_waits != len(passes))
 
 
 BALANCED = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1, moe_z_loss_coeff=1e-3)
@@ -161,18 +169,62 @@ def test_transformer_engine_adds_weight_gradients_to_the_buffers_without_apex(ru
     assert found == (True, False, False)
 
 
-def test_rope_is_fused_only_where_the_kernel_computes_it():
+def test_rope_is_fused_only_where_the_kernel_computes_it(monkeypatch):
     from types import SimpleNamespace
 
-    from models.model_builder import can_fuse_rope
+    from models import model_builder
 
     def arch(amplitude: float = 1.0, latent: bool = False):
         return SimpleNamespace(has_latent_attention=latent, rope=SimpleNamespace(amplitude=amplitude))
 
-    assert can_fuse_rope(arch(), packed_attention=False)
-    assert not can_fuse_rope(arch(), packed_attention=True)
-    assert not can_fuse_rope(arch(amplitude=1.2), packed_attention=False)
-    assert not can_fuse_rope(arch(latent=True), packed_attention=False)
+    assert not model_builder.can_fuse_rope(arch()), "a CPU has no kernel"
+    monkeypatch.setattr(model_builder, "capabilities", lambda: SimpleNamespace(transformer_engine=True))
+    assert model_builder.can_fuse_rope(arch())
+    assert not model_builder.can_fuse_rope(arch(amplitude=1.2))
+    assert not model_builder.can_fuse_rope(arch(latent=True))
+
+
+def differences_of_rotations(rank: int) -> list[float]:
+    """Return the largest differences between fused and unfused RoPE of a pack: of the values and of the gradients."""
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core.models.common.embeddings import rope_utils
+    from te_extension import fused_rope_backward, fused_rope_forward
+
+    from parallel.megatron_layers import PackedRotaryEmbedding, fuse_rope_of_packs
+    from parallel.packing import Segment, pack
+    from parallel.rope import Rope
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tokens, angles):
+            ctx.angles = angles
+            return fused_rope_forward(tokens, angles, None, "sbhd", False, None, 1, 0)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return fused_rope_backward(gradient, ctx.angles, None, "sbhd", False, None, 1, 0), None
+
+    rope_utils.fused_apply_rotary_pos_emb = lambda tokens, angles, interleaved: Kernel.apply(tokens, angles)
+    fuse_rope_of_packs()
+    packed = pack([Segment(5), Segment(3, 0), Segment(4, 0)], torch.device("cpu"))
+    rotary = PackedRotaryEmbedding(Rope(rope_theta=100.0, dim=4))
+    angles = rotary(rotary.get_rotary_seq_len(None, None, None, None, packed))
+    values, cotangent = torch.randn(2, 12, 2, 6)
+    found = []
+    for fused in (False, True):
+        config = SimpleNamespace(apply_rope_fusion=fused, rotary_interleaved=False, mrope_section=None)
+        tokens = values.clone().requires_grad_()
+        rotated = rope_utils.apply_rotary_pos_emb(tokens, angles, config)
+        rotated.backward(cotangent)
+        found.append((rotated, tokens.grad))
+    return [float((one - other).detach().abs().max()) for one, other in zip(*found, strict=True)]
+
+
+def test_the_fused_rope_of_packs_computes_values_and_gradients_of_the_unfused_one(run_ranks):
+    (differences,) = run_ranks(ParallelDims(), differences_of_rotations)
+    assert max(differences) < 1e-6
 
 
 def test_gpus_keep_the_float32_sums_of_16_bit_logits(monkeypatch):

@@ -58,13 +58,14 @@ def models(tmp_path_factory):
 
 
 def choices(rank: int, path, share_prompts: bool) -> tuple[dict[str, bool], set[str], str]:
-    """Return the switches in Megatron's config, the names of Transformer Engine's modules, and the optimizer's class."""
+    """Return the switches in Megatron's configs, the names of Transformer Engine's modules, and the optimizer's class."""
     from mrl.workers.actor_critic import MegatronActor
 
     spec = ModelSpec(str(path), ONE, "bfloat16", OptimConfig(), {}, share_prompts=share_prompts)
     actor = MegatronActor(spec)
     model = actor.chunks[0].module
-    switches = {name: value for name, value in vars(model.config).items() if isinstance(value, bool)}
+    settings = vars(model.config) | dict(overlap_grad_reduce=actor.chunks[0].ddp_config.overlap_grad_reduce)
+    switches = {name: value for name, value in settings.items() if isinstance(value, bool)}
     classes = {type(module) for module in model.modules()}
     found = {c.__name__ for c in classes if "transformer_engine" in c.__module__}
     optimizer = type(actor.optimizer.chained_optimizers[0].optimizer)
@@ -90,8 +91,8 @@ def test_a_gpu_run_takes_these_modules_fusions_and_this_optimizer(te_ranks, mode
         assert {name: switches[name] for name in fusions} == dict.fromkeys(fusions, True) | {
             "moe_grouped_gemm": kind != "dense"
         }
-        assert switches["gradient_accumulation_fusion"]
-        assert switches["apply_rope_fusion"] == (not share_prompts and kind != "deepseek")
+        assert switches["gradient_accumulation_fusion"] and switches["overlap_grad_reduce"]
+        assert switches["apply_rope_fusion"] == (kind != "deepseek")
         assert optimizer == "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 
 
@@ -154,8 +155,11 @@ def test_a_reduction_during_the_backward_pass_changes_no_bit(te_ranks, models, k
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [
+        *[("dense", d) for d in layouts("tp2 dp2")],
+        *[("qkv_biased", d) for d in layouts("tp2")],
         *[("biased", d) for d in layouts("tp2 pp2")],
         *[("moe", d) for d in layouts("tp2 ep2 etp1")],
+        *[("mixtral", d) for d in layouts("dp2 ep2")],
         *[("glm", d) for d in layouts("dp2 ep2")],
         *[("deepseek", d) for d in layouts("tp2")],
     ],
@@ -171,7 +175,12 @@ def test_an_export_is_bit_equal_to_the_loaded_weights(te_ranks, models, tmp_path
 
 @pytest.mark.parametrize(
     ("kind", "dims", "dtype"),
-    [("dense", ParallelDims(tp=2), "float32"), ("moe", ParallelDims(dp=2, ep=2), "bfloat16")],
+    [
+        ("dense", ParallelDims(tp=2), "float32"),
+        ("moe", ParallelDims(dp=2, ep=2), "bfloat16"),
+        ("glm", ParallelDims(tp=2, ep=2, etp=1), "float32"),  # the routers of glm and deepseek have a buffer
+        ("deepseek", ParallelDims(dp=2, ep=2), "bfloat16"),
+    ],
     ids=str,
 )
 def test_training_with_offloading_between_steps_is_bit_exact(te_ranks, models, kind, dims, dtype):
@@ -181,7 +190,14 @@ def test_training_with_offloading_between_steps_is_bit_exact(te_ranks, models, k
 
 @pytest.mark.parametrize(
     ("kind", "dims", "asynchronous"),
-    [("dense", ParallelDims(tp=2), True), ("moe", ParallelDims(dp=2, ep=2), False)],
+    [
+        ("dense", ParallelDims(tp=2), True),
+        ("qkv_biased", ParallelDims(pp=2), False),
+        ("biased", ParallelDims(tp=2), True),
+        ("moe", ParallelDims(dp=2, ep=2), False),
+        ("mixtral", ParallelDims(tp=2, ep=2, etp=1), True),
+        ("glm", ParallelDims(dp=2, ep=2), False),
+    ],
     ids=str,
 )
 def test_a_checkpoint_continues_bit_exactly(te_ranks, models, tmp_path, kind, dims, asynchronous):

@@ -1,8 +1,13 @@
 import ast
+import http.server
+import io
 import re
 import runpy
 import subprocess
 import sys
+import threading
+import zipfile
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from itertools import chain
 from pathlib import Path
@@ -149,19 +154,7 @@ def test_every_folder_with_code_is_a_package():
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-# Header -> its package. The extension of Transformer Engine includes these headers, directly or through other headers.
-HEADERS = {
-    "cuda_runtime.h": "nvidia-cuda-runtime",
-    "crt/host_defines.h": "nvidia-cuda-crt",
-    "nv/target": "nvidia-cuda-cccl",
-    "cublas_v2.h": "nvidia-cublas",
-    "cusolverDn.h": "nvidia-cusolver",
-    "cusparse.h": "nvidia-cusparse",
-    "nvrtc.h": "nvidia-cuda-nvrtc",
-    "nvtx3/nvToolsExt.h": "nvidia-nvtx",
-    "cudnn.h": "nvidia-cudnn-cu13",
-    "nccl.h": "nvidia-nccl-cu13",
-}
+HEADERS = runpy.run_path(str(ROOT / "scripts/check_headers.py"))["HEADERS"]
 
 
 def test_the_gpu_lock_has_the_headers_that_transformer_engine_is_compiled_with():
@@ -256,8 +249,10 @@ def test_packages_are_installed_with_hashes_and_transformer_engine_is_compiled_l
 @pytest.mark.parametrize("status", [0, 2])
 def test_a_new_lock_has_wheels_of_all_packages_that_are_not_built(tmp_path, status):
     (tmp_path / "uv").write_text(f"{FAKE_UV}exit {status}\n")
-    (tmp_path / "uv").chmod(0o755)
-    command = [ROOT / "scripts/check_wheels.sh", tmp_path / "uv", sys.executable, "requirements-gpu.txt"]
+    (tmp_path / "python").write_text("#!/bin/bash\n")  # check_headers.py would need the network
+    for name in ("uv", "python"):
+        (tmp_path / name).chmod(0o755)
+    command = [ROOT / "scripts/check_wheels.sh", tmp_path / "uv", tmp_path / "python", "requirements-gpu.txt"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     arguments, packages = ((tmp_path / "call.0" / name).read_text() for name in ("arguments", "packages"))
     for option in ("--dry-run", "--no-deps", "--require-hashes", "--only-binary :all:"):
@@ -269,6 +264,67 @@ def test_a_new_lock_has_wheels_of_all_packages_that_are_not_built(tmp_path, stat
     assert re.search(
         r"^lock:.*\n(\t.*\n)*\t.*check_wheels\.sh uv .*requirements-gpu", (ROOT / "Makefile").read_text(), re.M
     )
+
+
+# For "pip compile", this uv writes the addresses of the wheels to the file that follows -o.
+UV_WITH_WHEELS = """#!/bin/bash
+[ "$2" = compile ] || exit 0
+grep -q ^nvidia-cublas== "${{@: -1}}" && ! grep -q hash "${{@: -1}}" || exit 3
+while [ "$1" != -o ]; do shift; done
+cp {pylock} "$2"
+"""
+
+
+class FileHandler(http.server.SimpleHTTPRequestHandler):
+    """Sends parts of files, as PyPI does."""
+
+    def send_head(self):
+        bounds = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if bounds is None:
+            return super().send_head()
+        first, last = map(int, bounds.groups())
+        part = Path(self.translate_path(self.path)).read_bytes()[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        return io.BytesIO(part)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def wheel_server(tmp_path):
+    """Address of a web server with the files of tmp_path."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(FileHandler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def write_wheels(folder, server, without):
+    """Write a wheel for each header, and a pylock.toml with their addresses. The header `without` is in no include folder."""
+    packages = []
+    for header, name in HEADERS.items():
+        include = "nvidia" if header == without else "nvidia/cu13/include/cccl" if "cccl" in name else "nvidia/include"
+        with zipfile.ZipFile(folder / f"{name}.whl", "w") as wheel:
+            wheel.writestr("nvidia/lib/large.so", bytes(300_000))
+            wheel.writestr(f"{include}/{header}", "")
+        packages.append(f'[[packages]]\nname = "{name}"\nwheels = [{{ url = "{server}/{name}.whl" }}]\n')
+    (folder / "made.toml").write_text("\n".join(packages))
+    (folder / "uv").write_text(UV_WITH_WHEELS.format(pylock=folder / "made.toml"))
+    (folder / "uv").chmod(0o755)
+
+
+@pytest.mark.parametrize("without", [None, "nv/target", "cudnn.h"])
+def test_the_wheels_of_a_new_lock_contain_the_headers_that_transformer_engine_is_compiled_with(
+    tmp_path, wheel_server, without
+):
+    write_wheels(tmp_path, wheel_server, without)
+    command = [ROOT / "scripts/check_wheels.sh", tmp_path / "uv", sys.executable, "requirements-gpu.txt"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    missing = [f"check_headers: {without}: not in {wheel_server}/{HEADERS[without]}.whl"] if without else []
+    assert (done.returncode, done.stderr.splitlines()) == (bool(without), missing)
 
 
 def test_make_setup_and_the_image_install_the_lock_in_the_same_way():

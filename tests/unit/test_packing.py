@@ -225,7 +225,7 @@ def test_the_attention_of_gpus_equals_attention_with_a_dense_mask(segments, head
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "supports_varlen", lambda device, dtype: True)
-        patch.setattr(attention, "_varlen_kernel", lambda: varlen_attn)
+        patch.setattr(attention, "_varlen_kernel", lambda channels: varlen_attn)
         packed = pack(segments, CPU, multiple=tp_multiple, in_order=True)
         check_attention(segments, packed, heads, seed)
 
@@ -237,27 +237,65 @@ def test_the_attention_of_gpus_accepts_values_with_fewer_channels_than_keys(monk
     query, key, value = (torch.randn(5, 2, width, dtype=torch.float64) for width in (6, 6, 4))
     expected = attend(query, key, value, packed)
     monkeypatch.setattr(attention, "supports_varlen", lambda device, dtype: True)
-    monkeypatch.setattr(attention, "_varlen_kernel", lambda: varlen_attn)
+    monkeypatch.setattr(attention, "_varlen_kernel", lambda channels: varlen_attn)
     torch.testing.assert_close(attend(query, key, value, packed), expected)
 
 
 @pytest.mark.parametrize(
-    ("installed", "capability", "activated"), [(True, (9, 0), ["FA3"]), (True, (8, 0), []), (False, (9, 0), [])]
+    ("installed", "broken", "gpu", "activated"),
+    [
+        ("34", "", ((9, 0), 128), ["FA3"]),
+        ("3", "", ((8, 0), 128), []),
+        ("", "", ((9, 0), 128), []),
+        ("4", "", ((9, 0), 128), []),
+        ("34", "", ((10, 0), 128), ["FA4"]),
+        ("4", "", ((10, 3), 256), ["FA4"]),
+        ("4", "", ((10, 0), 192), []),
+        ("4", "", ((12, 0), 128), []),
+        ("34", "3", ((9, 0), 128), ["FA3"]),
+        ("4", "4", ((10, 0), 128), ["FA4"]),
+    ],
 )
-def test_flash_attention_3_is_used_on_a_hopper_gpu_if_it_is_installed(monkeypatch, installed, capability, activated):
+def test_flash_attention_3_and_4_are_used_if_they_are_installed_and_fit_the_gpu(
+    monkeypatch, tmp_path, caplog, installed, broken, gpu, activated
+):
     import sys
 
     from torch.nn import attention as torch_attention
 
     from parallel import attention
 
-    found: list[str] = []
+    (capability, channels), found = gpu, []
+
+    def activate(name: str) -> None:
+        found.append(name)
+        if name[2:] in broken:
+            raise ImportError(f"no kernel of {name}")
+
+    def find_spec(name: str) -> object | None:
+        version = {"flash_attn_interface": "3", "flash_attn": "4"}[name]
+        return SimpleNamespace(submodule_search_locations=[tmp_path]) if version in installed else None
+
+    (tmp_path / "cute").mkdir()
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=varlen_attn))
-    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", found.append)
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(attention, "has_cuda", lambda: True)
-    monkeypatch.setattr(attention, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(attention, "find_spec", find_spec)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert attention._varlen_kernel.__wrapped__() is varlen_attn and found == activated
+    assert attention._varlen_kernel.__wrapped__(channels) is varlen_attn and found == activated
+    assert [record.getMessage() for record in caplog.records] == [
+        f"FlashAttention-{version} is installed but cannot be used: no kernel of FA{version}" for version in broken
+    ]
+
+
+def test_flash_attn_2_without_the_module_of_flash_attention_4_is_not_taken_for_it(monkeypatch, tmp_path):
+    from parallel import attention
+
+    monkeypatch.setattr(attention, "has_cuda", lambda: True)
+    package = SimpleNamespace(submodule_search_locations=[tmp_path])
+    monkeypatch.setattr(attention, "find_spec", lambda name: package if name == "flash_attn" else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert attention.flash_attention_versions(128) == [2]
 
 
 def test_gradients_of_shared_keys_are_summed_in_float32_on_gpus():
