@@ -228,12 +228,12 @@ class RolloutManager:
             step: index of the training step.
             rows: [B] mask of the responses that get advantages; all other responses are rejected. Default: all responses.
             advantage: estimator that replaces algorithm.advantage.
-            loss: policy loss that replaces algorithm.loss. Only its extra columns are computed here.
+            loss: policy loss that replaces algorithm.loss. Here, only its `extra_columns` are computed.
         """
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step, rows, advantage, loss)
 
     def write_samples(self, step: int) -> None:
-        """Write samples of the last generated groups to samples.jsonl, with the columns of all estimates."""
+        """Write samples of the last generated groups to samples.jsonl, with the columns that `estimate` computed."""
         self.worker.call(RolloutWorker.write_samples, step)
 
     def discard_log(self, before_step: int) -> None:

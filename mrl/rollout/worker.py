@@ -141,7 +141,7 @@ class RolloutWorker:
         self.served.load(name)
 
     def begin_step(self, step: int) -> None:
-        """Let later spans of the timeline belong to training step `step`. The first step is 1."""
+        """Assign all later spans of the timeline to training step `step`. The first step is 1."""
         spans.begin_step(step)
 
     def set_paused(self, paused: bool) -> None:
