@@ -44,7 +44,10 @@ REFERENCE = "reference"  # name of a part of a checkpoint: the weights of the re
 
 
 class RunProcesses:
-    """Trainer ranks of every model, and the rollout worker with its engines. The constructor starts them in parallel."""
+    """Trainer ranks of every model, and the rollout worker with its engines. The constructor starts them in parallel.
+
+    Engines and served models that share devices with trainers start only after the actor has left these devices.
+    """
 
     def __init__(
         self, plan: TrainPlan, placements: Mapping[str, RolePlacement], stack: ExitStack, startup: Startup

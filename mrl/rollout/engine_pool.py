@@ -91,7 +91,7 @@ class StickySession:
 
 
 class EnginePool:
-    """All engines of one rollout worker or of `mrl generate`. The pool starts a new engine for each engine that fails.
+    """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces each engine that fails.
 
     The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the
     current weights to the new engine.

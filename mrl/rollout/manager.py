@@ -148,7 +148,7 @@ class RolloutManager:
         self._buffer_capacity = spec.buffer_capacity
         self._step = 0  # index of the next step
         self._num_drawn = 0  # number of prompts drawn so far
-        # The prompt requests that no step has taken, each as (serial number, row, min_weight_version, size)
+        # The prompt requests that no step has taken, each as in RolloutWorker.resume
         self._untrained: Sequence[tuple[int, ...]] = ()
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:

@@ -33,7 +33,7 @@ class ServerGroup:
     max_replacements: int  # how often a server that ends before it is ready is replaced; at the first start: once
     external_urls: tuple[str, ...] = ()  # servers that are running already; if there are any, no server is started
     timeline: bool = False  # whether the servers record spans (parallel.spans)
-    # `slots(i)` returns the device slots of the server with index i. None: servers are children of the rollout worker.
+    # `slots(i)` returns the device slots of the server with index i. None: servers are children of the pool's process.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
 
 
