@@ -97,15 +97,16 @@ class MemoryScheduler:
         return self._states[role]
 
     def peers(self, role: str) -> list[str]:
-        """Return the registered roles that take turns with this role on a device, in order of registration."""
+        """Return the registered roles that time-share a device with this role, in order of registration."""
         shared = frozenset().union(*(roles for roles in self._colocated_roles if role in roles))
         beside = self._used_by_rollout if role in self._used_by_rollout else set()
         return [other for other in self._states if other in shared and other != role and other not in beside]
 
     def load(self, role: str) -> None:
-        """Offload the peers of this role, then load the role. Does nothing if the peers are offloaded and the role is loaded.
+        """Offload the peers of this role, then load the role. Does nothing if the role has no peers.
 
-        A role without processes counts as loaded, because its processes will start on the device.
+        Also does nothing if the role is loaded and its peers are offloaded. A role without processes counts as loaded,
+        because its processes will start on the device.
         """
         resident = self._state_is(role, MemoryState.ON_DEVICE, MemoryState.NOT_STARTED)
         if not self.peers(role) or (resident and self._peers_are_offloaded(role)):
@@ -124,7 +125,7 @@ class MemoryScheduler:
         return [ENGINES, *sorted(self._used_by_rollout - {ENGINES})]
 
     def rollout_shares_devices(self) -> bool:
-        """Return whether a role in `rollout_roles` takes turns with trainers on a device."""
+        """Return whether a role in `rollout_roles` time-shares a device with trainers."""
         return any(self.peers(role) for role in self.rollout_roles)
 
     def load_for_rollout(self) -> None:

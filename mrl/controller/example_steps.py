@@ -17,9 +17,10 @@ from mrl.controller.trainer import Trainer
 
 
 def best_of_n(trainer: Trainer, keep: int = 1, min_reward: float = float("-inf")) -> None:
-    """Train with cross-entropy on the `keep` best responses of each group whose reward is above `min_reward`.
+    """Train with cross-entropy on the `keep` best responses of each group, if their reward is above `min_reward`.
 
-    This is rejection-sampling fine-tuning (RAFT, Dong et al. 2023, algorithm 1): no advantages, no old policy, no reference.
+    This is rejection-sampling fine-tuning (RAFT, Dong et al. 2023, algorithm 1). It needs no advantages, no old
+    log-probabilities and no reference.
     """
     rollouts = trainer.generate()
     best = ranks_in_groups(rollouts.rewards, rollouts.groups) < keep

@@ -54,7 +54,7 @@ class RolloutSource(Protocol):
         ...
 
     def write_samples(self, step: int) -> None:
-        """Write samples of the step as text, with the columns of all estimates of the step."""
+        """Write samples of the step as text, with the columns of all calls of `estimate` in this step."""
         ...
 
     def evaluate(self, step: int) -> Metrics:
@@ -126,8 +126,8 @@ class LostProcessRecovery(Protocol):
         """Restart the lost processes. Returns the state of the run that matches the trainers' weights.
 
         `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If
-        `state_after_step` is not None and the trainers are alive, it is returned. Otherwise the trainers load the last
-        checkpoint, and the state in that checkpoint is returned. Raises an error if the run cannot continue.
+        `state_after_step` is not None and only the rollout worker was lost, it is returned. Otherwise new trainers load
+        the last checkpoint, and the state in that checkpoint is returned. Raises an error if the run cannot continue.
         """
         ...
 

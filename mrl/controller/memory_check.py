@@ -213,7 +213,10 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
-    """Yield one change for each token budget that is set: it halves the budget. Other budgets follow the actor's budget."""
+    """Yield one change for each token budget that is set: it halves the budget.
+
+    A budget that is not set follows the budget of the actor.
+    """
     for section in ("trainer", "critic"):
         for name in ("max_tokens_per_micro_batch", "max_tokens_per_forward_micro_batch"):
             if (tokens := getattr(getattr(config, section), name)) and tokens > 1:

@@ -104,7 +104,7 @@ def check_taught_sources(config: Config, algorithm: AlgorithmParts, sources: Ite
 def taught_responses(
     config: Config, name: str, data_source: Callable[[int], str]
 ) -> Callable[[Rollouts], NDArray[np.bool_]]:
-    """Return a function that maps Rollouts to a mask: for which of the responses the role `name` computes outputs.
+    """Return a function that maps Rollouts to a mask [B] of the responses for which the role `name` computes outputs.
 
     A teacher computes outputs for the responses that it teaches. Any other role computes outputs for all responses. `data_source`
     returns the data source of a row of the training prompts, and "offline" for a row of data.offline.path.

@@ -25,7 +25,10 @@ from mrl.tracking.console import show_warning
 logger = logging.getLogger(__name__)
 
 LIMITS = ("stop", "stop_token_ids", "max_response_tokens")
-"""Keys of a held-out set that say where a response ends. A set with no other sampling keys is sampled as by default."""
+"""Sampling keys that say where a response ends.
+
+A held-out set that has no other sampling key is sampled twice (see plan_evaluations).
+"""
 
 
 def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
@@ -132,9 +135,9 @@ def load_prompt_datasets(
 def _held_out_source(
     source: PromptSource, config: Config, actor: ModelPlan, reward: Reward, evaluations: Sequence[HeldOutEvaluation]
 ) -> PromptSource:
-    """Return the source of a held-out set with two additions.
+    """Return the source of a held-out set, with the largest allowed length of a prompt and with the check of its rows.
 
-    These are the largest length of a prompt, and a function that finds the rows that the reward of the set cannot score.
+    The check finds rows that the reward of the set cannot score.
     """
     of_set = [evaluation for evaluation in evaluations if source.name in evaluation.sets]
     response_tokens = max(evaluation.sampling.max_new_tokens for evaluation in of_set)

@@ -91,12 +91,12 @@ def warn_of_sampling(config: Config, objective: Objective) -> None:
 
 
 def prompt_stream(config: Config, train: PromptDataset, rules: PromptDrawing) -> PromptStream:
-    """Return the stream of training prompts of a run, at its first row."""
+    """Return a new stream of the training prompts of a run. No prompt is drawn from it yet."""
     return train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle, rules)
 
 
 def plan_prompt_drawing(config: Config, train: PromptDataset) -> PromptDrawing:
-    """Build the sampler and the function of group sizes that the config names, and call both once, as for the first step.
+    """Build the sampler and the group-size function that the config names, and call each once, as in the first step.
 
     Raises ValueError if one of them cannot be built, fails, or returns an invalid result.
     """

@@ -62,7 +62,7 @@ class SupervisedObjective:
 
     @property
     def weighting(self) -> TokenWeighting:
-        """Rule that computes the token weights in the loss. Each pair, or each labelled response, has the same weight."""
+        """Rule that computes the token weights in the loss. All pairs, or all labeled responses, have equal weights."""
         return TokenWeighting(token_mean if self.form.rows == "responses" else sequence_mean)
 
 

@@ -109,7 +109,7 @@ class TrainPlan(ModelPlan):
 
     @property
     def prompts(self) -> PromptStream:
-        """The stream of training prompts, at its first row."""
+        """A new stream of the training prompts. No prompt is drawn from it yet."""
         return prompt_stream(self.config, self.train, self.rules)
 
     @property

@@ -44,12 +44,15 @@ REFERENCE = "reference"  # name of a part of a checkpoint: the weights of the re
 
 
 class RunProcesses:
-    """Trainer ranks of every model, and the rollout worker with its engines. The constructor starts them in parallel."""
+    """Trainer ranks of every model, and the rollout worker with its engines. The constructor starts them in parallel.
+
+    Engines and served models that share devices with trainers start only after the actor has left these devices.
+    """
 
     def __init__(
         self, plan: TrainPlan, placements: Mapping[str, RolePlacement], stack: ExitStack, startup: Startup
     ) -> None:
-        """`placements` are the slots of each role (see mrl.placement.resource_pools). Closing `stack` ends every process."""
+        """`placements`: role -> its slots (see mrl.placement.placement_groups). Closing `stack` ends every process."""
         config = plan.config
         self.plan, self.startup, self.run_dir = plan, startup, Path(config.run.dir).resolve()
         self.scheduler = MemoryScheduler(plan.colocated_roles)
@@ -305,7 +308,7 @@ MAX_PAUSE_S = 60.0  # longest time that the driver waits before it restarts lost
 
 @dataclass
 class ProcessRecovery:
-    """Restarts lost processes at most `max_restarts` times between two checkpoints, after longer and longer pauses."""
+    """Restarts lost processes at most `max_restarts` times between two checkpoints, with pauses that grow."""
 
     processes: RunProcesses
     store: CheckpointStore

@@ -41,9 +41,9 @@ _TEMPORARY_FAILURE = re.compile(r"\w*(Connect|Timeout|Network|HTTP)\w*: |no scor
 
 
 def rehearse(plan: TrainPlan) -> None:
-    """Try the reward function and the agent on the first rows of each data source in the training data.
+    """Call the agent with a made-up turn, and the reward with made-up responses to the first rows of each data source.
 
-    The reward of a held-out set is tried on the first rows of the set.
+    The rows are rows of the training data. The reward of a held-out set is called for the first rows of this set.
 
     A reward runs in a worker process, or in a thread if it has `in_process = True`, with the time limits of the run. The worker
     process ends before this function returns. Rewards that have `needs_server = True` are not called. The first prompts are

@@ -1,4 +1,4 @@
-"""Models of the key `roles` that SGLang serves to rewards or to distillation: their servers, and handles on the driver."""
+"""Served models (models of the key `roles` that SGLang serves): their servers, and the driver's handles to them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class ServedTeacher:
     worker: RolloutWorkerHandle
     name: str  # key in the section `roles`
     top_k: int
-    # returns a mask: for which of the responses the teacher computes tokens
+    # returns a mask [B] of the responses for which the teacher computes tokens
     rows: Callable[[Rollouts], NDArray[np.bool_]]
     load: Callable[[str], None]  # loads a role to its devices
 

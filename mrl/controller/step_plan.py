@@ -21,7 +21,7 @@ class StepPlan:
 
     trainer: type[Trainer] = Trainer
     function: Callable[[Trainer], None] | None = None  # None: the method `train_step` of the class
-    fields: Mapping[str, Any] = field(default_factory=dict)  # the fields that a subclass adds
+    fields: Mapping[str, Any] = field(default_factory=dict)  # values of the fields that a subclass adds
     needs: frozenset[str] = frozenset()  # columns that `Trainer.score` must compute for the step
 
     def build(self, **parts: Any) -> Trainer:

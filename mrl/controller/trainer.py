@@ -198,7 +198,7 @@ class Trainer:
             rows: [B] mask of the responses that get advantages; all other responses are rejected (AdvantageResult.rejected).
                 Default: all responses.
             advantage: estimator that replaces algorithm.advantage.
-            loss: policy loss that replaces algorithm.loss. Only its extra columns are computed here.
+            loss: policy loss that replaces algorithm.loss. Here, only its `extra_columns` are computed.
         """
         with self.phase("advantage"):
             kl_coef = self.coefs.current().get("kl_reward", 0.0)

@@ -140,7 +140,7 @@ def _free_bytes(folder: Path) -> int:
 
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that the code inside starts."""
+    """Set environment variables for the processes that the block starts. Restore their values afterwards."""
     former = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

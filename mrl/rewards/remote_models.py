@@ -98,7 +98,7 @@ class HttpService:
         return {"Authorization": f"Bearer {engine_key_from(self.api_key_env)}"} if self.api_key_env else {}
 
     def _url(self, path: str, number: int) -> str:
-        """Return the URL for attempt `number`. Successive attempts go to the servers of a role in turn."""
+        """Return the URL for attempt `number`. Each next attempt goes to the next server of a role."""
         if not self.role:
             return self.url.rstrip("/") + path
         if not (urls := _SERVERS.get(self.role)):
@@ -244,7 +244,7 @@ def _message_text(message: dict[str, Any]) -> str:
 class RewardModel(HttpService):
     """Scores the conversation (prompt and response) with a sequence-classification model that has one output.
 
-    The server is SGLang with `--is-embedding`. This class tokenises the conversation with the tokenizer and the chat
+    The server is SGLang with `--is-embedding`. This class tokenizes the conversation with the tokenizer and the chat
     template of the reward model, and sends the tokens to /classify.
 
     Raises ValueError if `tokenizer` is not a folder with tokenizer.json and a chat template.

@@ -79,7 +79,7 @@ class Reward(Protocol):
     prompt with all responses to this prompt. If one of these calls fails, the reward is called once for each response of the
     failed call. So only the responses that cause the failure get failed scores.
 
-    A class may declare attributes that change this behaviour:
+    A class may declare attributes that change this behavior:
 
     - `per_sample = True`: the reward scores each response independently. Each call gets one response.
     - `whole_groups = True`: a score depends on the other responses to the same prompt. Every call gets whole groups.
@@ -252,11 +252,11 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")  # allowed name of a part
 class Weighted(CombinedReward):
     """Weighted sum of named rewards, which are its parts. The mean of each part is logged as `reward/<name>_mean`.
 
-    The logged mean is not multiplied by the weight. Every score also has `terms`: the values of the parts, not multiplied by
-    their weights. GDPO (docs/concepts/algorithms.md) normalises each term separately. If a part fails for a response, the
-    response has a failed score, and the term of this part is 0. If the score of a part has parts of its own, these get the names
-    `<name>_<inner part>`. If a part has a value for each turn, these values are added to the same turns of the sum. The value of
-    any other part is added to the last turn.
+    The logged mean is not multiplied by the weight. Every score also has `terms`: the values of the parts, not
+    multiplied by their weights. GDPO (docs/concepts/algorithms.md) normalizes each term separately. If a part fails for
+    a response, the response has a failed score, and the term of this part is 0. If the score of a part has parts of its
+    own, these get the names `<name>_<inner part>`. If a part has a value for each turn, these values are added to the
+    same turns of the sum. The value of any other part is added to the last turn.
 
     Raises ValueError in these cases:
 

@@ -300,7 +300,7 @@ class Overlong:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Gives minus the fraction of repeated word n-grams: 0 if all n-grams are distinct, near -1 if it repeats itself.
+    """Gives minus the fraction of repeated word n-grams: 0 if all n-grams differ, near -1 if the text repeats itself.
 
     Yeo et al. 2025 (Demystifying Long Chain-of-Thought Reasoning in LLMs) define such a penalty per token. Here it is
     one number per response.

@@ -185,7 +185,10 @@ def _group_by_key(indices: list[int], key: BatchKey) -> list[tuple[int, ...]]:
 
 
 def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]:
-    """Yield the keys to try in turn: all responses in one batch, one batch per prompt, one batch per response."""
+    """Yield the keys in the order in which they are tried.
+
+    These are: all responses in one batch, one batch per prompt, one batch per response.
+    """
     if not _declares(reward, "per_sample"):
         yield lambda index: None
         yield lambda index: responses[index].group

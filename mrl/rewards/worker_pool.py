@@ -30,7 +30,7 @@ _rewards: list[Reward] | str = []  # only set in a worker process: the rewards, 
 
 
 def _init_worker(pickled: bytes, memory_bytes: int) -> None:
-    """Initialise a worker process: limit its memory, load the rewards, and make the process end with the owner of the pool."""
+    """Limit the memory of a worker process, load the rewards, and make the process end with the owner of the pool."""
     global _rewards
     forward_warnings("reward")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM must also end code that never returns to the interpreter

@@ -98,7 +98,7 @@ class SamplingParams:
     top_p: float = 1.0  # sample only from the most likely tokens whose probabilities add up to at least top_p
     top_k: int = -1  # sample only from the top_k most likely tokens; -1 allows all tokens
     min_p: float = 0.0  # sample only tokens whose probability is at least min_p times the largest probability
-    repetition_penalty: float = 1.0  # a value above 1 makes tokens that have occurred less likely
+    repetition_penalty: float = 1.0  # a value above 1 lowers the probability of each token that has already occurred
     # Texts that end a response. The response contains the text that ends it. The server needs a tokenizer to find stop texts.
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # tokens that end a response, in addition to the end-of-sequence token

@@ -4,9 +4,9 @@ An engine has failed if its processes have ended, or if it answered several requ
 pending requests has also failed if its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow
 engine still computes, so it has not failed. Another engine samples the pending responses of a failed engine.
 
-`generate` and `converse` choose the engine with the fewest failed requests in a row. Among several such engines, they choose the
-one with the least expected work. `generate_all` and `converse_all` get all prompts at once, and divide them evenly among the
-engines.
+`open_session` chooses the engine for `generate` and `converse`: the engine with the fewest failed requests in a row
+and, among several such engines, the one with the least expected work. `generate_all` and `converse_all` get all prompts
+at once, and divide them evenly among the engines.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class StickySession:
 
 
 class EnginePool:
-    """All engines of one rollout worker or of `mrl generate`. The pool starts a new engine for each engine that fails.
+    """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces each engine that fails.
 
     The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the
     current weights to the new engine.
@@ -164,7 +164,7 @@ class EnginePool:
         return self.wait_ready(timeout_s)
 
     def open_session(self) -> StickySession:
-        """Open a session with the engine that has the least expected work. Raises NoEngineError if no engine is in service."""
+        """Open a session with the engine that `_least_busy` returns. Raises NoEngineError if none is in service."""
         return StickySession(self._least_busy())
 
     async def generate(

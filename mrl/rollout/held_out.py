@@ -32,7 +32,7 @@ class HeldOutEvaluation:
     # Suffix of the metric names: "sampled" or "greedy"; "" (no suffix) for a set with its own sampling
     kind: str = ""
     reward: Reward | None = None  # None: the reward of the run
-    has_total: bool = False  # whether `metrics` also has metrics of all sets together
+    has_total: bool = False  # whether there are also metrics of all sets together
 
     def rows(self, rows_of_set: Mapping[str, range]) -> dict[str, range]:
         """Return name of a set -> rows that are evaluated. `rows_of_set`: name of a set -> all its rows."""

@@ -148,7 +148,7 @@ class RolloutManager:
         self._buffer_capacity = spec.buffer_capacity
         self._step = 0  # index of the next step
         self._num_drawn = 0  # number of prompts drawn so far
-        # The prompt requests that no step has taken, each as (serial number, row, min_weight_version, size)
+        # The prompt requests that no step has taken, each as in RolloutWorker.resume
         self._untrained: Sequence[tuple[int, ...]] = ()
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:
@@ -228,12 +228,12 @@ class RolloutManager:
             step: index of the training step.
             rows: [B] mask of the responses that get advantages; all other responses are rejected. Default: all responses.
             advantage: estimator that replaces algorithm.advantage.
-            loss: policy loss that replaces algorithm.loss. Only its extra columns are computed here.
+            loss: policy loss that replaces algorithm.loss. Here, only its `extra_columns` are computed.
         """
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step, rows, advantage, loss)
 
     def write_samples(self, step: int) -> None:
-        """Write samples of the last generated groups to samples.jsonl, with the columns of all estimates."""
+        """Write samples of the last generated groups to samples.jsonl, with the columns that `estimate` computed."""
         self.worker.call(RolloutWorker.write_samples, step)
 
     def discard_log(self, before_step: int) -> None:

@@ -116,7 +116,7 @@ class GroupSampler:
         cache: CompletionCache | None = None,
         expected_work: float | None = None,
     ) -> list[Trajectory]:
-        """Sample one response to each prompt. All prompts go to the engine that has the least expected work.
+        """Sample one response to each prompt. All prompts go to one engine, which EnginePool.open_session chooses.
 
         For `numbers`, `cache` and `expected_work`, see EnginePool.generate.
         """

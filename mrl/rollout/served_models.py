@@ -84,7 +84,10 @@ class ServedModels:
                     logger.exception("the servers of roles.%s could not be checked or replaced", name)
 
     def _check_servers(self, name: str, servers: EngineServers) -> None:
-        """Replace the servers of a model that have ended. Does nothing while the model is offloaded: trainers use its devices."""
+        """Replace the servers of a model that have ended, and wait for new servers that rewards do not know yet.
+
+        Does nothing while the model is offloaded, because trainers use its devices.
+        """
         ended = [server.url for server in servers.servers if not server.alive()]
         if self._ended.is_set() or name in self._released:
             return

@@ -23,17 +23,17 @@ from mrl.rollout.step_metrics import RolloutFilter
 class ServerGroup:
     """The SGLang servers of one model: the engines of a run, or the servers of a model of the key `roles`."""
 
-    name: str  # log files and hang reports call server i <name>_<i>
+    name: str  # log files and hang reports name a server <name>_<serial number>
     run_dir: str
     arguments: Mapping[str, Any]  # fields of SGLang's ServerArgs, without model_path and tp_size
     model_path: str  # Hugging Face folder
     count: int  # number of servers
     tp_size: int  # tensor-parallel size of each server
-    seed: int  # server i gets the seed `seed` + i
-    max_replacements: int  # how often a server that ends before it is ready is replaced
+    seed: int  # a server gets `seed` + its serial number, unless `arguments` has a random_seed
+    max_replacements: int  # how often a server that ends before it is ready is replaced; at the first start: once
     external_urls: tuple[str, ...] = ()  # servers that are running already; if there are any, no server is started
     timeline: bool = False  # whether the servers record spans (parallel.spans)
-    # `slots(i)` returns the device slots of server i. None: servers are child processes of the rollout worker.
+    # `slots(i)` returns the device slots of the server with index i. None: servers are children of the pool's process.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
 
 
@@ -94,7 +94,7 @@ class RolloutSpec:
     """The engines, the prompts, the reward and the sampling settings of one rollout worker."""
 
     model_path: str  # Hugging Face folder: architecture, tokenizer, and the model weights that engines start with
-    run_dir: str  # run directory; logs and recorded steps are written below it
+    run_dir: str  # run directory, to which logs and recorded steps are written
     train: PromptDataset  # training prompts
     test: PromptDataset | None  # held-out prompts, which are only evaluated
     reward: Reward  # scores the responses

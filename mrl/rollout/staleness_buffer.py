@@ -1,4 +1,4 @@
-"""Scheduling of rollouts: how many prompts are drawn, which groups a step gets, and which engine samples which group.
+"""Scheduling of rollouts: how many prompts are drawn, which groups a step gets, which prompts share an HTTP request.
 
 A prompt request asks for a group of G responses to one prompt. A step trains on N groups. K is the maximal staleness, in weight
 versions. Without over-sampling, at most (K + 1) N groups are drawn and not yet trained. Memory is therefore bounded, however

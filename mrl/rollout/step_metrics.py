@@ -70,7 +70,7 @@ class SampledStep:
             )
 
     def metrics(self, source_name: Callable[[int], str | None] = lambda row: None) -> dict[str, float]:
-        """Return the metrics of the step. The metrics include rejected groups, so that they describe the policy.
+        """Return the metrics of the step. They describe all sampled responses, also those of rejected groups.
 
         `source_name`: row of the data set -> name of its data source in metrics; None: the data source has no metrics of its
         own.
@@ -178,8 +178,8 @@ class LengthBias:
     def _consecutive(self, count: int) -> list[float]:
         """Return the mean lengths of the last `count` prompt requests before `end`.
 
-        Also deletes the lengths of the requests before `end - 4 * count`.
-        `end` is the serial number of the first prompt request whose group is not sampled yet.
+        `end` is the serial number of the first prompt request whose group is not sampled yet. Also deletes the lengths
+        of the requests before `end - 4 * count`.
         """
         end = first = min(self._lengths, default=0)
         while end in self._lengths:

@@ -141,7 +141,7 @@ class RolloutWorker:
         self.served.load(name)
 
     def begin_step(self, step: int) -> None:
-        """Let later spans of the timeline belong to training step `step`. The first step is 1."""
+        """Assign all later spans of the timeline to training step `step`. The first step is 1."""
         spans.begin_step(step)
 
     def set_paused(self, paused: bool) -> None:
@@ -220,7 +220,7 @@ class RolloutWorker:
 
         `num_drawn`: number of prompts that were drawn so far. `untrained`: the prompt requests that no step has taken, each as
         (serial number, row, min_weight_version, size). The completions of these requests that rollout_log.CompletionCache holds
-        are used again. In checkpoints of older versions of mrl, the requests have no size.
+        are used again. A request without size asks for rollout.responses_per_prompt responses.
         """
         self._pipeline.restart(num_drawn, [PromptRequest(*request) for request in untrained], step)
         self._cache.read()

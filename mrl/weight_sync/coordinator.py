@@ -230,7 +230,7 @@ class Coordinator:
 
 
 def _pack_message(message: str) -> str:
-    """Serialise a message as an empty tensor whose name is the message, because the request can carry only named tensors."""
+    """Serialize a message as an empty tensor with the message as its name: a request can carry only named tensors."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump([(message, torch.empty(0))])
     return b64encode(buffer.getvalue()).decode()

@@ -71,7 +71,7 @@ LayoutOf = Callable[[Topology], EngineLayout]
 
 
 class TrainerWeights(Protocol):
-    """The part of WeightBridge that LiveSync uses: one trainer rank's weights (models/conversion/weight_bridge.py)."""
+    """The methods of WeightBridge that LiveSync uses. A WeightBridge has the weights of one trainer rank."""
 
     @property
     def dims(self) -> ParallelDims:

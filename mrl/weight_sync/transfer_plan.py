@@ -1,6 +1,7 @@
-"""Transfer plan: which trainer rank sends which part of which tensor to which engine ranks, and by which transport.
+"""Transfer plan: which trainer rank sends which part of which tensor to which engine ranks.
 
 The plan is computed once per session. It depends only on the layouts of trainer and engines, not on the values of the weights.
+This module also chooses the transport.
 
 A box is a rectangular part of a tensor: one range of indices along each dimension. The trainer layout gives the boxes of each
 Hugging Face tensor that a trainer rank has. The engine layout gives the boxes that an engine rank needs. A chunk is the
@@ -273,7 +274,7 @@ def choose_transport(
 
     If every engine rank shares its GPU with a trainer rank, `auto` becomes CUDA IPC, on any number of machines. If all ranks
     are on the CPUs of one machine, `auto` becomes shared memory. Otherwise, `auto` becomes a process group. Raises ValueError
-    if the requested transport cannot work. Plans call this function with planned locations, before any process starts.
+    if the requested transport cannot work. mrl.controller.plan_models passes planned locations, before the run starts.
     """
     transport = Transport(requested)
     num_hosts = len({host for host, _ in [*senders, *receivers]})

@@ -23,11 +23,10 @@ from mrl.workers.worker import TrainWorker, must_be_loaded_first
 from parallel.dims import ParallelDims
 
 RANK_TIMEOUT_MARGIN_S = 60.0
-"""Seconds by which one timeout is longer than another.
+"""Difference in seconds between the driver's timeout of a call and the timeout of the ranks.
 
-The timeout of the ranks' process groups is longer than the driver's timeout of a call, so the ranks are still waiting when the
-driver writes its hang report. Only for a checkpoint, the driver waits longer than the ranks, because each rank itself checks the
-deadline of the checkpoint.
+The ranks' process groups wait longer than the driver, so the ranks still wait when the driver writes its hang report.
+Only for a checkpoint, the driver waits longer than the ranks: each rank itself checks the deadline of the checkpoint.
 """
 
 

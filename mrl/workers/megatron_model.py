@@ -83,7 +83,7 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 
 
 class MegatronModel:
-    """Base class of actor, critic and reward model. Initialise torch.distributed and parallel.groups before creating one."""
+    """Base class of actor, critic and reward model. Initialize torch.distributed and parallel.groups first."""
 
     grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
     loss_key: ClassVar[str] = "sft.objective"  # errors name this config key for a loss that is not an Objective

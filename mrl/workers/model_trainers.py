@@ -105,7 +105,7 @@ class CriticUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class ActorTrainer:
-    """Trains the actor of a worker group with one objective."""
+    """Trains the actor, whose ranks are `group`, with one objective."""
 
     group: WorkerGroup
     objective: Objective
@@ -194,7 +194,7 @@ def _selected(
 
 @dataclass(frozen=True)
 class CriticTrainer:
-    """Trains the critic of a worker group to predict returns."""
+    """Trains the critic, whose ranks are `group`, to predict returns."""
 
     group: WorkerGroup
     loss: ValueLossFunction
@@ -233,7 +233,7 @@ class RoleScorer:
     temperature: float
 
     column: str  # name of the column that it computes
-    rows: Callable[[Rollouts], NDArray[np.bool_]] = _every_row  # returns [B]: for which responses the model computes
+    rows: Callable[[Rollouts], NDArray[np.bool_]] = _every_row  # mask [B] of the responses for which the model computes
 
     def begin_logprobs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
         """Begin to compute the log-probabilities of the sampled tokens under this model."""

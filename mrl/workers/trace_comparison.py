@@ -246,7 +246,7 @@ def _compare_sketch(reference: ActivationSketch, other: ActivationSketch, tolera
 def layer_difference(
     name: str, tokens: NDArray, differences: NDArray, nonfinite: tuple[int, int], tolerance: float
 ) -> LayerDifference:
-    """Summarise the differences [n] of `tokens` [n]. `largest` is infinite if n is 0 or a difference is not finite."""
+    """Summarize the differences [n] of `tokens` [n]. `largest` is infinite if n is 0 or a difference is not finite."""
     sizes = np.where(np.isfinite(differences), differences, np.inf)
     index = int(sizes.argmax()) if len(sizes) else -1
     largest, token = (float(sizes[index]), int(tokens[index])) if len(sizes) else (float("inf"), -1)

@@ -143,7 +143,7 @@ class TrainWorker:
     def load_supervised_dataset(
         self, form: RowForm, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate
     ) -> SupervisedRows:
-        """Tokenise a supervised data set with rows of this form, and put it into Ray's object store."""
+        """Tokenize a supervised data set with rows of this form, and put it into Ray's object store."""
         data = form.load(path, tokenizer, max_tokens, chat)
         block = data.block()
         lengths = (block.lengths, block.response_lengths, block.sampled_lengths)

@@ -83,7 +83,9 @@ class EngineServers:
         return [server.url for server in self.servers]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every server was ready for requests once. A server that is paused or offloaded now needs no wait.
+        """Wait until every server was ready for requests once.
+
+        A server that was ready and still runs counts as ready, because it may be paused or offloaded now.
 
         A server that ends before it is ready is replaced, up to `max_replacements` times. At the first start, a server is
         replaced only once, and only if it was killed. A server that exits by itself would fail again, for example because of a
