@@ -116,7 +116,7 @@ def check_memory(plan: TrainPlan) -> None:
 
 
 def check_transport(config: Config, pools: Pools) -> None:
-    """Raise ValueError if the weights cannot travel to the engines: between the GPUs of the job, or between those of this machine.
+    """Raise ValueError if the weights cannot travel to the engines between the planned GPUs, or between those of this machine.
 
     Checks nothing for a run on CPUs.
     """
