@@ -3,7 +3,9 @@
 import argparse
 import io
 import json
+import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -234,6 +236,15 @@ def test_an_earlier_report_of_the_day_is_not_overwritten(tmp_path):
     first.touch()
     assert bench.output_path(tmp_path, machine, now).name == "gpu_h100_80gb_hbm3_1970-01-01_000000.json"
     assert bench.output_path(tmp_path, dict(card=None), now).name == "cpu_1970-01-01.json"
+
+
+def test_the_help_and_the_pages_name_the_least_version_of_torch_that_is_pinned(capsys):
+    root = Path(__file__).parents[2]
+    (least,) = re.findall(r'"torch>=([\d.]+),', (root / "setup.py").read_text())
+    assert cli.main(["bench", "--help"]) == 0
+    page = (root / "docs" / "reference" / "commands.md").read_text()
+    for text in (capsys.readouterr().out, page):
+        assert set(re.findall(r"torch (\d+\.\d+)", text)) == {least}
 
 
 def test_the_help_names_all_sections_and_sizes(capsys):
