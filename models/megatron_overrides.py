@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
+from parallel.device import can_use_transformer_engine
 from parallel.dims import ParallelDims
 from parallel.megatron_settings import annotations_of, settings_key_of
 
@@ -93,7 +93,7 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
     """Raise ValueError if a user cannot set one of the fields in `overrides`.
 
     There are five reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
-    sizes, the field changes the dtype in which weights are stored, or the field needs a missing library.
+    sizes, the field changes the dtype in which weights are stored, or the field needs a library that cannot be used.
     """
     known = transformer_config_fields()
     for name in overrides:
@@ -110,12 +110,12 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
                 f"megatron.{name}={overrides[name]}: checkpoints, offloading and the push of weights to engines need weights in "
                 "model.dtype; leave the key out. megatron.fp8 alone computes in FP8 with weights in model.dtype."
             )
-        if name.startswith("fp8") and overrides[name] and find_spec("transformer_engine") is None:
+        needs_library = name.startswith("fp8") or name == "moe_grouped_gemm"
+        if needs_library and overrides[name] and not can_use_transformer_engine():
             raise ValueError(
-                f"megatron.{name}={overrides[name]}: FP8 needs Transformer Engine, which is not installed."
+                f"megatron.{name}={overrides[name]}: needs Transformer Engine, which is not installed or cannot be imported; "
+                "leave the key out, or run `make setup LOCK=requirements-gpu.txt`."
             )
-        if name == "moe_grouped_gemm" and overrides[name] and find_spec("transformer_engine") is None:
-            raise ValueError(f"megatron.{name}=true: grouped experts need Transformer Engine, which is not installed.")
         if name not in known:
             matches = difflib.get_close_matches(name, known, n=1)
             other = settings_key_of(name)

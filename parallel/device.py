@@ -108,12 +108,23 @@ def capabilities() -> Capabilities:
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before the first call of cuBLAS, which reads the variable
     detected = Capabilities(
         cuda=cuda,
-        transformer_engine=cuda and _is_usable("transformer_engine.pytorch", "Transformer Engine", "torch's layers"),
+        transformer_engine=cuda and can_use_transformer_engine(),
         apex=cuda and _is_usable("amp_C", "NVIDIA's Apex", "no kernel of Apex"),  # PyPI's package apex has no amp_C
         fused_wgrad=cuda and _is_usable("fused_weight_gradient_mlp_cuda", "NVIDIA's Apex", "no fused weight gradient"),
     )
     logger.info("%s", detected)
     return detected
+
+
+def can_use_transformer_engine() -> bool:
+    """Whether a process with these packages can use Transformer Engine on a GPU.
+
+    If this process has a GPU, Transformer Engine is imported, because the import of an installed one can fail. Without a GPU, its
+    compiled modules may lack NVIDIA's driver, so this function only looks whether it is installed.
+    """
+    if not has_cuda():
+        return find_spec("transformer_engine") is not None
+    return _is_usable("transformer_engine.pytorch", "Transformer Engine", "torch's layers")
 
 
 def _is_usable(module: str, library: str, otherwise: str) -> bool:

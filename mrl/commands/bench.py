@@ -24,8 +24,8 @@ USAGE = """usage: mrl bench gpu [--device cuda|cpu] [--size full|small|toy] [--s
 
 Measures one GPU with mrl's own code: first whether the programs of tests/gpu compute the right results, then speed and memory of
 matrix products, the log-probability head, attention, a training step, an update on a long response, offload and load, transfers
-and checksums. Needs no network, no model and no data. Uses the packages that are installed, and says in one line what it leaves
-out and why.
+and checksums. Needs no network, no model and no data. Needs torch 2.14, as all of mrl does: older versions lack functions that
+attention uses. Uses the other packages that are installed, and says in one line what it leaves out and why.
 
 Each section runs in a process of its own, which ends at its deadline. If a section fails, the next one runs. The numbers are
 printed as a table and written to a JSON file.

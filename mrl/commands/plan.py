@@ -25,6 +25,7 @@ from mrl.weight_sync.transfer_plan import (
     TransferCost,
     estimate_transfer_cost,
     forwarded_bytes,
+    sent_bytes,
 )
 
 USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
@@ -57,7 +58,7 @@ placement: prints for each GPU its processes, the roles that share it, and when 
   plan.picture                                PNG file into which the placement is drawn
 
 sync: prints how many bytes and messages each rank sends or receives in a weight sync, and the predicted seconds. Also prints the
-ratio of all received bytes to the bytes of the engines' weights.
+ratio of all received bytes to the bytes of the engines' weights, and the bytes that travel inside and between nodes.
   mrl plan sync model.path=Qwen3-0.6B parallel.tp=2 parallel.dp=4 rollout.num_engines=4 rollout.engine_tp=2
   mrl plan sync experiment=quickstart plan.weight_sync_gb_per_s=45
 
@@ -121,6 +122,9 @@ def explain_sync(config: Config, as_json: bool = False) -> None:
     model = sync.model
     cost = estimate_transfer_cost(sync.transfers, model.dims.world_size, speeds, shared, sync.steps)
     how = "written once and read by every engine on the machine" if shared else "sent to each engine rank"
+    if sync.engine_hosts is not None:
+        inside, between = sent_bytes(sync.transfers, sync.hosts, sync.engine_hosts)
+        how = f"sent to each engine rank ({inside:,} bytes inside nodes, {between:,} bytes between nodes)"
     if sync.steps is not None:
         inside, between = forwarded_bytes(sync.steps, sync.hosts)
         how = (

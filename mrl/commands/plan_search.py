@@ -259,7 +259,7 @@ def show(config: Config, search: LayoutSearch, result: SearchResult) -> None:
     )
     assumed = ", ".join(f"{name} {value:.0%}" for name, value in config.plan.efficiency.items())
     console.print(
-        f"assumed, not measured: {assumed} of the vendor's peak speeds; {config.plan.latency_us:g} us latency of each collective"
+        f"assumed: {assumed} of the vendor's peak speeds; {config.plan.latency_us:g} us latency of each collective"
     )
     title = f"the {len(result.best)} best candidates, from {result.evaluated:,} combinations of layout and replicas"
     console.print(_candidate_table(result.best, title))

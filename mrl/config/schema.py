@@ -414,9 +414,9 @@ class TrainerConfig:
     )
     share_prompts: bool = key(
         True,
-        "Whether to compute each prompt once for all its responses. Training is then faster, with the same gradient.",
+        "Whether to compute each prompt once for all its responses, with the same gradient (reason: docs/how_to/speed.md).",
     )
-    logprob_chunk: int = key(1024, "Number of tokens whose logits are in memory at the same time.", "tokens", least=1)
+    logprob_chunk: int = key(1024, "Number of tokens with logits in memory (docs/how_to/speed.md).", "tokens", least=1)
     overlap_grad_reduce: bool | None = key(
         None,
         "Whether gradients are reduced over replicas during the backward pass. Default: true on GPUs, false on CPUs.",

@@ -26,7 +26,7 @@ from mrl.controller.plan_models import (
 )
 from mrl.controller.plan_train import TrainPlan, actor_holds_reference, algorithm_of, plan_training
 from mrl.placement.device_map import planned_device_map
-from mrl.placement.resource_pools import check_capacity, gpus_of_nodes, with_node_count
+from mrl.placement.resource_pools import Pools, check_capacity, gpus_of_nodes, with_node_count
 from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, RoleModel, RunMemory, run_memory, trainer_settings
@@ -115,6 +115,19 @@ def check_memory(plan: TrainPlan) -> None:
     )
 
 
+def check_transport(config: Config, pools: Pools) -> None:
+    """Raise ValueError if the weights cannot travel to the engines between the planned GPUs, or between those of this machine.
+
+    Checks nothing for a run on CPUs.
+    """
+    if config.cluster.scheduler:
+        check_planned_transport(config, pools)
+    elif has_cuda():
+        gpu_transport(config, planned_device_map(pools, pools.size))
+    elif config.cluster.hardware.name:
+        check_planned_transport(config, pools)
+
+
 def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     """Plan a training run. If the hardware is known, also check that memory and GPUs suffice, and that weights reach the engines.
 
@@ -125,10 +138,7 @@ def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_memory(plan)
     if cluster.scheduler and not cluster.address and cluster.gpus_per_node:
         check_capacity(plan.pools, gpus_of_nodes(with_node_count(cluster, plan.pools)), "GPU")
-    if cluster.scheduler:
-        check_planned_transport(config, plan.pools)
-    elif has_cuda():
-        gpu_transport(config, planned_device_map(plan.pools, plan.pools.size))
+    check_transport(config, plan.pools)
     if cluster.nodes and not (cluster.scheduler or cluster.address):
         raise ValueError(
             f"cluster.nodes={cluster.nodes}: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm."

@@ -99,6 +99,9 @@ class SyncPlan:
     transfers: TransferPlan
     steps: list[list[RelayStep]] | None  # for each trainer rank; None: no relays, senders send directly to engine ranks
     hosts: list[str]  # node of each trainer rank; empty without GPUs
+    engine_hosts: list[str] | None = (
+        None  # node of each engine rank, if trainer ranks send to engine ranks through NCCL
+    )
 
 
 def plan_sync(config: Config) -> SyncPlan:
@@ -120,7 +123,9 @@ def plan_sync(config: Config) -> SyncPlan:
     transport, senders, receivers = gpu_transport(config, devices)
     hosts = [location.host for location in senders]
     if transport is not Transport.cuda_ipc:
-        return SyncPlan(model, transfer_plan, None, hosts)
+        grouped = transport is Transport.process_group
+        engine_hosts = [location.host for location in receivers] if grouped else None
+        return SyncPlan(model, transfer_plan, None, hosts, engine_hosts)
     return SyncPlan(model, transfer_plan, relay_steps(transfer_plan, relay_ranks(senders, receivers), hosts), hosts)
 
 

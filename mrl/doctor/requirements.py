@@ -5,6 +5,7 @@ from pathlib import Path
 
 from models.families import family_of
 from mrl.config.schema import Config
+from mrl.controller.memory_check import check_transport
 from mrl.controller.plan_models import build_pools, engine_layout, make_input_files, plan_models
 from mrl.controller.plan_train import algorithm_of
 from mrl.doctor.host_facts import Requirements
@@ -25,6 +26,7 @@ def requirements_of(config: Config) -> Requirements:
         actor, pools = models["actor"], build_pools(config, {role: model.dims for role, model in models.items()})
         if not config.rollout.replay:
             engine_layout(config, actor)
+        check_transport(config, pools)
     except ValueError as error:
         return Requirements(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
     shapes = {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in models.items()}

@@ -360,6 +360,18 @@ def forwarded_bytes(steps: Sequence[Sequence[RelayStep]], hosts: Sequence[str]) 
     return inside, between
 
 
+def sent_bytes(plan: TransferPlan, hosts: Sequence[str], engine_hosts: Sequence[str]) -> tuple[int, int]:
+    """Return the bytes that trainer ranks send directly to engine ranks in one push: inside a host, and from host to host.
+
+    `hosts`: host of each trainer rank. `engine_hosts`: host of each engine rank.
+    """
+    inside = sum(
+        bucket.nbytes * sum(engine_hosts[receiver] == hosts[bucket.sender] for receiver in bucket.receivers)
+        for bucket in plan.buckets
+    )
+    return inside, plan.sent_bytes - inside
+
+
 def _relay_chain(sender: int, relays: Iterable[int], hosts: Sequence[str]) -> list[int]:
     """Return the sender, and then every other rank of `relays`.
 

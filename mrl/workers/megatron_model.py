@@ -281,7 +281,11 @@ class MegatronModel:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Context in which the model has the weights of the reference policy. After it, the model has its own weights again."""
+        """Context in which the model has the weights of the reference policy. After it, the model has its own weights again.
+
+        The reference overwrites the weights on the device, so they are copied to the host first. This happens at each use: a run
+        uses the reference once per step, and each step changes the weights, so the copy of an earlier step is out of date.
+        """
         assert self._reference is not None, "copy_weights_to_reference() comes first"
         self._own_weights.save()
         try:

@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -251,6 +252,15 @@ def test_the_log_of_a_failed_section_names_no_folder_of_the_machine(run):
     text = "\n".join(failed.log)
     assert "./mrl/bench/sections.py" in text and "VENV/bin/x" in text and "SCRATCH/" in text
     assert not any(folder in text for folder in (str(PACKAGE_ROOT), sys.prefix, str(Path.home())))
+
+
+def test_the_help_and_the_pages_name_the_least_version_of_torch_that_is_pinned(capsys):
+    root = Path(__file__).parents[2]
+    (least,) = re.findall(r'"torch>=([\d.]+),', (root / "setup.py").read_text())
+    assert cli.main(["bench", "--help"]) == 0
+    page = (root / "docs" / "reference" / "commands.md").read_text()
+    for text in (capsys.readouterr().out, page):
+        assert set(re.findall(r"torch (\d+\.\d+)", text)) == {least}
 
 
 def test_the_help_names_all_sections_and_sizes(capsys):

@@ -157,12 +157,12 @@ def test_mrl_config_describes_keys(capsys):
     ("overrides", "message"),
     [
         ({"tp_comm_overlap": True}, "its buffers have a fixed size"),
-        ({"fp8": "hybrid"}, "FP8 needs Transformer Engine, which is not installed"),
+        ({"fp8": "hybrid"}, "megatron.fp8=hybrid: needs Transformer Engine, which is not installed"),
         (
             {"fp8_param": True},
             "megatron.fp8_param=True: checkpoints, offloading and the push of weights to engines need",
         ),
-        ({"moe_grouped_gemm": True}, "grouped experts need Transformer Engine"),
+        ({"moe_grouped_gemm": True}, "megatron.moe_grouped_gemm=True: needs Transformer Engine"),
         ({"num_moe_experts": 4}, "is derived from the model"),
         ({"deallocate_pipeline_outputs": True}, "is derived from the model"),
         ({"recompute_granularty": "full"}, "did you mean megatron.recompute_granularity?"),

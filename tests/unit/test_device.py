@@ -2,12 +2,14 @@
 
 import logging
 import sys
+from contextlib import nullcontext
 from importlib import import_module, invalidate_caches
 
 import numpy as np
 import pytest
 import torch
 
+from models.megatron_overrides import check_megatron_overrides
 from parallel import device
 
 MISSING_FILE = "FileNotFoundError('Could not find shared object file: transformer_engine_torch*.so')"
@@ -64,6 +66,15 @@ def test_a_library_that_cannot_be_imported_is_hidden_before_the_first_import_of_
     device.patch_megatron_for_cpu()
     with pytest.raises(ImportError):
         import_module("transformer_engine.pytorch")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_plan_refuses_fields_that_need_a_transformer_engine_that_cannot_be_imported(process_with_gpu, broken):
+    code = f"raise {MISSING_FILE}" if broken else ""
+    process_with_gpu({"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": code})
+    for overrides in ({"fp8": "hybrid"}, {"moe_grouped_gemm": True}):
+        with pytest.raises(ValueError, match="which is not installed or cannot be") if broken else nullcontext():
+            check_megatron_overrides(overrides)
 
 
 def test_an_apex_without_its_extensions_is_not_used(capabilities, caplog):

@@ -342,6 +342,25 @@ def test_requirements_are_derived_from_the_config(tmp_path):
     assert "parallel.tp=3 does not divide num_attention_heads" in mistake
 
 
+@pytest.mark.parametrize(
+    ("keys", "refusal"),
+    [
+        (["placement=colocated", "rollout.num_engines=2"], "1 of 2 engine ranks share their GPUs"),
+        (["rollout.engine_tp=4", "cluster.gpus_per_node=3"], "rollout.engine_tp=4: engine 0 would have"),
+        (["placement=colocated", "weight_sync.transport=process_group"], "NCCL cannot join two processes on one GPU"),
+        (["weight_sync.transport=cuda_ipc"], "no engine shares a GPU with the actor"),
+        (["weight_sync.transport=shared_memory"], "does not fit the device"),
+        (["weight_sync.transport=process_group"], ""),
+    ],
+)
+def test_the_preflight_check_refuses_gpus_that_weights_cannot_reach(tmp_path, keys, refusal):
+    keys = ["experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs", f"run.dir={tmp_path}/run", *keys]
+    assert doctor.read_requirements(keys).mistakes == [], "without known hardware, this machine has only CPUs"
+    for known in ("cluster.hardware.name=h100", "cluster.scheduler=slurm"):
+        mistakes = doctor.read_requirements([*keys, known]).mistakes
+        assert refusal in "".join(mistakes) and len(mistakes) == bool(refusal)
+
+
 @pytest.mark.extended
 def test_existing_checkpoints_reduce_the_space_that_is_needed(tmp_path):
     """A job that Slurm requeued has already written some of its checkpoints."""

@@ -26,6 +26,7 @@ from mrl.weight_sync.transfer_plan import (
     even_pipeline_stages,
     forwarded_bytes,
     relay_steps,
+    sent_bytes,
     trainer_shards,
 )
 from mrl.weight_sync.transports import NUM_SLOTS
@@ -218,3 +219,26 @@ def test_plan_sync_shows_the_bytes_of_both_hops(tmp_path, monkeypatch, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{inside:,} bytes inside nodes, {between:,} bytes between nodes" in printed
     assert "from the trainer rank on its own GPU" in printed
+
+
+@pytest.mark.parametrize("gpus_per_node", [8, 2])
+def test_plan_sync_shows_the_bytes_inside_and_between_nodes_without_relays(
+    tmp_path, monkeypatch, capsys, gpus_per_node
+):
+    monkeypatch.chdir(tmp_path)
+    layout = ["parallel.dp=2", "rollout.num_engines=2", f"cluster.gpus_per_node={gpus_per_node}"]
+    config = config_of(None, tmp_path, *layout, experiment="quickstart")
+    sync = plan_tools.plan_sync(config)
+    total = sync.transfers.sent_bytes
+    plan.explain_sync(config)
+    printed = " ".join(capsys.readouterr().out.split())
+    inside, between = (total, 0) if gpus_per_node == 8 else (0, total)
+    assert f"each engine rank ({inside:,} bytes inside nodes, {between:,} bytes between nodes)" in printed
+    assert sent_bytes(sync.transfers, ["node 0"] * 2, ["node 0", "node 1"]) == (total / 2, total / 2)
+
+
+def test_without_a_group_of_gpus_plan_sync_shows_no_bytes_between_nodes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for transport in (Transport.disk, Transport.shared_memory):
+        config = config_of(None, tmp_path, f"weight_sync.transport={transport}", experiment="quickstart")
+        assert plan_tools.plan_sync(config).engine_hosts is None

@@ -1,5 +1,7 @@
 """Predicted seconds agree with a layout computed by hand, with laws for all hardware, and with the simulator."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from search_cases import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, cluster_of, model
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config.process_schema import ClusterConfig, HardwareConfig
-from mrl.config.schema import PlanConfig
+from mrl.config.schema import PlanConfig, TrainerConfig
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s
 from mrl.planner.layout_space import GpuCluster, ReplicaLayout
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds, simulate
@@ -29,6 +31,8 @@ from mrl.weight_sync.transfer_plan import (
 from parallel.dims import ParallelDims
 
 ONE = np.array([1])
+ROOT = Path(__file__).parents[2]
+SHAPE = "prompt of 2048, 16 x 8192 responses"
 
 
 @pytest.mark.parametrize(
@@ -56,9 +60,9 @@ def test_the_seconds_of_a_layout_are_those_computed_by_hand():
 
     layer = 4096 * 128 * (32 + 2 * 8 + 32) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
     flops = 2 * (18 * layer + 4096 * 151_936) * 8192 / 2
-    matmul = 4 * 3 * flops / (1000e12 * 0.5)
+    matmul = 4 * 3 * flops / (1000e12 * 0.38)
     pairs = 18 * (2 * 32 * 128 * 0.5) * 8192**2 / 2
-    attention = 4 * 3 * 2 * pairs / (1000e12 * 0.4)
+    attention = 4 * 3 * 2 * pairs / (1000e12 * 0.3)
     message = 8192 * 4096 * 2 / 2 / (400e9 * 0.75) + 10e-6
     tensor = 4 * (4 * 18 * message) * 2.5
     between = 2 * (8192 / 2 * 4096 * 2 / (400e9 * 0.75) + 10e-6)
@@ -73,6 +77,54 @@ def test_the_seconds_of_a_layout_are_those_computed_by_hand():
     assert parts["tensor"] == pytest.approx(tensor) and parts["pipeline"] == pytest.approx(4 * between + slot)
     assert parts["gradients"] == pytest.approx(gradients) and parts["optimizer"] == pytest.approx(optimizer)
     assert seconds.total_s[0] == pytest.approx(5 * slot + gradients + optimizer)
+
+
+def measured_seconds(file: str, case: str) -> float:
+    """Return the measured time of a case in benchmarks/results."""
+    results = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    (row,) = (row for section in results["sections"] for row in section["rows"] if row["case"] == case)
+    return next(value["value"] for value in row["values"] if value["quantity"] == "time")
+
+
+def test_the_planner_predicts_the_updates_that_were_measured_on_an_h100():
+    """The sizes are those of mrl/bench/model_steps.py: STEPS (all lengths are uniform) and LONG_RESPONSES."""
+    sizes = dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=15, tie_word_embeddings=True)
+    small = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16)
+    mixed = LengthDistribution(640, np.linspace(256.0, 2048.0, 64))
+    packed = StepWorkload(mixed, prompts=8, responses_per_prompt=8, max_tokens=16384)
+    long = StepWorkload(LengthDistribution(8, np.array([16376.0])), 1, 1, max_tokens=16384, share_prompts=False)
+    shared = "15 layers with the widths of Qwen3-4B: packed, shared prompts (mrl's choice)"
+    alone = "Qwen3-0.6B: one response of 16384 tokens"
+    for fields, work, file, case in (
+        (sizes, packed, "gpu_h100_2026-11-26.json", shared),
+        (small, long, "gpu_h100_2026-11-26_213714.json", alone),
+    ):
+        _, shape = model_of(QWEN3_8B | sizes | fields)
+        layout = ReplicaLayout(tp=1, pp=1, etp=1)
+        predicted = TrainerTime(shape, layout, cluster_of(1, 1), work).times(ONE).total_s[0]
+        assert predicted == pytest.approx(measured_seconds(file, case), rel=0.06), case
+
+
+def test_the_reasons_of_defaults_for_gpus_have_the_numbers_that_were_measured():
+    page = (ROOT / "docs" / "how_to" / "speed.md").read_text().partition("## Choices for GPUs")[2]
+    measured = {
+        f"{measured_seconds('gpu_h100_2026-11-26.json', case):.{digits}f}"
+        for case, digits in (
+            ("mrl, chunks of 1024", 0),
+            ("mrl, chunks of 4096", 0),
+            ("32768 tokens of mixed lengths: Transformer Engine (mrl's choice with share_prompts=false)", 1),
+            ("32768 tokens of mixed lengths: torch's variable-length FlashAttention-2 (mrl's choice)", 1),
+            (f"{SHAPE}, shared prompt: torch's variable-length FlashAttention-2 (mrl's choice)", 0),
+            (f"{SHAPE}, repeated prompt: Transformer Engine (mrl's choice with share_prompts=false)", 0),
+        )
+    }
+    flops_per_s = cluster_of(1, 1).matmul_flops_per_s
+    layers = [128 * hidden * (32 + 16 + 32) + 3 * hidden * ffn for hidden, ffn in ((2560, 9728), (4096, 12288))]
+    saved = {f"{1e3 * 6 * layer * 15 * 2048 / flops_per_s:.0f}" for layer in layers}  # 15 of 16 prompts of 2,048 tokens
+    assert set(re.findall(r"([\d.]+) ms", page)) == measured | saved
+    for key in ("share_prompts", "logprob_chunk"):
+        default = json.dumps(getattr(TrainerConfig(), key))
+        assert re.search(rf"\| `trainer\.{key}` \| `?{default}`? \|", page)
 
 
 def test_stages_have_the_layers_that_megatron_gives_them():
