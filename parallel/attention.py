@@ -71,7 +71,9 @@ class PackedAttention(torch.nn.Module):
         if pack.key_index is not None:
             key, value = (_GatherRows.apply(rows, pack.key_index, _gradient_sum_dtype(rows)) for rows in (key, value))
         dropout = self.dropout if self.training else 0.0
-        if pack.chunks is not None and supports_varlen(query.device, query.dtype) and not dropout:
+        # FlashAttention-3 and 4 also replace the kernel of scaled_dot_product_attention, and they have no dropout. So a model
+        # with dropout never activates them, not even when it is evaluated.
+        if pack.chunks is not None and supports_varlen(query.device, query.dtype) and not self.dropout:
             out = _attend_varlen(query, key, value, pack.chunks, self.scale).flatten(1)
         else:
             out = attend_batched(query, key, value, pack.calls, self.scale, dropout).flatten(1)

@@ -158,6 +158,9 @@ def check_kernels(job: SectionJob) -> None:
             call.count * sum(call.num_keys - call.num_queries + i + 1 for i in range(call.num_queries))
             for call in packed.calls
         )
+    attention.find_spec = lambda name: SimpleNamespace(origin=None)  # only flash-attn-4 is installed
+    names = [kernel for kernel, _ in attention.attention_kernels(job, name, sizes, segments)]
+    assert not any(kernel.startswith("flash-attn") for kernel in names), names
 
 
 def check_plans(job: SectionJob) -> None:

@@ -200,12 +200,13 @@ def test_a_pack_in_order_without_shared_prompts_needs_no_permutation_of_keys(seg
     assert pack(segments, CPU, multiple=tp_multiple, in_order=True).key_index is None
 
 
-def attend(query, key, value, packed: PackedSequences):
+def attend(query, key, value, packed: PackedSequences, dropout: float = 0.0):
+    """Return the attention of a model that is evaluated. `dropout` is the rate in training."""
     from parallel.attention import PackedAttention
 
-    config = SimpleNamespace(kv_channels=query.size(2), attention_dropout=0.0)
+    config = SimpleNamespace(kv_channels=query.size(2), attention_dropout=dropout)
     alone = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    module = PackedAttention(config, 1, None, "self", pg_collection=alone)
+    module = PackedAttention(config, 1, None, "self", pg_collection=alone).eval()
     return module(query, key, value, packed_seq_params=packed)
 
 
@@ -296,6 +297,17 @@ def test_flash_attn_2_without_the_module_of_flash_attention_4_is_not_taken_for_i
     monkeypatch.setattr(attention, "find_spec", lambda name: package if name == "flash_attn" else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert attention.flash_attention_versions(128) == [2]
+
+
+def test_a_model_with_dropout_activates_no_flash_attention_that_has_none(monkeypatch):
+    from parallel import attention
+
+    packed = pack([Segment(3), Segment(2, 0)], CPU, in_order=True)
+    inputs = [torch.randn(5, 2, 4) for _ in range(3)]
+    expected = attend(*inputs, packed)
+    monkeypatch.setattr(attention, "supports_varlen", lambda device, dtype: True)
+    monkeypatch.setattr(attention, "_varlen_kernel", lambda channels: pytest.fail("this activates a kernel"))
+    torch.testing.assert_close(attend(*inputs, packed, dropout=0.1), expected)
 
 
 def test_gradients_of_shared_keys_are_summed_in_float32_on_gpus():
