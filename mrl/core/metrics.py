@@ -226,10 +226,7 @@ METRICS: dict[str, Metric] = {
         "s", "part of the step that decodes and scores responses", ".2f", good="a few percent of the step"
     ),
     "spent/reward_overlap_s": Metric(
-        "s",
-        "time in which rewards score while engines sample, or while no step waits for scores",
-        ".2f",
-        good="above 0 if models score",
+        "s", "time of rewards while engines sample or no step waits for scores", ".2f", good="above 0 if models score"
     ),
     "spent/controller_s": Metric(
         "s",
@@ -335,10 +332,7 @@ METRICS: dict[str, Metric] = {
         "", "mean weight that VESPO gives the response of a token", ".4f", good="near 1; near 0 the samples are too old"
     ),
     "loss/sft": Metric(
-        "nats",
-        "loss of supervised training; with cross-entropy, the mean per response token",
-        label="loss",
-        good="falls",
+        "nats", "loss of supervised training; cross-entropy: mean per response token", label="loss", good="falls"
     ),
     "loss/sft_held_out": Metric("nats", "loss/sft on the rows of sft.test", good="falls"),
     "optim/grad_norm": Metric("", "gradient norm before clipping", good="constant, without jumps"),
@@ -351,14 +345,10 @@ METRICS: dict[str, Metric] = {
         "", "fraction of the responses that algorithm.resampling draws at least once", ".4f", good="constant"
     ),
     "preference/accuracy": Metric(
-        "", "fraction of pairs in the right order, or of labels that the model predicts", good="rises towards 1"
+        "", "fraction of pairs (or labels) that the model orders right", good="rises towards 1"
     ),
     "preference/held_out_accuracy": Metric("", "preference/accuracy on the rows of sft.test", good="rises towards 1"),
-    "preference/margin": Metric(
-        "",
-        "reward of the chosen minus reward of the rejected response; with labels, the score toward the label",
-        good="rises",
-    ),
+    "preference/margin": Metric("", "reward of the chosen minus reward of the rejected response", good="rises"),
     "preference/chosen_reward": Metric("", "mean reward, or score, of the chosen responses", good="rises"),
     "preference/rejected_reward": Metric("", "mean reward, or score, of the rejected responses", good="falls"),
     "preference/chosen_logprob": Metric("nats", "mean log-probability of a chosen response", good="falls little"),

@@ -343,20 +343,12 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def trace_forward(
-        self,
-        block: TokenBlock,
-        rank_batches: Sequence[RankBatch],
-        temperature: float,
-        engine_routing: Mapping[str, Any],
-        path: str,
+        self, block: TokenBlock, batches: Sequence[RankBatch], temperature: float, routing: Mapping[str, Any], path: str
     ) -> tuple[Any, dict[int, Any]]:
-        """Trace one forward pass, and store its tensors in the file `path`. Returns (tensors by place, log-probabilities).
-
-        `engine_routing`: see `mrl.workers.forward_trace.trace_forward`.
-        """
+        """Trace one forward pass, and store its tensors in the file `path`. Returns (tensors by place, log-probabilities)."""
         from mrl.workers.forward_trace import store_arrays, trace_forward
 
-        places, outputs = trace_forward(self.model, block, self._own_batch(rank_batches), temperature, engine_routing)
+        places, outputs = trace_forward(self.model, block, self._own_batch(batches), temperature, routing)
         return store_arrays(places, path), outputs
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
