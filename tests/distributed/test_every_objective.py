@@ -17,7 +17,7 @@ from mrl.algorithms.parts import build_objective, build_weighting
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.config.validate import from_hydra
-from mrl.core.types import TokenBlock, TrainBatch
+from mrl.core.types import ColumnPart, TokenBlock, TrainBatch, assemble_column
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.trace_comparison import StepTrace, compare_traces
 from parallel.dims import ParallelDims
@@ -29,10 +29,12 @@ WITH_TEACHER = {"distill_vocab", "distill_top_k"}  # test_distillation_layouts.p
 ALGORITHMS = sorted({path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml")} - WITH_TEACHER)
 REJECTION = "++algorithm.correction={_target_:mrl.algorithms.corrections.Rejection,level:max,kind:k2,high:0.3}"
 TERMS = ["++algorithm.kl_in_loss.kind=k3", "algorithm.entropy_coef=0.1"]
+CORRECTIONS = sorted({path.stem for path in (hydra_entry.CONF / "correction").glob("*.yaml")} - {"none"})
 ONE = ParallelDims()
 LAYOUTS = [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2)]
 Step = tuple[TokenBlock, NDArray, Objective, TokenWeighting]  # block, groups, objective, token weights
-SPREAD = 0.3  # standard deviation (nats) of the noise on log-probabilities; large enough that ratios reach every clip
+SPREAD = 0.3  # standard deviation (nats) of the noise on log-probabilities
+SMALL_SPREAD = 5e-4  # small enough that no correction rejects the response
 
 
 def composed(*overrides: str) -> Config:
@@ -47,11 +49,16 @@ def configured(config: Config) -> tuple[Objective, TokenWeighting]:
     return build_objective(config), replace(build_weighting(config), max_response_tokens=20)
 
 
-def off_policy(block: TokenBlock, groups: NDArray, now: NDArray, objective: Objective) -> TokenBlock:
-    """Add all columns that the objective needs, with log-probabilities near those of the model."""
+def off_policy(
+    block: TokenBlock, groups: NDArray, now: NDArray, objective: Objective, spread: float | NDArray = SPREAD
+) -> TokenBlock:
+    """Add all columns that the objective needs: the log-probabilities `now` [R] with noise.
+
+    `spread`: standard deviation of the noise on the log-probabilities; an array has one number for each of the R tokens.
+    """
     rng = np.random.default_rng(5)
     columns = {
-        name: (now + rng.normal(scale=SPREAD, size=len(now))).astype(np.float32)
+        name: (now + rng.normal(scale=spread, size=len(now))).astype(np.float32)
         for name in ("rollout_logprobs", "old_logprobs", *sorted(objective.needs))
     }
     known, advantages = dict(columns), block.columns["advantages"]
@@ -65,15 +72,15 @@ def spec_of(path, dims: ParallelDims, share_prompts: bool = False) -> ModelSpec:
     return ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-5), {}, share_prompts=share_prompts)
 
 
-def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
-    """Return the log-probabilities [R] that a single process computes."""
+def logprobs(rank: int, path, block: TokenBlock) -> ColumnPart:
+    """Return the log-probabilities that a single process computes."""
     from mrl.workers.actor_critic import MegatronActor
 
     (batch,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False)).rank_batches
     actor = MegatronActor(spec_of(path, ONE))
     part = actor.column_part(actor.compute_logprobs(block, batch), batch)
     assert part is not None
-    return part.values
+    return part
 
 
 def traces(rank: int, path, dims: ParallelDims, steps: dict[str, Step], packing: Packing) -> dict[str, StepTrace]:
@@ -92,12 +99,21 @@ def traces(rank: int, path, dims: ParallelDims, steps: dict[str, Step], packing:
 
 
 @pytest.fixture(scope="module")
-def steps(run_ranks, tmp_path_factory) -> tuple[Path, dict[str, Step], dict[str, StepTrace], dict[str, Config]]:
-    """Return (model folder, one step per algorithm, results of the steps in one process with one pack, configs)."""
+def samples(run_ranks, tmp_path_factory) -> tuple[Path, TokenBlock, NDArray, ColumnPart]:
+    """Return (model folder, responses, their groups [B], log-probabilities of the model)."""
     folder = tmp_path_factory.mktemp("dense")
     make("dense", folder)
     block, groups = groups_of_responses()
-    (now,) = run_ranks(ONE, logprobs, folder, block)
+    (part,) = run_ranks(ONE, logprobs, folder, block)
+    return folder, block, groups, part
+
+
+@pytest.fixture(scope="module")
+def steps(run_ranks, samples) -> tuple[Path, dict[str, Step], dict[str, StepTrace], dict[str, Config]]:
+    """Return (model folder, one step per algorithm, results of the steps in one process with one pack, configs)."""
+    folder, block, groups, part = samples
+    # In the order of the pack, which is not that of the block: most ratios are far from 1, so that they reach every clip.
+    now = part.values
     overrides_of = {name: [f"algorithm={name}"] for name in ALGORITHMS} | {
         "distill": ["algorithm=distill", "roles.teacher.path=unused"],
         "grpo with every term": ["algorithm=grpo", *TERMS],
@@ -124,6 +140,25 @@ def test_every_objective_is_the_same_under_layout(run_ranks, steps, dims):
     ranks = run_ranks(dims, traces, folder, dims, steps_by_name, Packing(60), timeout_s=240)
     for name, reference in references.items():
         differences = compare_traces(reference, StepTrace.merge([rank[name] for rank in ranks]))
+        assert not [difference for difference in differences if not difference.within], name
+
+
+def test_every_correction_takes_the_same_step_on_one_and_on_two_ranks(run_ranks, samples):
+    """Every second response is near the engine's policy, so that no correction rejects all responses."""
+    folder, block, groups, part = samples
+    now = assemble_column([part], block.sampled_lengths)
+    is_near = np.arange(len(block.lengths)) % 2 == 0
+    spread = np.where(is_near, SMALL_SPREAD, SPREAD).repeat(block.sampled_lengths)
+    steps, dims = {}, ParallelDims(cp=2)
+    for name in ("none", *CORRECTIONS):
+        objective, weighting = configured(composed("algorithm=grpo", f"correction={name}"))
+        steps[name] = off_policy(block, groups, now, objective, spread), groups, objective, weighting
+    (alone,) = run_ranks(ONE, traces, folder, ONE, steps, Packing(10_000, share_prompts=False))
+    ranks = run_ranks(dims, traces, folder, dims, steps, Packing(60), timeout_s=240)
+    for name, expected in alone.items():
+        assert expected.grad_norm > 1e-3, name
+        assert name == "none" or expected.loss != pytest.approx(alone["none"].loss, rel=1e-3), name
+        differences = compare_traces(expected, StepTrace.merge([rank[name] for rank in ranks]))
         assert not [difference for difference in differences if not difference.within], name
 
 

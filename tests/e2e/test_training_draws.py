@@ -166,15 +166,18 @@ def check_steps(run) -> None:
 
 
 def check_trained_tokens(run, files) -> None:
-    """Check that each step trains on all its offline rows, and on the groups of the engines whose rewards differ."""
+    """Check that each step trains on all its offline rows, and on the groups of the engines whose rewards differ.
+
+    The ledger counts only the trained tokens that the engines have sampled. The trainer ranks count all trained tokens.
+    """
     rows = [json.loads(line) for line in (files / "offline.jsonl").read_text().splitlines()]
     ledger = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
-    for line, (_, samples) in zip(ledger, read_samples(run.folder), strict=True):
+    for line, metrics, (_, samples) in zip(ledger, run.metrics(), read_samples(run.folder), strict=True):
         differ = {sample.group for sample in samples if len(set(sample.group_rewards)) > 1}
         sampled = sum(sum(lengths) for group, lengths in enumerate(line["lengths"]) if group in differ)
         offline = sum(len(rows[number]["response"]) + 1 for number in line["offline"])  # the end mark is one token more
-        trained = sum(count for update in line["updates"] for count, _ in update.values())
-        assert trained == sampled + offline
+        assert sum(count for update in line["updates"] for count, _ in update.values()) == sampled
+        assert metrics["batch/trained_tokens"] == sampled + offline
 
 
 def check_responses(run) -> None:
