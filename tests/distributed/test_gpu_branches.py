@@ -166,12 +166,13 @@ def test_rope_is_fused_only_where_the_kernel_computes_it():
 
     from models.model_builder import can_fuse_rope
 
-    def arch(amplitude: float = 1.0, latent: bool = False):
-        return SimpleNamespace(has_latent_attention=latent, rope=SimpleNamespace(amplitude=amplitude))
+    def arch(amplitude: float = 1.0, latent: bool = False, local: SimpleNamespace | None = None):
+        return SimpleNamespace(has_latent_attention=latent, rope=SimpleNamespace(amplitude=amplitude), local_rope=local)
 
     assert can_fuse_rope(arch(), packed_attention=False)
     assert not can_fuse_rope(arch(), packed_attention=True)
     assert not can_fuse_rope(arch(amplitude=1.2), packed_attention=False)
+    assert not can_fuse_rope(arch(local=SimpleNamespace(amplitude=1.2)), packed_attention=False)
     assert not can_fuse_rope(arch(latent=True), packed_attention=False)
 
 
