@@ -19,7 +19,7 @@ import orjson
 from numpy.typing import NDArray
 
 from mrl.config.secrets import authorization
-from mrl.weight_sync.engine_control import EngineControl, EngineError
+from mrl.weight_sync.engine_control import EngineControl, EngineError, adapter_version
 from parallel.spans import is_recording, record
 
 if TYPE_CHECKING:
@@ -181,6 +181,9 @@ class Completion:
 class EngineClient(EngineControl):
     """HTTP client of one server: samples, and sends the control requests of EngineControl. Several threads may share a client."""
 
+    adapter: str | None = None
+    """LoRA adapters that further requests use, by the name under which the server has loaded them. None: no adapters."""
+
     def generate(
         self,
         input_ids: Sequence[Sequence[int]],
@@ -209,10 +212,12 @@ class EngineClient(EngineControl):
         """
         if not input_ids:
             return []
-        body = _generate_body(input_ids, sampling, logprobs, routed_experts)
+        adapter = self.adapter
+        body = _generate_body(input_ids, sampling, logprobs, routed_experts, adapter)
         answers = self._parse("/generate", self._post("/generate", body))
         return [
-            self._completion(answer, prompt, routed_experts) for prompt, answer in zip(input_ids, answers, strict=True)
+            self._completion(answer, prompt, routed_experts, adapter)
+            for prompt, answer in zip(input_ids, answers, strict=True)
         ]
 
     async def generate_async(
@@ -228,11 +233,12 @@ class EngineClient(EngineControl):
 
         Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
         """
-        body, started_at = orjson.dumps(_generate_body(input_ids, sampling, logprobs, routed_experts)), time.time()
+        adapter, started_at = self.adapter, time.time()
+        body = orjson.dumps(_generate_body(input_ids, sampling, logprobs, routed_experts, adapter))
         status, content, _ = await self.post_async(http, "/generate", body)
         answers = self._read("/generate", status, content)
         pairs = zip(answers, input_ids, strict=True)
-        completions = [self._completion(answer, prompt, routed_experts) for answer, prompt in pairs]
+        completions = [self._completion(answer, prompt, routed_experts, adapter) for answer, prompt in pairs]
         if aborted := [
             done.finish_reason for done in completions if done.finish_reason == "abort" or not done.token_ids
         ]:
@@ -271,6 +277,7 @@ class EngineClient(EngineControl):
             top_logprobs_num=k,
             return_flat_raw_top_logprobs=True,
             return_flat_raw_top_logprobs_b64=True,
+            **_adapter_field(self.adapter),
         )
         (answer,) = self._parse("/generate", self._post("/generate", body))
         info, shape = answer["meta_info"], [len(tokens) - first, k]
@@ -326,9 +333,15 @@ class EngineClient(EngineControl):
         except (KeyError, TypeError, ValueError):
             return time.monotonic()
 
-    def _completion(self, answer: Mapping[str, Any], prompt: Sequence[int], routed_experts: bool) -> Completion:
-        """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt."""
+    def _completion(
+        self, answer: Mapping[str, Any], prompt: Sequence[int], routed_experts: bool, adapter: str | None
+    ) -> Completion:
+        """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt. `adapter`: as in the request."""
         info = answer["meta_info"]
+        if (
+            adapter is not None
+        ):  # the request keeps its adapters, although the server's version may have changed meanwhile
+            info = info | dict(weight_versions=None, weight_version=str(adapter_version(adapter)))
         spans = info.get("weight_versions")  # [{version, start, end}], oldest first
         parts = [(span["version"], span["end"] - span["start"]) for span in spans or () if span["end"] > span["start"]]
         token_ids = answer["output_ids"]
@@ -375,8 +388,14 @@ def _generate_body(
     sampling: SamplingParams | Sequence[SamplingParams],
     logprobs: bool,
     routed_experts: bool,
+    adapter: str | None,
 ) -> dict[str, Any]:
     """Return the JSON body of a request to SGLang's /generate."""
     params = sampling.body() if isinstance(sampling, SamplingParams) else [each.body() for each in sampling]
-    body = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
+    body = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs, **_adapter_field(adapter))
     return body | {"return_routed_experts": True} if routed_experts else body
+
+
+def _adapter_field(adapter: str | None) -> dict[str, str]:
+    """Return the field of a request's JSON body that names the LoRA adapters; {} for None."""
+    return {} if adapter is None else {"lora_path": adapter}

@@ -72,8 +72,14 @@ class PooledEngine:
     pending: int = 0  # number of responses that were requested and have not arrived
     expected_work: float = 0.0  # sum over the pending requests, in tokens or in number of responses (see `generate`)
     faults: int = 0  # number of failed requests in a row
-    failure: str | None = None  # reason why the engine is out of service; None: it is in service
+    failure: str | None = None  # reason why the engine has failed; None: it has not failed
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
+    needs_adapter: bool = False  # whether the engine gets requests only after a push has loaded LoRA adapters into it
+
+    @property
+    def in_service(self) -> bool:
+        """Whether the engine gets requests."""
+        return self.failure is None and (not self.needs_adapter or self.client.adapter is not None)
 
 
 type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutine[Any, Any, T]]
@@ -135,7 +141,8 @@ class EnginePool:
     def _to_pooled(self, server: AnyEngineServer) -> PooledEngine:
         client = EngineClient(server.url, timeout_s=self.spec.request_timeout_s)
         if not isinstance(server, ExternalEngine):
-            return PooledEngine(client, server.alive, str(server.log_path))
+            needs_adapter = self.spec.uses_adapters
+            return PooledEngine(client, server.alive, str(server.log_path), needs_adapter=needs_adapter)
         if self.spec.deterministic:
             check_seed_support(client, "rollout.deterministic")
         if self.spec.has_stop_texts:
@@ -156,6 +163,12 @@ class EnginePool:
         for engine in engines:
             if engine not in self._heartbeats:
                 self._heartbeats[engine] = asyncio.create_task(self._check_heartbeat(engine))
+
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        for engine in self.engines:
+            if engine.client.url in urls:
+                engine.client.adapter = name
 
     def replace(self, urls: Sequence[str], timeout_s: float) -> list[str]:
         """Replace these engines by new engines, and wait until the new engines take requests. Returns the URLs of all engines."""
@@ -235,7 +248,7 @@ class EnginePool:
         """
         assert self._http is not None, "wait_ready() opens the HTTP session"
         while True:
-            if session.engine.failure is not None:
+            if not session.engine.in_service:
                 session.engine = self._least_busy()
             engine = session.engine
             task = asyncio.create_task(request(engine.client, self._http))
@@ -271,9 +284,10 @@ class EnginePool:
 
         Raises NoEngineError if no engine is in service.
         """
-        if alive := [engine for engine in self.engines if engine.failure is None]:
-            return min(alive, key=lambda engine: (engine.faults, engine.expected_work))
-        raise NoEngineError("; ".join(f"{engine.client.url} {engine.failure}" for engine in self.engines))
+        if serving := [engine for engine in self.engines if engine.in_service]:
+            return min(serving, key=lambda engine: (engine.faults, engine.expected_work))
+        reasons = (f"{engine.client.url} {engine.failure or 'has no LoRA adapters yet'}" for engine in self.engines)
+        raise NoEngineError("; ".join(reasons))
 
     def _count_fault(self, engine: PooledEngine, fault: EngineFaultError) -> None:
         engine.faults += 1
@@ -375,7 +389,7 @@ class EnginePool:
     def _in_service(self) -> list[PooledEngine]:
         """Return the engines that are in service. Raises NoEngineError if there is none."""
         self._least_busy()
-        return [engine for engine in self.engines if engine.failure is None]
+        return [engine for engine in self.engines if engine.in_service]
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the event loop and return its result. Raises EngineError after `rollout.request_timeout_s`."""
@@ -392,7 +406,7 @@ class EnginePool:
     @property
     def num_in_service(self) -> int:
         """Number of engines that take requests."""
-        return sum(engine.failure is None for engine in self.engines)
+        return sum(engine.in_service for engine in self.engines)
 
     def take_failed(self) -> dict[str, str]:
         """Return URL -> reason of failure, for the engines that failed since the last call."""

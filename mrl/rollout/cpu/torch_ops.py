@@ -1,4 +1,6 @@
-"""RMS norm, rotary embedding and experts for SGLang on a CPU, with fewer passes over memory than SGLang's torch versions.
+"""RMS norm, rotary embedding, experts and LoRA for SGLang on a CPU.
+
+The norm, the rotary embedding and the experts need fewer passes over memory than SGLang's torch versions.
 
 `register` adds these functions to SGLang's operator registry, for the platform `CpuPlatform`. The functions compute the common
 float32 cases, and call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the results of
@@ -6,6 +8,8 @@ float32 cases, and call SGLang's torch version (`forward_native`) in all other c
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
@@ -15,6 +19,8 @@ from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.lora import layers
+from sglang.srt.lora.backend import torch_backend
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -110,8 +116,31 @@ def _is_plain(config: MoeRunnerConfig) -> bool:
     )
 
 
+class UnpinnedTorch:
+    """The module torch, but `tensor` and `zeros` ignore the argument `pin_memory`, which needs a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return torch.tensor(*args, **options)
+
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return torch.zeros(*args, **options)
+
+
+def unpin_lora() -> None:
+    """Let SGLang's LoRA layers and its backend torch_native run without a GPU. SGLang (0.5.23) always pins index tensors."""
+    for module in (layers, torch_backend):
+        module.torch = UnpinnedTorch()  # type: ignore[bad-assignment]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[bad-assignment]
+
+
 def register(platform_key: str) -> None:
     """Register the functions of this module for the platform with the dispatch key `platform_key`."""
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
     BaseFusedOp.register_oot_forward(RotaryEmbedding, rotary, platform_key)
     BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)
+    unpin_lora()
