@@ -6,6 +6,7 @@ pool are offloaded. A GpuPhase includes the memory that they still use on the GP
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -412,12 +413,13 @@ def engine_memory(
 def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
     """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
 
+    Recurrent layers have no keys and values in the cache. Their states, one for each running request, are not counted.
     If there are fewer key/value heads than ranks, several ranks store the same head. Latent attention caches one compressed
     vector for each token, and every rank stores a full copy of the vector.
     """
     if shape.has_latent_attention:
         return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize
-    return shape.num_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
+    return shape.num_attention_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
 
 
 def engine_weights(shape: ModelShape, topology: Topology, itemsize: int) -> int:
@@ -428,7 +430,7 @@ def engine_weights(shape: ModelShape, topology: Topology, itemsize: int) -> int:
 def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) -> tuple[int, int]:
     """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
     moe = sum(shape.moe)
-    layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
+    layers = Counter(present for kind in shape.kinds for present in kind.present)
     dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES, 0
     for p in shape.parameters:
         if p.location == "expert":
@@ -454,7 +456,7 @@ def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int
     if p.name.startswith("self_attention.k_projection_norm."):
         return _kv_heads(shape, topology) * shape.head_dim
     if p.name.startswith("self_attention.linear_qkv."):
-        rows = (shape.num_heads // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
+        rows = (shape.num_heads * (1 + shape.output_gate) // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
         return rows * p.numel // p.shape[0]
     return p.numel // ranks
 
