@@ -6,7 +6,6 @@ from collections.abc import Set as AbstractSet
 from functools import cache
 from typing import Any
 
-from parallel.device import can_use_transformer_engine
 from parallel.dims import ParallelDims
 from parallel.megatron_settings import annotations_of, settings_key_of
 
@@ -111,7 +110,7 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
                 "model.dtype; leave the key out. megatron.fp8 alone computes in FP8 with weights in model.dtype."
             )
         needs_library = name.startswith("fp8") or name == "moe_grouped_gemm"
-        if needs_library and overrides[name] and not can_use_transformer_engine():
+        if needs_library and overrides[name] and not _can_use_transformer_engine():
             raise ValueError(
                 f"megatron.{name}={overrides[name]}: needs Transformer Engine, which is not installed or cannot be imported; "
                 "leave the key out, or run `make setup LOCK=requirements-gpu.txt`."
@@ -121,3 +120,9 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
             other = settings_key_of(name)
             hint = f"; use {other}" if other else f"; did you mean megatron.{matches[0]}?" if matches else ""
             raise ValueError(f"megatron.{name} is not a field of Megatron's TransformerConfig{hint}")
+
+
+def _can_use_transformer_engine() -> bool:
+    from parallel.device import can_use_transformer_engine  # imports torch, which most plans do not need
+
+    return can_use_transformer_engine()

@@ -66,7 +66,7 @@ class ConsoleSink:
         self._has_legend = False  # whether `format_legend` was shown
         self._latest: dict[str, float] = {}
         self._printed_s = float("-inf")  # time.monotonic() of the last progress line
-        self._display = _LiveDisplay(self.console, total, title) if self.console.is_terminal else None
+        self._display = _LiveDisplay(self.console, total, title) if _can_redraw(self.console) else None
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._latest |= metrics
@@ -124,6 +124,11 @@ class ConsoleSink:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def _can_redraw(console: Any) -> bool:
+    """Whether the console is a terminal that can replace lines. A terminal with TERM=dumb cannot."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 def show_warning(text: str) -> None:
     """Log a warning. mrl.core.run_warnings shows the warning on the terminal, above the progress display if there is one."""
     logger.warning("%s", text)
@@ -141,7 +146,7 @@ class Startup:
 
         self.console = console or Console(file=sys.stdout)
         self._every_s, self._start, self._waiting_for = every_s, time.monotonic(), ""
-        self._status = self.console.status("starting") if self.console.is_terminal else None
+        self._status = self.console.status("starting") if _can_redraw(self.console) else None
         self._closed, self._printed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -30,8 +30,8 @@ class Screen(io.StringIO):
             time.sleep(0.01)
 
 
-def startup_on(screen, *, terminal, every_s=0.01):
-    return Startup(Console(file=screen, force_terminal=terminal, width=120), every_s)
+def startup_on(screen, *, terminal, every_s=0.01, term="xterm"):
+    return Startup(Console(file=screen, force_terminal=terminal, width=120, _environ={"TERM": term}), every_s)
 
 
 def test_without_a_terminal_a_line_says_again_and_again_what_is_awaited():
@@ -49,6 +49,14 @@ def test_without_a_terminal_a_line_says_again_and_again_what_is_awaited():
     startup.wait_for("nothing")
     time.sleep(0.05)
     assert screen.getvalue() == shown
+
+
+def test_a_terminal_that_cannot_replace_lines_gets_lines():
+    screen = Screen()
+    startup = startup_on(screen, terminal=True, term="dumb")
+    startup.wait_for("Ray")
+    screen.wait_for(r"(waiting for Ray \(\d+\.\d s since the start\)\n.*){2}")
+    startup.close()
 
 
 def test_on_a_terminal_a_spinner_shows_what_is_awaited_and_ends_with_the_first_step():
