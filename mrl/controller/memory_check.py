@@ -120,12 +120,11 @@ def check_transport(config: Config, pools: Pools) -> None:
 
     Checks nothing for a run on CPUs.
     """
-    if config.cluster.scheduler:
+    cluster = config.cluster
+    if cluster.scheduler or (cluster.hardware.name and not has_cuda()):
         check_planned_transport(config, pools)
     elif has_cuda():
         gpu_transport(config, planned_device_map(pools, pools.size))
-    elif config.cluster.hardware.name:
-        check_planned_transport(config, pools)
 
 
 def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:

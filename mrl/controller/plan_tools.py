@@ -99,9 +99,7 @@ class SyncPlan:
     transfers: TransferPlan
     steps: list[list[RelayStep]] | None  # for each trainer rank; None: no relays, senders send directly to engine ranks
     hosts: list[str]  # node of each trainer rank; empty without GPUs
-    engine_hosts: list[str] | None = (
-        None  # node of each engine rank, if trainer ranks send to engine ranks through NCCL
-    )
+    engine_hosts: list[str] | None = None  # node of each engine rank, if trainer ranks send to them through NCCL
 
 
 def plan_sync(config: Config) -> SyncPlan:
