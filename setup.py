@@ -80,7 +80,7 @@ EXTRAS = {
 }
 
 INSTALLED_FILES = ["conf", "slurm", "requirements.txt", "requirements-gpu.txt"]
-"""Folders and files of the root that commands read at run time. See mrl/core/installation.py."""
+"""Folders and files of the root that commands read at run time. See mrl/core/code_locations.py."""
 
 
 class BuildWithInstalledFiles(build_py):

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from parallel.dims import ParallelDims
-from parallel.megatron_settings import annotations_of, settings_key_of
+from parallel.trainer_config import annotations_of, settings_key_of
 
 FIELDS_SET_BY_MRL = frozenset(
     [

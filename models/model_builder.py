@@ -40,10 +40,10 @@ from parallel.megatron_layers import (
     AmplifiedRotaryEmbedding,
     PackedLatentAttention,
     PackedRotaryEmbedding,
+    PackedRouter,
     fuse_rope_of_packs,
     spec_provider,
 )
-from parallel.moe_router import PackedRouter
 from parallel.rope import Rope
 
 logger = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ def _check_own_packages() -> None:
 def _append_working_directory() -> None:
     """Append the folder of the user's modules to `sys.path`. As the last folder, it hides no other modules.
 
-    See mrl/core/installation.py.
+    See mrl/core/code_locations.py.
     """
     if os.environ.get("PYTHONSAFEPATH") == "mrl":
         del os.environ["PYTHONSAFEPATH"]

@@ -30,7 +30,7 @@ from mrl.config.hydra_entry import add_default_experiment, check_overrides, comp
 from mrl.config.schema import Config
 from mrl.config.search_path import with_absolute_search_path
 from mrl.config.validate import is_known, known_keys
-from mrl.core.installation import CONF, add_working_directory
+from mrl.core.code_locations import CONF, add_working_directory
 
 type Settings = Config | Mapping[str, Any] | Sequence[str]
 

@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from parallel.checkpoint_validation import BACKEND_CONFIG
 from parallel.collectives import object_group, raise_on_all_ranks
-from parallel.durable_files import fsync_path
-from parallel.file_hashes import FileHash, hash_file, write_hashes
+from parallel.durable_files import FileHash, fsync_path, hash_file, write_hashes
 from parallel.spans import record, span
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, so that the child loads nothing

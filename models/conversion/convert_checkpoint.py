@@ -1,6 +1,8 @@
-"""Converts checkpoints between Hugging Face and Megatron one tensor at a time, and checks that a conversion is exact.
+"""Converts checkpoints between Hugging Face and Megatron, checks that a conversion is exact, and converts GGUF files.
 
-A conversion needs no model in memory, no process group and no GPU. Only `check_logits` builds models in memory.
+A conversion between Hugging Face and Megatron handles one tensor at a time. It needs no model in memory, no process group and no
+GPU. Only `check_logits` builds models in memory. `from_gguf` converts a GGUF file, the format of llama.cpp, to a Hugging Face
+folder. It dequantizes quantized weights.
 """
 
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from models.conversion.megatron_checkpoint import (
 from models.conversion.resumable_folder import ByteProgress, ResumableFolder, fingerprint, refuse_existing
 from models.families import family_of
 from models.hf_config import HFConfig
+from parallel.durable_files import apply_umask, atomic_folder
 
 LOGITS_LIMIT = 1e-5
 """Limit of `check_logits`: the largest difference must not exceed LOGITS_LIMIT * max(1, largest logit)."""
@@ -263,3 +266,56 @@ def _tensor_check(name: str, count: int, differing: list[str]) -> ConversionChec
     if differing:
         return ConversionCheck(name, f"{len(differing)} of {count} tensors differ: {', '.join(differing[:3])}", False)
     return ConversionCheck(name, f"{count} tensors equal, byte for byte", True)
+
+
+def from_gguf(source: Path, output: Path, dtype: torch.dtype) -> None:
+    """Write model, tokenizer and chat template of the GGUF file `source` to the folder `output`. Weights get the dtype `dtype`.
+
+    `output` appears when it is complete. Raises ValueError if `source` is not a GGUF file of a model that transformers can
+    read, or if `output` exists.
+    """
+    from transformers import AutoTokenizer  # takes seconds to import
+
+    if not source.is_file() or source.suffix != ".gguf":
+        raise ValueError(f"gguf={source}: no such file; expected a file whose name ends with .gguf.")
+    if output.exists():
+        raise ValueError(f"output={output}: exists already; name another folder.")
+    try:
+        model = _read_model(source).to(dtype)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    except (
+        ValueError,
+        KeyError,
+        OSError,
+        RuntimeError,
+        NotImplementedError,
+    ) as error:  # unknown architecture or bad file
+        raise ValueError(f"gguf={source}: transformers cannot read it: {error}") from error
+    with atomic_folder(output) as partial:
+        if partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            apply_umask(partial)
+
+
+def _read_model(source: Path) -> Any:
+    """Return the model with float32 weights.
+
+    `from_pretrained` with a GGUF file needs the package accelerate, so this function loads the tensors itself. Raises ValueError
+    if the file lacks a weight, or has a weight that the model does not use.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    vars(config).pop("_model_name_or_path", None)  # name of the model in the GGUF file; config.json has no such field
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+    if missing := [name for name in missing if name not in tied]:
+        raise ValueError(f"it has no weights for {', '.join(missing[:3])}.")
+    if unexpected:
+        raise ValueError(f"it has weights that the model does not use: {', '.join(unexpected[:3])}.")
+    return model

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from models.architecture import SCORE_BIAS
 from models.families import family_of
 from models.hf_config import HFConfig
-from parallel.file_hashes import check_folder
+from parallel.durable_files import check_folder
 
 if TYPE_CHECKING:  # the driver reads headers without importing torch
     import torch

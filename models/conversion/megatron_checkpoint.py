@@ -36,8 +36,7 @@ from models.architecture import Architecture
 from models.conversion.mapping import ParamMapping, VocabMapping
 from models.conversion.resumable_folder import ResumableFolder
 from parallel.checkpoint_validation import BACKEND_CONFIG, METADATA, validate_checkpoint
-from parallel.durable_files import fsync_path
-from parallel.file_hashes import check_folder
+from parallel.durable_files import check_folder, fsync_path
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")

@@ -26,8 +26,8 @@ from mrl.algorithms.inputs import (
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
 from mrl.algorithms.objective import Objective
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.types import Column
-from mrl.core.user_code import describe_plug_in
 
 
 @dataclass(frozen=True)

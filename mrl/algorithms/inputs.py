@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.types import Column
-from mrl.core.user_code import describe_plug_in
 
 if TYPE_CHECKING:  # the driver builds and checks losses without torch
     from torch import Tensor

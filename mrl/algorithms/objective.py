@@ -21,9 +21,9 @@ from mrl.algorithms.distillation import Distillation
 from mrl.algorithms.inputs import AdvantageInputs, LossInputs, join_extra_columns, needs_of, to_numbers
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.metrics import check, logged_name
 from mrl.core.types import Column
-from mrl.core.user_code import describe_plug_in
 
 if TYPE_CHECKING:  # the driver builds and checks objectives without torch
     from torch import Tensor

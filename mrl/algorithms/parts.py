@@ -21,7 +21,7 @@ from mrl.algorithms.objective import AGGREGATIONS, EntropyBonus, Objective, Toke
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import AlgorithmConfig, Config, Node
 from mrl.config.validate import REFERENCE, TEACHER, roles_of, teachers_of
-from mrl.core.user_code import plug_in_name
+from mrl.core.code_locations import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
 """Column that the actor computes before its first optimizer step on a rollout -> name of this output of MegatronActor.head.

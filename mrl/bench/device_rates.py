@@ -28,7 +28,7 @@ from torch import Tensor
 
 from models.conversion.mapping import Box
 from mrl.bench.sections import SectionJob, Value
-from mrl.core.installation import CONF
+from mrl.core.code_locations import CONF
 from mrl.core.processes import end_with_parent
 from mrl.weight_sync.sender import checksums, chunk_views, fill_buffer
 from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
@@ -39,8 +39,7 @@ from mrl.weight_sync.transports import (
     SharedSlotsRecvEndpoint,
 )
 from parallel.device import device, has_cuda, set_threads, synchronize
-from parallel.durable_files import fsync_path
-from parallel.file_hashes import hash_file
+from parallel.durable_files import fsync_path, hash_file
 from parallel.logprobs import linear_logprobs
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from mrl.core.installation import IS_CHECKOUT, PACKAGE_ROOT, python_path
+from mrl.core.code_locations import IS_CHECKOUT, PACKAGE_ROOT, python_path
 from mrl.core.processes import end_with_parent
 
 POLL_S = 0.1  # time between two reads of the file of a running section

@@ -25,16 +25,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parallel.durable_files import fsync_path, rename_durably, write_file
-from parallel.file_hashes import (
+from parallel.durable_files import (
     FileHash,
     find_damage,
+    fsync_path,
     hash_file,
     hash_files,
     hash_stream,
     read_hashes,
     read_sealed_json,
+    rename_durably,
     sealed_json,
+    write_file,
 )
 
 logger = logging.getLogger(__name__)

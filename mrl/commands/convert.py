@@ -136,7 +136,7 @@ def gguf(arguments: Sequence[str]) -> int:
     parsed = ConvertArguments("from-gguf", arguments, ("gguf", "output", "dtype"))
     source, output = parsed.path("gguf"), parsed.path("output")
     dtype = parsed.optional("dtype", _dtype, None, "float32, float16 or bfloat16")
-    from models.conversion.from_gguf import from_gguf  # it imports torch, which takes seconds
+    from models.conversion.convert_checkpoint import from_gguf  # it imports torch, which takes seconds
 
     from_gguf(source, output, dtype or _dtype("bfloat16"))
     sys.stdout.write(f"{output}: a Hugging Face folder for model.path\n")

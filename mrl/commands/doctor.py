@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mrl.doctor.checks.software_checks import describe_libraries
+from mrl.doctor.checks.host_checks import describe_libraries
 from mrl.doctor.examine import CHECKS, DoctorReport, ExamineOptions, examine_host, examine_hosts
 from mrl.doctor.findings import exit_status, print_findings, summarize, to_json
 from mrl.doctor.host_facts import Requirements

@@ -16,7 +16,7 @@ from mrl.config.schema import Config, ParallelConfig
 from mrl.config.validate import from_hydra
 from mrl.controller import build, plan_tools
 from mrl.core.run_errors import ProcessesLostError, StartError
-from mrl.diagnostics.replay import ReplayResult, TokenLocation, plot_layers
+from mrl.diagnostics.layout_comparison import ReplayResult, TokenLocation, plot_layers
 from mrl.diagnostics.step_dump import StepDump, WeightsLocation
 from parallel.dims import ParallelDims
 

@@ -5,8 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from mrl.tracking.timeline import read_timeline, write_trace
-from mrl.tracking.timeline_summary import summarise
+from mrl.tracking.timeline import read_timeline, summarise, write_trace
 
 
 def parser() -> argparse.ArgumentParser:

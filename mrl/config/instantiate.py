@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from hydra.utils import get_object
 
 from mrl.config.schema import Node
-from mrl.core.user_code import describe_plug_in, location_suffix
+from mrl.core.code_locations import describe_plug_in, location_suffix
 
 
 def instantiate(node: Node, key: str) -> Any:

@@ -102,7 +102,7 @@ class RolloutConfig:
     responses_per_prompt: int = key(8, "Number of responses to each prompt (group size).", "responses", least=1)
     group_sizes: Node | None = key(
         dict,
-        "Function that gives each prompt a number of responses by its difficulty: mrl.data.group_sizes.ByDifficulty, or your "
+        "Function that gives each prompt a number of responses by its difficulty: mrl.data.samplers.ByDifficulty, or your "
         "own. The mean over prompts stays rollout.responses_per_prompt. Default: all prompts get the same number.",
     )
     max_response_tokens: int = key(

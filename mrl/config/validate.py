@@ -15,7 +15,7 @@ from mrl.config.process_schema import ClusterConfig, RoleConfig
 from mrl.config.ray_settings import check_ray_settings
 from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_plain_secrets
-from parallel.megatron_settings import check_ddp_settings, check_optimizer_settings
+from parallel.trainer_config import check_ddp_settings, check_optimizer_settings
 
 PARTIAL_LAYOUTS = ("critic.parallel",)
 """Free-form sections that may only contain keys of ParallelConfig."""

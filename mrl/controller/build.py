@@ -20,21 +20,18 @@ from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.config.validate import roles_of, teachers_of
 from mrl.controller.loop_parts import Phases
+from mrl.controller.model_processes import ServedTeacher, model_spec
 from mrl.controller.plan_distillation import taught_responses
 from mrl.controller.plan_models import ModelPlan
-from mrl.controller.plan_step_data import num_prompts
+from mrl.controller.plan_step import num_prompts
 from mrl.controller.plan_train import TrainPlan, learning_settings
 from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
-from mrl.controller.served_roles import ServedTeacher
 from mrl.controller.trainer import Trainer, TrainingResult, TrainingSchedule, used_prompts
-from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.sample_file import best_and_worst_text, recent_samples
 from mrl.diagnostics.engine_check import EngineCheck, EngineReport
-from mrl.diagnostics.parity import ParityCheck
-from mrl.diagnostics.replay import ReplayResult, StepReplay
-from mrl.diagnostics.step_dump import StepDump, WeightsLocation
-from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
+from mrl.diagnostics.layout_comparison import ParityCheck, ReplayResult, StepReplay
+from mrl.diagnostics.step_dump import StepDump, StepDumpRecorder, WeightsLocation
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.rollout.client import EngineClient
 from mrl.rollout.engines.forward_recorder import recording_args
@@ -42,9 +39,8 @@ from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
 from mrl.tracking.backends import TRACKER_SINKS, TrackedRun, default_run_name
 from mrl.tracking.console import ConsoleSink, Startup, show_warning
-from mrl.tracking.curve import CurveSink
 from mrl.tracking.learning_health import LearningHealth, read_first_steps
-from mrl.tracking.tracker import JsonlSink, Sink, Tracker
+from mrl.tracking.tracker import CurveSink, JsonlSink, Sink, Tracker
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.workers.group import StepRecording, WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, ColumnPass, CriticTrainer, RoleScorer, UpdateRunner

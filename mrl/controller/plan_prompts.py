@@ -18,8 +18,7 @@ from mrl.rewards.reward_types import Response, Reward, unscored_reason
 from mrl.rewards.scorer import check_reward
 from mrl.rollout import rollout_log
 from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
-from mrl.rollout.held_out import HeldOutEvaluation
-from mrl.rollout.step_metrics import MAX_SOURCES
+from mrl.rollout.response_metrics import MAX_SOURCES, HeldOutEvaluation
 from mrl.tracking.console import show_warning
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from mrl.algorithms.objective import TokenWeighting, sequence_mean, token_mean
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, SftConfig
 from mrl.controller.plan_models import ModelPlan, chat_template
-from mrl.data.preference_dataset import RowForm
+from mrl.data.supervised_dataset import RowForm
 
 ROW_FORMS = ("responses", "pairs", "labels")
 

@@ -29,21 +29,23 @@ from mrl.controller.plan_models import (
     plan_models,
 )
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
-from mrl.controller.plan_step_data import (
+from mrl.controller.plan_step import (
+    StepPlan,
     check_epochs,
     check_sampling,
+    check_step_sources,
     num_steps,
     plan_offline,
     plan_prompt_drawing,
     plan_sampling,
+    plan_step,
     prompt_stream,
     tokenizer_args,
     warn_of_sampling,
 )
 from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
-from mrl.controller.step_plan import StepPlan, check_step_sources, plan_step
+from mrl.core.code_locations import plug_in_name
 from mrl.core.types import OFFLINE
-from mrl.core.user_code import plug_in_name
 from mrl.data.offline import OfflineRows
 from mrl.data.prompts import PromptDataset, PromptDrawing, PromptStream
 from mrl.data.tokenizer import load_tokenizer
@@ -61,7 +63,7 @@ from mrl.rollout.engines.server_args import (
     check_synced_args,
     default_server_args,
 )
-from mrl.rollout.held_out import HeldOutEvaluation, rewards_of_sets
+from mrl.rollout.response_metrics import HeldOutEvaluation, rewards_of_sets
 from mrl.tracking.backends import check_installed
 from mrl.tracking.console import show_warning
 from mrl.tracking.learning_health import LearningSettings, find_static_problems

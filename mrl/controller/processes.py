@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.run_dir import lock_run_dir
-from mrl.checkpoint.starts import record_run
+from mrl.checkpoint.run_dir import lock_run_dir, record_run
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
@@ -19,15 +18,21 @@ from mrl.config.validate import roles_of
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.loop_parts import State
+from mrl.controller.model_processes import (
+    ModelGroups,
+    ServedModel,
+    on_slots,
+    served_groups,
+    served_roles,
+    stored_warm_start,
+)
 from mrl.controller.plan_distillation import output_layer_folders
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
 from mrl.controller.plan_train import TrainPlan
-from mrl.controller.served_roles import ServedModel, on_slots, served_groups, served_roles
 from mrl.controller.supervised_stage import store_warm_start, train_supervised
-from mrl.controller.worker_groups import ModelGroups, stored_warm_start
+from mrl.core.processes import shutdown_deadline
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
-from mrl.core.shutdown import shutdown_deadline
-from mrl.data.group_sizes import largest_size
+from mrl.data.samplers import largest_size
 from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import cluster_hosts, ray_cluster

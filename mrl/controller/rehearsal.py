@@ -11,7 +11,7 @@ from typing import Any
 from mrl.config.schema import Config, ScoringConfig
 from mrl.controller.plan_models import chat_template
 from mrl.controller.plan_train import TrainPlan
-from mrl.core.user_code import describe_error
+from mrl.core.code_locations import describe_error
 from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.ray_cluster import copy_for_actor
@@ -25,10 +25,10 @@ from mrl.rewards.reward_types import (
     Turn,
     call_reward,
 )
-from mrl.rewards.worker_pool import WorkerPool
+from mrl.rewards.scorer import WorkerPool
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import Completion, SamplingParams
-from mrl.rollout.held_out import rewards_of_sets
+from mrl.rollout.response_metrics import rewards_of_sets
 
 logger = logging.getLogger(__name__)
 

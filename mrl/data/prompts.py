@@ -16,9 +16,19 @@ from numpy.typing import NDArray
 
 from mrl.data import tokenizer as tokenization
 from mrl.data.columns import PromptExample
-from mrl.data.group_sizes import GroupSizeInputs, GroupSizes, check_sizes, largest_size
 from mrl.data.row_files import BadRow, Row, RowError, RowReport, RowTable, convert_rows
-from mrl.data.samplers import MixtureSource, PromptHistory, PromptTable, Sampler, SamplerInputs, Shuffled
+from mrl.data.samplers import (
+    GroupSizeInputs,
+    GroupSizes,
+    MixtureSource,
+    PromptHistory,
+    PromptTable,
+    Sampler,
+    SamplerInputs,
+    Shuffled,
+    check_sizes,
+    largest_size,
+)
 from mrl.data.sources import PromptSource
 from mrl.data.tokenizer import ChatTemplate, Messages
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from mrl.config.data_schema import DataConfig
 from mrl.config.instantiate import instantiate
 from mrl.config.process_schema import Node
-from mrl.core.user_code import describe_error
+from mrl.core.code_locations import describe_error
 from mrl.data.columns import Columns, PromptExample
 from mrl.data.row_files import BadRow, Row, RowTable, read_table
 

@@ -16,7 +16,7 @@ from mrl.config.schema import CertifyConfig
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.diagnostics.engine_causes import find_cause
 from mrl.diagnostics.engine_difference import LAYER_IDENTITY, Cause, Difference, ModelFacts, Side
-from mrl.diagnostics.parity import random_groups
+from mrl.diagnostics.layout_comparison import random_groups
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.forward_recorder import (
     Arrays,

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from mrl.doctor.checks import gpu_checks, host_checks, network_checks, software_checks, storage_checks
+from mrl.doctor.checks import gpu_checks, host_checks, network_checks
 from mrl.doctor.collective_probe import (
     START_TIMEOUT_S,
     CollectivePlan,
@@ -24,10 +24,10 @@ from mrl.doctor.collective_probe import (
 )
 from mrl.doctor.findings import DoctorFinding, error, merge_findings, to_plain
 from mrl.doctor.gather import host_probe, network_probe
-from mrl.doctor.gather.nvidia_smi import read_gpus
+from mrl.doctor.gather.host_probe import read_gpus
 from mrl.doctor.host_facts import ClusterFacts, CollectiveResult, FolderFacts, HostFacts, Requirements
 from mrl.doctor.rendezvous import Rendezvous
-from mrl.rollout.engines.leases import PortLease
+from mrl.rollout.engines.server import PortLease
 
 CONNECT_TIMEOUT_S = 3.0  # longest wait for a connection to cluster.address, and for scontrol
 CONFIG_TIMEOUT_S = 60.0  # time for the first host to read the config from a slow disk
@@ -36,27 +36,27 @@ NUM_CPU_RANKS = 2  # number of ranks in an all-reduce on one host without GPUs
 Check = Callable[[ClusterFacts], Iterator[DoctorFinding]]
 CHECKS: dict[str, Check] = {
     "attendance": host_checks.check_attendance,
-    "versions": software_checks.check_versions,
-    "apex": software_checks.check_apex,
+    "versions": host_checks.check_versions,
+    "apex": host_checks.check_apex,
     "driver": gpu_checks.check_driver,
     "gpus": gpu_checks.check_gpus,
     "topology": gpu_checks.check_topology,
     "infiniband": network_checks.check_infiniband,
     "memory": host_checks.check_memory,
     "cores": host_checks.check_cores,
-    "shared_memory": storage_checks.check_shared_memory,
+    "shared_memory": host_checks.check_shared_memory,
     "limits": host_checks.check_limits,
-    "disk": storage_checks.check_disk,
+    "disk": host_checks.check_disk,
     "names": network_checks.check_names,
     "network": network_checks.check_network,
     "interfaces": network_checks.check_interfaces,
     "ports": network_checks.check_ports,
     "clock": host_checks.check_clock,
     "collectives": network_checks.check_collectives,
-    "environment": software_checks.check_environment,
-    "token": software_checks.check_token,
-    "address": software_checks.check_address,
-    "model": storage_checks.check_model,
+    "environment": host_checks.check_environment,
+    "token": host_checks.check_token,
+    "address": host_checks.check_address,
+    "model": host_checks.check_model,
 }
 """All checks by name, in the order in which their findings are shown."""
 

@@ -22,7 +22,7 @@ from mrl.config.schema import Config
 from mrl.config.secrets import authorization, engine_key
 from mrl.evaluation.engines import EngineWatcher, engine_group, running_engines
 from mrl.evaluation.evaluation_summary import IntervalEstimate
-from mrl.evaluation.generation_plan import CONVERTED_MODEL, SampledModel, find_model
+from mrl.evaluation.generation import CONVERTED_MODEL, SampledModel, find_model
 from mrl.rollout.client import EngineError
 from mrl.rollout.engine_pool import deadline_error
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args

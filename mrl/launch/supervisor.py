@@ -21,9 +21,8 @@ from types import FrameType
 
 import psutil
 
-from mrl.core.processes import become_subreaper, descendants, end_processes
+from mrl.core.processes import become_subreaper, call_before_exit, descendants, end_processes
 from mrl.core.run_errors import REQUEUE_STATUS, describe_exit
-from mrl.core.shutdown import call_before_exit
 
 PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # contains the file descriptor to which the child writes messages
 RUN_VARIABLE = (

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.core.code_locations import describe_error
 from mrl.core.metric_families import name_part
-from mrl.core.user_code import describe_error
 
 INVALID_RESULT = "the reward returned "
 """The reason of a failed score begins with these words if the reward returned an invalid value."""

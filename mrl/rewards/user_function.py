@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mrl.core.user_code import describe_error
+from mrl.core.code_locations import describe_error
 from mrl.rewards.reward_types import INVALID_RESULT, Response, Score, as_number, as_score, gather_scores
 
 RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -15,8 +15,7 @@ from mrl.data.tokenizer import ChatTemplate
 from mrl.rewards.reward_types import Reward
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.held_out import HeldOutEvaluation
-from mrl.rollout.step_metrics import RolloutFilter
+from mrl.rollout.response_metrics import HeldOutEvaluation, RolloutFilter
 
 
 @dataclass(frozen=True, kw_only=True)

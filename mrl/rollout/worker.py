@@ -20,33 +20,37 @@ from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.filters import filter_values
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.algorithms.losses import Loss
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.metrics import Metrics
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, spread
 from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, TeacherPart, TokenBlock, assemble_column
-from mrl.core.user_code import describe_plug_in
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from mrl.rewards.reward_types import Response, Reward, Score
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import HELD_OUT
 from mrl.rollout.engine_pool import EnginePool
-from mrl.rollout.held_out import HeldOutResponses
-from mrl.rollout.offline_groups import (
-    known_rollout_logprobs,
-    offline_groups,
-    with_given_advantages,
-    with_offline_column,
-    with_offline_part,
+from mrl.rollout.response_metrics import (
+    HeldOutResponses,
+    LengthBias,
+    SampledStep,
+    prompt_rewards,
+    score_failures,
+    source_names,
 )
-from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
+from mrl.rollout.rollout_log import (
+    CompletionCache,
+    RolloutLog,
+    read_recording,
+    sample_digests,
+    text_samples,
+    write_recording,
+)
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
-from mrl.rollout.sample_texts import text_samples
-from mrl.rollout.served_models import ServedModels
-from mrl.rollout.served_teacher import top_k_of_rows
+from mrl.rollout.served_models import ServedModels, top_k_of_rows
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
-from mrl.rollout.step_metrics import LengthBias, SampledStep, prompt_rewards, score_failures, source_names
 from mrl.rollout.trajectory import (
     Group,
     Sample,
@@ -54,9 +58,14 @@ from mrl.rollout.trajectory import (
     Trajectory,
     block_trajectories,
     control_columns,
+    known_rollout_logprobs,
+    offline_groups,
     to_block,
     to_scored_batch,
     version_spans,
+    with_given_advantages,
+    with_offline_column,
+    with_offline_part,
 )
 from parallel import spans
 

@@ -19,8 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mrl.checkpoint.run_dir import RUN_RECORD, read_run_record
-from mrl.checkpoint.starts import STARTS_FILE
+from mrl.checkpoint.run_dir import RUN_RECORD, STARTS_FILE, read_run_record
 from mrl.core import metrics as declared
 from mrl.core.run_warnings import WARNINGS_FILE
 from mrl.hang_report.process_registry import ProcessRecord, read_activities, read_process_records, registry_folder

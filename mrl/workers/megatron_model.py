@@ -26,9 +26,9 @@ from models.hf_config import HFConfig
 from models.model_builder import HeadKind, build_model
 from mrl.algorithms.objective import Objective
 from mrl.config.process_schema import Transport, WeightSyncConfig
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.run_errors import NonFiniteGradientError
 from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
-from mrl.core.user_code import describe_plug_in
 from mrl.weight_sync.disk_sync import DiskSync, NamedTensors
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync
@@ -41,7 +41,7 @@ from parallel.device import capabilities, device
 from parallel.offload import ModelOffloader, WeightsOnHost
 from parallel.optimizer import build_optimizer, set_learning_rate, wrap_ddp
 from parallel.packing import pack
-from parallel.schedule import LossFunction, OutputHead, run_forward_backward
+from parallel.pipeline_schedule import LossFunction, OutputHead, run_forward_backward
 from parallel.spans import span
 from parallel.trainer_config import OffloadLevel, OptimConfig
 

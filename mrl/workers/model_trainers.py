@@ -15,9 +15,9 @@ from mrl.algorithms import corrections
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.objective import Objective, TokenWeighting
 from mrl.algorithms.parts import POLICY_COLUMNS
+from mrl.core.code_locations import plug_in_name
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Rollouts, TrainBatch, UpdateReport
-from mrl.core.user_code import plug_in_name
 from mrl.workers.dp_partition import Packing, split_mini_batches, step_weights
 from mrl.workers.group import ComputedColumns, PendingCall, WorkerGroup
 from mrl.workers.worker import TrainWorker

@@ -32,7 +32,7 @@ from mrl.core.types import (
     assemble_column,
     teacher_outputs_by_row,
 )
-from mrl.data.preference_dataset import RowForm
+from mrl.data.supervised_dataset import RowForm
 from mrl.data.tokenizer import ChatTemplate
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from parallel import spans

@@ -74,7 +74,7 @@ def _gradient_shards(part):
 
 def count_early_starts(model) -> list[int]:
     """Return a list to which each step appends the number of reductions that its backward pass has started."""
-    from parallel.gradient_reduction import GradientReducer
+    from parallel.optimizer import GradientReducer
 
     found, reducer = [], model.chunks[0].config.no_sync_func.__self__
     assert isinstance(reducer, GradientReducer)

@@ -10,7 +10,7 @@ from models_for_layouts import groups_of_responses, make
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
-from mrl.diagnostics.replay import LOGPROBS, TokenLocation, compare_step_traces
+from mrl.diagnostics.layout_comparison import LOGPROBS, TokenLocation, compare_step_traces
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare_gradients, compare_sketches, row_and_position
 from parallel.dims import ParallelDims

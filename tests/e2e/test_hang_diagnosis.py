@@ -18,8 +18,8 @@ from mrl_runs import select_processes, wait_until
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.controller import build
+from mrl.controller.model_processes import model_spec
 from mrl.controller.plan_train import plan_training
-from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler
 from mrl.hang_report import ray_wait
 from mrl.hang_report.process_registry import read_process_records, registry_folder

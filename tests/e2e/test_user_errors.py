@@ -8,7 +8,7 @@ import pytest
 from forked_commands import forked_commands
 from mrl_runs import tagged, wait_until
 
-from mrl.core.error_report import MAX_LINES
+from mrl.core.run_errors import MAX_LINES
 
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 FILES = {

@@ -10,8 +10,8 @@ import pytest
 from mrl import cli
 from mrl.commands import completion
 from mrl.config.hydra_entry import is_known_override
+from mrl.core.code_locations import CONF
 from mrl.core.command_names import COMMANDS, SUBCOMMANDS
-from mrl.core.installation import CONF
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -19,7 +19,7 @@ from models.conversion.hf_writer import write_export
 from models.conversion.megatron_checkpoint import torch_save_tensor
 from models.hf_config import HFConfig
 from mrl.commands.convert import main
-from parallel import file_hashes
+from parallel import durable_files
 
 
 class Watcher:
@@ -302,7 +302,7 @@ def test_a_changed_bit_of_an_exported_folder_is_found_where_the_folder_is_loaded
     model, export = make_family("qwen3", tmp_path / "model"), tmp_path / "export"
     write_export(iter(tensors_of(model).items()), HFConfig.load(model), export, {"note.txt": "hello"})
     check_hf_folder(export)
-    assert file_hashes.read_hashes(export).keys() == {path.name for path in export.iterdir()} - {"mrl_hashes.json"}
+    assert durable_files.read_hashes(export).keys() == {path.name for path in export.iterdir()} - {"mrl_hashes.json"}
     flip_bit(export / name)
     with pytest.raises(ValueError, match=re.escape(name)):
         check_hf_folder(export)

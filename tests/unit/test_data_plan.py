@@ -11,7 +11,7 @@ from mrl.config import hydra_entry
 from mrl.config.instantiate import instantiate_callable
 from mrl.controller.plan_models import plan_model
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
-from mrl.controller.plan_step_data import plan_sampling
+from mrl.controller.plan_step import plan_sampling
 from mrl.controller.plan_supervised import warm_start_settings
 from mrl.controller.plan_train import _server_args
 from mrl.data.synthetic_tasks import make_doubling_task

@@ -29,7 +29,7 @@ from mrl.controller.plan_models import plan_models
 from mrl.controller.plan_train import learning_settings
 from mrl.core.types import TeacherPart, TokenBlock, TrainBatch, teacher_outputs_by_row
 from mrl.rollout.client import EngineClient, EngineError
-from mrl.rollout.served_teacher import top_k_of_rows
+from mrl.rollout.served_models import top_k_of_rows
 from mrl.workers.dp_partition import Packing
 from mrl.workers.group import ComputedColumns
 from mrl.workers.model_trainers import RoleScorer
@@ -339,7 +339,7 @@ class Teacher(HttpEngine):
 
 
 def test_a_served_teacher_returns_the_most_probable_tokens_of_each_sampled_token(monkeypatch):
-    monkeypatch.setattr("mrl.rollout.served_teacher.RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr("mrl.rollout.served_models.RETRY_PAUSE_S", 0.01)
     servers = [Teacher(statuses=(BROKEN,)), Teacher()]
     block = TokenBlock.from_lists(
         [[10, 20], [30], [40]], [[11, 12, 13], [31], [41, 42]], sampled=[[True, False, True], [True], [True, True]]
@@ -358,7 +358,7 @@ def test_a_served_teacher_returns_the_most_probable_tokens_of_each_sampled_token
 
 
 def test_a_served_teacher_that_refuses_or_does_not_answer_raises_an_error(monkeypatch):
-    monkeypatch.setattr("mrl.rollout.served_teacher.RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr("mrl.rollout.served_models.RETRY_PAUSE_S", 0.01)
     server, block = Teacher(statuses=(400,)), TokenBlock.from_lists([[1]], [[2]])
     try:
         with pytest.raises(EngineError, match="answered 400"):

@@ -15,10 +15,8 @@ from simulated_hosts import matrix
 
 from mrl.commands import doctor
 from mrl.doctor.checks.gpu_checks import check_gpus
-from mrl.doctor.checks.host_checks import check_memory
+from mrl.doctor.checks.host_checks import check_disk, check_memory, describe_libraries
 from mrl.doctor.checks.network_checks import NO_COMMON_INTERFACE, check_collectives, check_interfaces, fix_interfaces
-from mrl.doctor.checks.software_checks import describe_libraries
-from mrl.doctor.checks.storage_checks import check_disk
 from mrl.doctor.collective_probe import CollectivePlan, RankResult, combine_results, multi_host_groups, run_ranks
 from mrl.doctor.examine import CHECKS, gather_facts
 from mrl.doctor.findings import DoctorFinding, Severity, exit_status, format_hosts, merge_findings, to_plain
@@ -26,14 +24,15 @@ from mrl.doctor.gather.host_probe import (
     CPU_LOCK,
     GPU_LOCK,
     TESTED,
+    is_visible,
     locked_cuda,
     locked_versions,
     memory_limit,
+    parse_links,
     probe_folder,
     read_software,
 )
 from mrl.doctor.gather.network_probe import busy_ports, is_echo_server, serve_peers
-from mrl.doctor.gather.nvidia_smi import is_visible, parse_links
 from mrl.doctor.host_facts import (
     ClusterFacts,
     CollectiveResult,
@@ -48,7 +47,7 @@ from mrl.doctor.host_facts import (
 from mrl.doctor.rendezvous import Rendezvous, SharedFolderStore, TcpRendezvousStore
 from mrl.doctor.requirements import process_groups
 from mrl.hang_report.network_interfaces import NetworkInterface
-from mrl.rollout.engines.leases import PortLease
+from mrl.rollout.engines.server import PortLease
 from mrl.sweep.points import Sweep
 from parallel.dims import ParallelDims
 

@@ -11,7 +11,7 @@ from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.objective import EntropyBonus
 from mrl.algorithms.parts import Coefficients
 from mrl.controller.loop_parts import Phases, StepMetrics
-from mrl.controller.plan_step_data import num_prompts
+from mrl.controller.plan_step import num_prompts
 from mrl.controller.trainer import Trainer, TrainingSchedule, used_prompts
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport

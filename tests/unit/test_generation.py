@@ -21,8 +21,7 @@ from mrl.data.synthetic_tasks import make_doubling_task, write_prompts
 from mrl.evaluation import engines as engines_module
 from mrl.evaluation.engines import EngineWatcher, engine_pools
 from mrl.evaluation.evaluation_prompts import prompts_digest
-from mrl.evaluation.generation import Generation, RequestDispatcher, generate
-from mrl.evaluation.generation_plan import plan_generation
+from mrl.evaluation.generation import Generation, RequestDispatcher, generate, plan_generation
 from mrl.evaluation.response_store import ResponseStore, read_responses
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines import hosts

@@ -20,9 +20,9 @@ from mrl.core.types import OFFLINE, AdvantageResult, Rollouts
 from mrl.data.offline import OfflineRow, OfflineRows
 from mrl.rewards.reward_types import Score
 from mrl.rollout.client import SamplingParams, response_seed
+from mrl.rollout.response_metrics import LengthBias, SampledStep, prompt_rewards
 from mrl.rollout.rollout_pipeline import GroupSampler
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
-from mrl.rollout.step_metrics import LengthBias, SampledStep, prompt_rewards
 from mrl.rollout.trajectory import StepGroups
 from mrl.rollout.worker import RolloutWorker
 

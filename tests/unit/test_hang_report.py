@@ -19,9 +19,16 @@ from ray.exceptions import OutOfMemoryError
 from mrl.hang_report import process_registry, ray_wait
 from mrl.hang_report.diagnosis import HangDiagnosis, diagnose, format_ranks, report_text
 from mrl.hang_report.process_registry import ProcessRecord, read_activities, read_process_records
-from mrl.hang_report.process_snapshot import ProcessSnapshot, snapshot_processes
+from mrl.hang_report.process_snapshot import (
+    PURPOSES,
+    WAITS,
+    ProcessSnapshot,
+    StackFrame,
+    parse_stack_dump,
+    snapshot_processes,
+    summarize_stacks,
+)
 from mrl.hang_report.ray_wait import RankLostError, RayWaiter, is_peer_error, write_report
-from mrl.hang_report.stack_frames import PURPOSES, WAITS, StackFrame, parse_stack_dump, summarize_stacks
 from mrl.weight_sync.engine_control import WeightSyncError
 from parallel.collective_log import LastCollective
 
@@ -33,7 +40,7 @@ IN_REDUCE = [
     StackFrame("/x/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce"),
     StackFrame(f"{MEGATRON}/distributed/param_and_grad_buffer.py", 700, "finish_grad_sync"),
     StackFrame(f"{MEGATRON}/distributed/finalize_model_grads.py", 600, "finalize_model_grads"),
-    StackFrame("/r/parallel/schedule.py", 75, "_run"),
+    StackFrame("/r/parallel/pipeline_schedule.py", 75, "_run"),
 ]
 IN_SYNC = [
     StackFrame("/x/site-packages/httpcore/_sync/connection.py", 5, "read"),
@@ -60,7 +67,7 @@ def test_a_rank_that_does_not_wait_is_blamed_before_ranks_that_wait():
     assert [snapshot.title for snapshot in diagnosis.blamed] == ["rank 1 (dp 1)"]
     assert diagnosis.sentence == (
         "rank 1 (dp 1) is in data loading (me/rows.py:12); ranks 0, 2-3 wait for other ranks in the gradient all-reduce "
-        "(parallel/schedule.py:75)"
+        "(parallel/pipeline_schedule.py:75)"
     )
 
 

@@ -16,7 +16,7 @@ from mrl.config.secrets import authorization
 from mrl.config.validate import from_hydra
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.evaluation import engines
-from mrl.evaluation.generation_plan import SampledModel
+from mrl.evaluation.generation import SampledModel
 from mrl.evaluation.harness import OpenAIEndpoint, plan_harness, read_results, run_harness
 from mrl.rollout.client import EngineError
 

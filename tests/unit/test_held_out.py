@@ -21,7 +21,7 @@ from mrl.rewards.reward_types import Response, Score, Weighted
 from mrl.rewards.rule_based import GSM8K, ExactMatch, Length
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import SAMPLING_KEYS, EngineError, SamplingParams, response_seed
-from mrl.rollout.held_out import HeldOutEvaluation, HeldOutResponses, correct_responses, evaluation_values
+from mrl.rollout.response_metrics import HeldOutEvaluation, HeldOutResponses, correct_responses, evaluation_values
 from mrl.rollout.rollout_pipeline import GroupSampler
 from mrl.rollout.worker import RolloutWorker
 

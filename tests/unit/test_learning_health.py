@@ -14,7 +14,7 @@ from mrl.config import hydra_entry
 from mrl.controller.plan_train import check_learning, learning_settings
 from mrl.core.run_errors import UnhealthyRunError
 from mrl.rewards.reward_types import Score
-from mrl.rollout.step_metrics import SampledStep
+from mrl.rollout.response_metrics import SampledStep
 from mrl.tracking.learning_health import (
     RULES,
     LearningHealth,

@@ -20,7 +20,7 @@ from mrl.algorithms.losses import PPOClip, ValueLoss
 from mrl.algorithms.objective import Objective, check_token_values
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.config import hydra_entry
-from mrl.core.user_code import describe_plug_in, plug_in_name
+from mrl.core.code_locations import describe_plug_in, plug_in_name
 from mrl.rewards.reward_types import Score
 from mrl.rollout.worker import RolloutWorker
 

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mrl.data.preference_dataset import RowForm, load_preferences
-from mrl.data.supervised_dataset import SftDataset
+from mrl.data.supervised_dataset import RowForm, SftDataset, load_preferences
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards.remote_models import RewardModel
 from mrl.rewards.reward_types import Response

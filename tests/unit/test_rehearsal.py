@@ -10,7 +10,7 @@ import pytest
 
 from mrl.config.schema import Config, RolloutConfig, ScoringConfig
 from mrl.controller.rehearsal import rehearse_agent, rehearse_reward
-from mrl.core.user_code import describe_error, user_location
+from mrl.core.code_locations import describe_error, user_location
 from mrl.rewards.reward_types import Response, Weighted
 from mrl.rewards.user_function import Function
 from mrl.rollout.agents.tool_agent import ToolAgent

@@ -11,8 +11,7 @@ from mrl.tracking.report.answers import answers
 from mrl.tracking.report.charts import interval, thinned
 from mrl.tracking.report.page import PAGE_BYTES, render
 from mrl.tracking.report.recorded_run import RecordedRun
-from mrl.tracking.timeline import ProcessTimeline, Span
-from mrl.tracking.timeline_summary import summarise, trainer_ranks
+from mrl.tracking.timeline import ProcessTimeline, Span, summarise, trainer_ranks
 
 
 def make_run(folder: Path, steps: int = 3, config=None, samples=(), **metrics) -> Path:

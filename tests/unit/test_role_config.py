@@ -12,12 +12,12 @@ import pytest
 
 from mrl.config import hydra_entry
 from mrl.config.validate import roles_of
-from mrl.controller import plan_train, worker_groups
+from mrl.controller import model_processes, plan_train
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemoryState
+from mrl.controller.model_processes import ModelGroups
 from mrl.controller.plan_models import build_pools, parallel_layout, plan_models
 from mrl.controller.plan_train import check_memory_fractions, check_served_folders, check_served_roles
 from mrl.controller.processes import RunProcesses
-from mrl.controller.worker_groups import ModelGroups
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards import remote_models
 from mrl.rewards.by_source import BySource
@@ -122,7 +122,7 @@ def test_a_role_without_a_path_starts_from_the_warm_start(monkeypatch, tiny_qwen
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(worker_groups, "WorkerGroup", Group)
+    monkeypatch.setattr(model_processes, "WorkerGroup", Group)
     placements = dict.fromkeys(plans, SimpleNamespace(options=list))
     models = ModelGroups(plans, placements, MemoryScheduler(frozenset()), SimpleNamespace(), ExitStack())
     others = {name: plan for name, plan in plans.items() if name != ACTOR}
@@ -251,7 +251,7 @@ def test_a_role_that_nothing_reads_gets_a_warning_and_is_not_started(tiny_qwen3,
         ),
         (["checkpoint.keep_last_exports=1", "checkpoint.export_every=2"], None),
         (
-            ["rollout.replay=outputs/run", "rollout.group_sizes={_target_: mrl.data.group_sizes.ByDifficulty}"],
+            ["rollout.replay=outputs/run", "rollout.group_sizes={_target_: mrl.data.samplers.ByDifficulty}"],
             "rollout.group_sizes: not used, because rollout.replay sets the prompts of each step.",
         ),
         (["checkpoint.keep_last=1", "trainer.max_tokens_per_micro_batch=64"], None),

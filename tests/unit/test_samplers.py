@@ -9,16 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.data.columns import PromptExample
-from mrl.data.group_sizes import ByDifficulty, apportion
 from mrl.data.prompts import PromptDrawing, PromptStream
 from mrl.data.samplers import (
     WINDOW,
+    ByDifficulty,
     Curriculum,
     DifficultyMixture,
     MixtureSource,
     PromptHistory,
     SamplerInputs,
     Shuffled,
+    apportion,
 )
 
 

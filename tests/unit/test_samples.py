@@ -24,7 +24,7 @@ from mrl.core.sample_file import (
     spread,
 )
 from mrl.rewards.reward_types import Score
-from mrl.rollout.sample_texts import text_samples
+from mrl.rollout.rollout_log import text_samples
 from mrl.rollout.trajectory import Group, Sample
 from mrl.tracking.console import ConsoleSink
 

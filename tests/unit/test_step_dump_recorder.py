@@ -14,8 +14,7 @@ from mrl.algorithms.losses import PPOClip
 from mrl.config.process_schema import StepDumpConfig
 from mrl.core.run_errors import NonFiniteGradientError, ProcessesLostError
 from mrl.core.types import TokenBlock, TrainBatch, UpdateReport
-from mrl.diagnostics.step_dump import StepDump, WeightsLocation
-from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
+from mrl.diagnostics.step_dump import StepDump, StepDumpRecorder, WeightsLocation
 from mrl.workers.model_trainers import UpdateRequest
 from mrl.workers.worker import DUMPED_BATCH, TrainWorker
 
@@ -147,7 +146,7 @@ def test_a_manifest_that_does_not_fit_on_the_disk_costs_only_the_dump(tmp_path, 
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mrl.diagnostics.step_dump_recorder.write_manifest", fail)
+    monkeypatch.setattr("mrl.diagnostics.step_dump.write_manifest", fail)
     train(recorder(tmp_path, steps=[1]), update, [1.0, 1.0])
     assert list(tmp_path.iterdir()) == []
 

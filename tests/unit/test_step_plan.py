@@ -18,7 +18,7 @@ from mrl.algorithms.objective import Objective
 from mrl.config import hydra_entry
 from mrl.controller import example_steps
 from mrl.controller.example_steps import SourceAlgorithm, best_of_n, by_source, ranks_in_groups
-from mrl.controller.step_plan import check_step_sources, plan_step
+from mrl.controller.plan_step import check_step_sources, plan_step
 from mrl.controller.trainer import Trainer
 from mrl.core.run_errors import ProcessesLostError
 

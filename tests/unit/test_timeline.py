@@ -18,11 +18,19 @@ from mrl.commands import timeline as command
 from mrl.config.process_schema import ProfileConfig
 from mrl.controller.loop_parts import Phases
 from mrl.controller.plan_train import check_profile
-from mrl.tracking.timeline import ProcessTimeline, Span, read_timeline, trace_events, write_trace
-from mrl.tracking.timeline_summary import overlap_seconds, rank_work, summarise
+from mrl.tracking.timeline import (
+    ProcessTimeline,
+    Span,
+    overlap_seconds,
+    rank_work,
+    read_timeline,
+    summarise,
+    trace_events,
+    write_trace,
+)
 from mrl.workers.group import StepRecording
 from parallel import spans
-from parallel.schedule import _record_backward
+from parallel.pipeline_schedule import _record_backward
 from parallel.step_profile import StepProfiler
 
 

@@ -13,7 +13,7 @@ from mrl.rollout import rollout_log
 from mrl.rollout.agents.tool_agent import Conversation, ToolAgent
 from mrl.rollout.agents.tools import Calculator, HermesParser, MarkerParser
 from mrl.rollout.client import Completion, SamplingParams
-from mrl.rollout.step_metrics import SampledStep
+from mrl.rollout.response_metrics import SampledStep
 from mrl.rollout.trajectory import Group, Sample, Trajectory, block_trajectories, to_block, to_scored_batch
 
 PROMPT = [1, 2, 3]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mrl.data.tokenizer import byte_tokenizer
-from mrl.data.tool_template import ToolTemplate
+from mrl.data.tokenizer import ToolTemplate, byte_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -22,8 +22,7 @@ from mrl.tracking.backends import (
     wandb_mode,
 )
 from mrl.tracking.console import ConsoleSink
-from mrl.tracking.curve import CurveSink, draw_curve, drawn_evaluations
-from mrl.tracking.tracker import JsonlSink, Tracker
+from mrl.tracking.tracker import CurveSink, JsonlSink, Tracker, draw_curve, drawn_evaluations
 
 
 class Memory:

@@ -23,9 +23,9 @@ from mrl.commands import plan, plan_search
 from mrl.config.process_schema import ClusterConfig, HardwareConfig, Transport, WeightSyncConfig
 from mrl.controller import memory_check, plan_models, processes
 from mrl.controller.memory_check import MemoryEstimator
+from mrl.controller.model_processes import served_groups
 from mrl.controller.plan_models import gpu_transport
 from mrl.controller.processes import shared_nccl_variables
-from mrl.controller.served_roles import served_groups
 from mrl.core.run_errors import StartError
 from mrl.core.types import DeviceSlot
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map

@@ -1,7 +1,7 @@
 """Multi-turn responses: the policy samples a turn, tools run the calls in this turn, and the policy continues with the results.
 
 For the next turn, the sampled token ids are sent to the engine unchanged. The text of a turn is never tokenized again. Only the
-tool results, and the chat template around them, are tokenized (see mrl/data/tool_template.py).
+tool results, and the chat template around them, are tokenized (see mrl/data/tokenizer.py).
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mrl.data.tool_template import ToolTemplate
+from mrl.data.tokenizer import ToolTemplate
 from mrl.rewards.reward_types import Turn
 from mrl.rollout.agents.tools import Tool, ToolCall, ToolCallError, ToolParser, ToolResult, run_call
 from mrl.rollout.client import Completion, SamplingParams

@@ -29,7 +29,7 @@ from mrl.config.secrets import redacted
 from mrl.core.run_warnings import forward_warnings
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, register_process
 from mrl.rollout.engines.batch_spans import register_hooks
-from mrl.rollout.engines.leases import SHARED_MEMORY_LIST
+from mrl.rollout.engines.server import SHARED_MEMORY_LIST
 
 # Modules and classes of SGLang in which hooks replace or extend functions
 ENGINE = "sglang.srt.entrypoints.engine"

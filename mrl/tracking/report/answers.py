@@ -22,7 +22,7 @@ from mrl.tracking.report.page import number
 from mrl.tracking.report.provenance import changed_keys, go_on_text
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
 from mrl.tracking.report.sample_table import no_samples_text
-from mrl.tracking.timeline_summary import NOISE, SMALLEST_SHARE, RankWork, percent
+from mrl.tracking.timeline import NOISE, SMALLEST_SHARE, RankWork, percent
 
 STANDARD_ERRORS_OF_A_CLEAR_CHANGE = 2.0  # a change of the mean reward by more standard errors is clear
 MOST = 0.5  # from this fraction on, failed or truncated responses explain a low reward

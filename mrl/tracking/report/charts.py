@@ -11,7 +11,7 @@ from mrl.core import metrics as declared
 from mrl.core.metric_families import name_part
 from mrl.tracking.report.page import number
 from mrl.tracking.report.recorded_run import RecordedRun
-from mrl.tracking.timeline_summary import BETWEEN_STEPS, between_steps_text, percent
+from mrl.tracking.timeline import BETWEEN_STEPS, between_steps_text, percent
 
 CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Reward", {"reward/mean": "mean reward"}),

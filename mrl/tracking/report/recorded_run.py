@@ -17,8 +17,7 @@ from mrl.core.jsonl import check_lines
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import StartError
 from mrl.core.sample_file import SAMPLES_FILE
-from mrl.tracking.timeline import ProcessTimeline, read_timeline
-from mrl.tracking.timeline_summary import RankWork, summarise, trainer_ranks
+from mrl.tracking.timeline import ProcessTimeline, RankWork, read_timeline, summarise, trainer_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ KILL_TIMEOUT_S = 10.0  # how long killed processes may take to disappear
 # Beginnings of the names of files that a server may leave in /dev/shm
 SHARED_MEMORY_PREFIXES = ("sglang_", "torch_", "sem.mp-", "psm_", "nccl-")
 
-SHARED_MEMORY_LIST = "shared_memory"  # the same value as in leases.py, which this file must not import
+SHARED_MEMORY_LIST = "shared_memory"  # the same value as in server.py, which this file must not import
 
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 

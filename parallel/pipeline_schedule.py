@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from parallel import groups, moe_router
+from parallel import groups, megatron_layers
 from parallel.device import device
 from parallel.packing import PackedSequences
 from parallel.spans import is_recording, record, span
@@ -25,7 +25,7 @@ class PackedMicroBatch(Protocol):
     def packed(self) -> PackedSequences: ...
 
     @property
-    def routing(self) -> Tensor | None: ...  # [L, layers, topk] experts to replay, see parallel.moe_router
+    def routing(self) -> Tensor | None: ...  # [L, layers, topk] experts to replay, see parallel.megatron_layers
 
 
 OutputHead = Callable[[Tensor, torch.nn.Module, Tensor | None, Any], Tensor]
@@ -83,7 +83,7 @@ def run_forward_backward[O](
             force_all_reduce=all_reduce_gradients,
         )
     finally:
-        moe_router.stop_replay(chunks)
+        megatron_layers.stop_replay(chunks)
 
 
 def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callable:
@@ -94,7 +94,7 @@ def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callabl
         micro = next(iterator)
         with (
             span("forward", "micro_batch", tokens=len(micro.tokens)),
-            moe_router.replay_routing(module, micro.routing),
+            megatron_layers.replay_routing(module, micro.routing),
         ):
             output = module(
                 micro.tokens[None],

@@ -1,4 +1,4 @@
-"""The data of pages that compare runs: two runs side by side, and the points of a sweep."""
+"""The data of the pages of `mrl report`: the page of one run, two runs side by side, and the points of a sweep."""
 
 import math
 import time
@@ -12,22 +12,73 @@ import numpy as np
 from mrl.tracking.report.answers import (
     STANDARD_ERRORS_OF_A_CLEAR_CHANGE,
     Answer,
+    answers,
     first_and_last_mean,
     found_problems,
+    health,
     problems,
 )
 from mrl.tracking.report.charts import (
     COMPONENT_TEXTS,
     describe,
+    distributions,
+    learning_charts,
+    mean_spent,
     mean_step_s,
+    metric_rows,
     overlaid_charts,
     spent_shares,
+    time_chart,
+    time_sentences,
     time_text,
 )
-from mrl.tracking.report.page import number
-from mrl.tracking.report.provenance import settings
+from mrl.tracking.report.page import number, samples_budget
+from mrl.tracking.report.provenance import provenance, settings
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
-from mrl.tracking.timeline_summary import percent
+from mrl.tracking.report.sample_table import sample_table
+from mrl.tracking.timeline import RankWork, percent
+
+
+def run_data(run: RecordedRun, reload_every_s: int = 0) -> dict[str, Any]:
+    """Return the data of the page. A browser reloads the page every `reload_every_s` seconds; 0: never."""
+    data: dict[str, Any] = {
+        "kind": "run",
+        "title": run.name,
+        "subtitle": _subtitle(run),
+        "written": time.time(),
+        "reload_every_s": reload_every_s,
+        "health": health(run),
+        "answers": answers(run),
+        "charts": learning_charts(run),
+        "resumes": run.resumed_steps,
+        "time": time_chart(run),
+        "sentences": time_sentences(run),
+        "spent": mean_spent(run),
+        "ranks": [_rank_values(rank) for rank in run.ranks],
+        "timeline": run.timeline,
+        "distributions": distributions(run),
+        "metrics": metric_rows(run),
+        "provenance": provenance(run),
+        "damaged": run.damaged,
+    }
+    return data | {"samples": sample_table(run, samples_budget(data))}
+
+
+def _rank_values(rank: RankWork) -> dict[str, Any]:
+    """Return the name and the tokens of a trainer rank, and how many seconds of its passes each activity takes."""
+    seconds = {"computing_s": rank.computing_s, "reducing_s": rank.reducing_s, "other_s": rank.bubble_s}
+    return {"process": rank.timeline.process, "tokens": rank.tokens} | seconds
+
+
+def _subtitle(run: RecordedRun) -> str:
+    model = str(run.setting("model.path", "")).rstrip("/").rpartition("/")[2]
+    words = [
+        f"{len(run.metrics)} step{'' if len(run.metrics) == 1 else 's'}",
+        f"model {model}" if model not in ("", "model") else "",
+        f"outcome: {run.outcome}",
+    ]
+    return " · ".join(word for word in words if word)
+
 
 MAX_PAIRS = 200  # largest number of prompts whose samples are shown side by side
 KEYS_WITHOUT_EFFECT = ("run.dir", "run.name", "tracking.")  # prefixes of keys that do not change the results of a run
