@@ -233,7 +233,7 @@ def test_a_rank_that_hangs_in_data_loading_is_named(run):
     with run.faults_hang():
         texts = (
             "faulty_ranks.py",
-            "replica rank 0 (dp 0) waits for other ranks in the gradient all-reduce",
+            "replica rank 0 (dp 0) waits for other ranks in the gradient reduction",
             "it has entered",
         )
         update = partial(run.update, run.replicas)
