@@ -25,8 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("mrl", "models", "parallel")
 CALL_PATHS_FILE = REPOSITORY / "scripts" / "call_paths.json"
 LIMITS = {
-    "modules": 292,
-    "modules under 60 lines": 30,
+    "modules": 256,
+    "modules under 60 lines": 7,
     "modules in the root of mrl": 6,
     "public class names defined twice": 0,
     "lines of the longest function": 80,
