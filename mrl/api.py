@@ -2,7 +2,7 @@
 
 Each function except `load_config` runs the `mrl` command of the same name in a child process, and waits until the command ends.
 So a run behaves as on the command line, and `import mrl` is fast. The functions print what the command prints. If the calling
-process has joined a Ray cluster, `train` runs in that cluster.
+process has joined a Ray cluster, `train` runs in that cluster, unless `cluster.address` names another.
 
 The argument `settings` contains the overrides of the command line, in one of three forms:
 
@@ -34,7 +34,8 @@ from mrl.core.code_locations import CONF, add_working_directory
 
 type Settings = Config | Mapping[str, Any] | Sequence[str]
 
-END_TIMEOUT_S = 30  # longest wait after Ctrl-C before the command gets SIGTERM, and for its last error output
+# longest wait: after Ctrl-C until the command gets SIGTERM, and after its end for its last error output
+END_TIMEOUT_S = 30
 SHOWN_LINES = 15  # number of lines of the error output in the message of CommandError
 REWARD_STEPS = 5  # `TrainResult.reward` is the mean reward of this number of steps at the end of the run
 
@@ -85,7 +86,7 @@ class EvaluationResult:
 
 
 def load_config(settings: Settings = ()) -> Config:
-    """Compose and check a config without starting a process.
+    """Compose and check a config without starting a process. A `Config` is returned as it is.
 
     If the settings name neither an experiment nor a model, the config is that of the quickstart. Raises ValueError for a mistake
     in the settings. The message names the key.
@@ -173,8 +174,8 @@ def convert(
 def _refuse_slurm_job(command: str, config: Config) -> None:
     if config.cluster.scheduler and not config.cluster.address:
         raise ValueError(
-            f"cluster.scheduler={config.cluster.scheduler}: mrl.{command} waits for a run on this machine or in a Ray cluster; "
-            f"submit Slurm jobs with the command `mrl {command}`."
+            f"cluster.scheduler={config.cluster.scheduler}: mrl.{command} runs only on this machine or in a Ray cluster; "
+            f"to submit a Slurm job, use the command `mrl {command}`."
         )
 
 
@@ -213,7 +214,8 @@ def _with_names(value: Any, key: str) -> Any:
     module, name = getattr(value, "__module__", "__main__"), getattr(value, "__qualname__", "")
     if module == "__main__" or not name.isidentifier():
         raise ValueError(
-            f"{key}={value}: other processes import plug-ins by name; write this one into a module file of its own."
+            f"{key}={value}: other processes import plug-ins by name; give a function or class at the top level of an importable "
+            "module."
         )
     return {"_target_": f"{module}.{name}"}
 
@@ -226,6 +228,7 @@ def _run(command: str, config: Config) -> None:
         assert isinstance(tree, dict)
         hydra = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").hydra, resolve=False)
         OmegaConf.save({"defaults": ["base_config", "_self_"], **tree, "hydra": hydra}, folder / "library.yaml")
+        # The YAML file has these values, too. But without an override of model.path, the command would add experiment=quickstart.
         named = [format_override("model.path", config.model.path), format_override("run.dir", config.run.dir)]
         _start(command, [f"--config-path={folder}", "--config-name=library", *named])
 

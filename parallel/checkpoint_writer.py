@@ -206,14 +206,14 @@ class _SaveStrategy(TorchDistSaveShardedStrategy):
     """Megatron's save strategy, with two additional attributes: the file writer and the metadata of the planned save."""
 
     writer: FileSystemWriterAsync
-    metadata: Metadata | None  # on rank 0
+    metadata: Metadata | None  # None on ranks other than 0
 
     def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret, async_strategy):
         self.writer, self.metadata, _ = writer, *save_state_dict_ret[1:]
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
 
     def complete(self, written: list[WrittenFiles]) -> None:
-        """Write the files that describe the checkpoint and the hashes of all files, and sync them to the disk."""
+        """Write the hashes of all files and the files that describe the checkpoint, and sync them to the disk."""
         folder = Path(self.writer.checkpoint_dir)
         self.writer.finish(self.metadata, [of_rank.results for of_rank in written])
         save_config(CheckpointingConfig(self.backend, self.version), str(folder))
@@ -234,7 +234,10 @@ def _plan(state: dict, folder: Path) -> _SaveStrategy:
 
 
 def _with_own_storage(part: object) -> object:
-    """Give a tensor in host memory a storage with only its own bytes. Megatron would copy a view of a larger storage."""
+    """Give a tensor in host memory a storage with only its own bytes.
+
+    Megatron makes a copy of a tensor that is a view of a larger storage. This avoids the copy.
+    """
     if isinstance(part, ShardedTensor) and part.data is not None and part.data.device.type == "cpu":
         part.data = _view_as_storage(part.data.detach())
     return part
@@ -244,8 +247,8 @@ def _view_as_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    # The write passes its storage to NumPy. After that, torch cannot resize this storage. But offloading must resize the original
-    # storage, so the write gets a second storage over the same bytes.
+    # The write passes the storage of a tensor to NumPy. After that, torch cannot resize this storage. But offloading must resize
+    # the original storage, so the write gets a second storage over the same bytes.
     shared = torch.from_dlpack(flat)
     return shared.view(tensor.dtype).view(tensor.shape)
 

@@ -115,8 +115,8 @@ def pack(
     attention are set. That attention does not support segments with a parent.
 
     By default, chunks of equal shape are next to each other, so that one batched call computes them. A kernel for sequences of
-    variable length does not need this. With `in_order`, the chunks keep the order of the tokens, so that the queries need no
-    permutation. Without shared prompts and context parallelism, the keys need no permutation either.
+    variable length does not need this. With `in_order`, the chunks keep the order of the tokens, so that the queries
+    need no permutation. Without shared prompts and context parallelism, the keys need no permutation either.
 
     Raises ValueError if the pack or a segment is empty, or if a parent does not precede its child.
     """

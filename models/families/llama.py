@@ -18,7 +18,8 @@ from models.hf_config import HFConfig
 
 def translate(config: HFConfig) -> Architecture:
     """Translate a Llama config. Raises ValueError if a value is not supported."""
-    config.expect(rope_interleaved=False)  # some configs contain this field, but transformers ignores it
+    # transformers ignores this field, so only the value without an effect is accepted
+    config.expect(rope_interleaved=False)
     parts = attention_parts(config) | ({"mlp_bias"} if config["mlp_bias"] else set())
     return read_decoder(config, parts=parts)
 

@@ -83,7 +83,7 @@ QWEN3_MOE = Family(
 def translate_qwen2(config: HFConfig) -> Architecture:
     """Translate a Qwen2 config. Raises ValueError if a value is not supported."""
     check_full_attention(config)
-    config.expect(use_mrope=False)  # configs of text models also contain this field, but transformers ignores it
+    config.expect(use_mrope=False)  # only multimodal models use this field; configs of text models have the value False
     return read_decoder(config, parts=frozenset(["qkv_bias"]))
 
 

@@ -40,7 +40,7 @@ class SavableModel(Protocol):
         ...
 
     def save_finished(self) -> bool:
-        """Return whether every rank has written its part of the checkpoint."""
+        """Return whether every rank has written its part of the checkpoint, or has failed to write it."""
         ...
 
     def finish_save(self, timeout_s: float) -> None:
@@ -161,6 +161,7 @@ class CheckpointSaver:
             model.begin_save(str(folder / name), asynchronous, self.schedule.timeout_s)
 
     def _is_written(self) -> bool:
+        """Return whether every rank's write has ended. After the deadline, return true."""
         assert self._pending, "a save is pending"
         late = time.monotonic() > self._pending.deadline
         return late or all(model.save_finished() for model in self.models.values())

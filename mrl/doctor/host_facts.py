@@ -107,7 +107,7 @@ class RayToken:
 
     mode: str = ""  # RAY_AUTH_MODE
     digest: str = ""  # short checksum of the token; "": no token is set
-    source: str = ""  # the variable or file that holds the token
+    source: str = ""  # variable or file of the token; if RAY_AUTH_TOKEN_PATH is set, even an empty or missing file
     readable: bool = False  # whether other users can read the file of the token
 
 
@@ -136,9 +136,10 @@ class HostFacts:
     shared_memory: FolderFacts
     folders: list[FolderFacts]
     network: NetworkFacts
-    environment: dict[str, str]  # variables that configure NCCL, gloo, CUDA, Ray and proxies; no secrets
+    # variables that configure torch, NCCL, gloo, UCX, CUDA, Hugging Face and proxies; no secrets
+    environment: dict[str, str]
     token: RayToken
-    # checksum of the model folder; "": the folder is missing; None: the config names no model folder
+    # checksum of the model folder; "": the folder or its config.json is missing; None: the config names no model folder
     model_checksum: str | None = None
     cluster_error: str = ""  # why this host cannot connect to cluster.address
     # name of another host -> addresses to which this host resolves it

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from mrl.rewards.reward_types import Response, Reward, single_rewards
 
 MAX_SAMPLES = 1000
-"""Largest number of responses to a prompt. With more responses, the binomial coefficients would overflow float64."""
+"""Largest number of responses to a prompt. From 1030 responses on, binomial coefficients overflow float64."""
+
+# The suffix of an array's name gives its axes: y is a node of the quadrature, m is a number of drawn responses, d is a number of
+# drawn responses that have one answer, and j is a number of answers of one size.
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -60,8 +63,8 @@ def _win_probabilities(
     """Return a dict: size of an answer -> probabilities [max_k + 1] that an answer of this size wins the vote.
 
     The size of an answer is the number of responses that have this answer. The probabilities are indexed by k, the number of
-    drawn responses. `counts` are the sizes of all answers. The keys of the dict are `sizes`. `num_unanswered` responses have no
-    answer.
+    drawn responses. `counts` are the sizes of all answers. The keys of the dict are `sizes`. `num_unanswered` responses
+    have no answer.
     """
     total = sum(counts) + num_unanswered
     draws = np.array([float(comb(total, k)) for k in range(max_k + 1)])
@@ -77,16 +80,16 @@ def _ways_of_other_answers(
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
     """Yield `(size, ways [max_m + 1])` for each size in `sizes`.
 
-    One answer of this size has `votes` votes. `ways[m]` is the number of ways to draw m of the responses that do not have this
-    answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes in one of these
-    ways, the way counts as 1 / (t + 1) instead of 1, because 1 / (t + 1) is the probability that this answer wins the tie. This
-    number is the integral of y**t over y from 0 to 1. So each tied answer contributes a factor y to a polynomial in y, which
-    Gauss-Legendre quadrature integrates exactly.
+    Suppose that an answer of this size gets `votes` votes. `ways[m]` is the number of ways to draw m of the responses that do not
+    have this answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes in one
+    of these ways, the way counts as 1 / (t + 1) instead of 1, because 1 / (t + 1) is the probability that this answer wins the
+    tie. This number is the integral of y**t over y from 0 to 1. So each tied answer contributes a factor y to a polynomial in y,
+    which Gauss-Legendre quadrature integrates exactly.
     """
     # Size -> count of the answers of this size that can get `votes` votes.
     rivals = Counter(size for size in counts if size >= votes)
     num_free = sum(size for size in counts if size < votes) + num_unanswered  # responses that cannot cause a tie
-    nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)  # of the quadrature over y, in [0, 1]
+    nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)  # quadrature over y from 0 to 1
     free_m = np.array([float(comb(num_free, m)) for m in range(min(num_free, max_m) + 1)])
     ones_ym = np.ones((len(nodes_y), 1))
     for size, ways_ym in _products_without_one_rival(sorted(rivals.items()), sizes, nodes_y, votes, max_m, ones_ym):
@@ -101,11 +104,12 @@ def _products_without_one_rival(
     max_m: int,
     ways_ym: NDArray[np.float64],
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Yield `(size, product)` for each size in `sizes`. The product omits one rival of this size.
+    """Yield `(size, product)` for each size in `sizes`. The product omits one rival of this size: the answer itself.
 
     A rival is an answer that can get `votes` votes. The product is `ways_ym` times the polynomials of all other rivals.
-    `ways_ym` is [nodes of y, m + 1], where m is the number of drawn responses. `rivals` are pairs (size, count of rivals of
-    this size). The list is halved recursively, so that most products are computed only once.
+    `ways_ym` has a row for each node of y and a column for each number m of drawn responses. `rivals` are pairs (size, count
+    of rivals of this size). The list is halved recursively, because all sizes of one half share the product of the other
+    half.
     """
     if not any(size in sizes for size, _ in rivals):
         return

@@ -293,7 +293,10 @@ class Scorer:
         failures = [score.failure for score in scores if score.failure is not None]
         for failure in failures[:SHOWN_FAILURES]:
             logger.warning(
-                "%d of %d responses could not be scored and get the reward 0: %s", len(failures), len(scores), failure
+                "%d of %d responses could not be scored and get the reward 0. One of the reasons: %s",
+                len(failures),
+                len(scores),
+                failure,
             )
         return scores
 
@@ -363,7 +366,10 @@ def _retry_in_smaller_batches(
     keys: list[BatchKey],
     deadline: float,
 ) -> list[Score]:
-    """Score the responses in the batches that the first key defines. Divide failed batches by the next key; score them again."""
+    """Score the responses in the batches that the first key defines.
+
+    Split each failed batch by the next key, and score the parts.
+    """
     scores: dict[int, Score] = {}
     unscored = list(range(len(responses)))  # indices of the responses without a score
     failed: set[tuple[int, ...]] = set()  # batches whose call failed
@@ -374,7 +380,7 @@ def _retry_in_smaller_batches(
         results = run([[responses[i] for i in batch] for batch in batches]) if batches else []
         scored: set[int] = set()
         for batch, result in zip(batches, results, strict=True):
-            if isinstance(result, str):
+            if isinstance(result, str):  # the reason of a failure
                 failed.add(batch)
                 result = [Score.failed(result) for _ in batch]
             else:
@@ -394,7 +400,8 @@ def _group_by_key(indices: list[int], key: BatchKey) -> list[tuple[int, ...]]:
 def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]:
     """Yield the keys in the order in which they are tried.
 
-    These are: all responses in one batch, one batch per prompt, one batch per response.
+    They give one batch, one batch per prompt, and one batch per response. `per_sample` omits the first two, `whole_groups` the
+    last.
     """
     if not _declares(reward, "per_sample"):
         yield lambda index: None

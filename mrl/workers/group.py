@@ -340,7 +340,7 @@ class WorkerGroup:
         self._call_ranks(TrainWorker.begin_save, (folder, asynchronous), {}, timeout_s=deadline_s)
 
     def save_finished(self) -> bool:
-        """Return whether every rank has written its part."""
+        """Return whether every rank has written its part, or has failed to write it."""
         return all(self.call(TrainWorker.save_finished))
 
     def finish_save(self, timeout_s: float) -> None:

@@ -1,7 +1,8 @@
 """One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
 
 MegatronActor, MegatronCritic and MegatronRewardModel derive from MegatronModel, and add the head and the loss.
-mrl.core.types explains the letter R in array dimensions, and MicroBatch (mrl.workers.micro_batch) explains `local R`.
+In array dimensions, R is the number of sampled tokens (see mrl.core.types). MicroBatch (mrl.workers.micro_batch) explains
+`local R`.
 """
 
 import math
@@ -52,8 +53,8 @@ FP8_MULTIPLE = 16  # in fp8, the number of tokens must be a multiple of this
 class MicroBatchStatistics:
     """Scalars that a loss reports about one micro-batch, by name."""
 
-    sums: dict[str, Tensor]  # summed over micro-batches, ranks and replicas
-    maxima: dict[str, Tensor] = field(default_factory=dict)  # reduced to the maximum over micro-batches and ranks
+    sums: dict[str, Tensor]  # summed over micro-batches, then by the driver over ranks
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # maximum over micro-batches, then over ranks by the driver
 
 
 NONFINITE = "nonfinite"
@@ -61,13 +62,19 @@ NONFINITE = "nonfinite"
 
 
 def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss: str) -> str:
-    """Return a sentence for the error if a gradient is not finite because of the loss, otherwise "". All ranks call this."""
+    """If the loss is the reason why a gradient is not finite, return a sentence for the error message, otherwise "".
+
+    All ranks call this.
+    """
     own = sum(micro.sums[NONFINITE].item() for micro in statistics)
     counts: list[float] = [0.0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(counts, own, group=object_group())
     if not any(counts):
         return ""
-    return f"The loss of at least {max(counts):.0f} sampled tokens is not finite, although the output of the model is ({loss})."
+    return (
+        f"The loss ({loss}) of at least {max(counts):.0f} sampled tokens is not finite, although the model's output is "
+        "finite."
+    )
 
 
 def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[str, float]) -> UpdateReport:
@@ -86,7 +93,7 @@ class MegatronModel:
     """Base class of actor, critic and reward model. Initialize torch.distributed and parallel.groups first."""
 
     grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
-    loss_key: ClassVar[str] = "sft.objective"  # errors name this config key for a loss that is not an Objective
+    loss_key: ClassVar[str] = "sft.objective"  # config key of a loss that is not an Objective, for error messages
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -225,7 +232,10 @@ class MegatronModel:
         return reports
 
     def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
-        """Compute the loss of this replica's rows without gradients. Returns the statistics that `update` returns for a step."""
+        """Compute the loss of this replica's rows without gradients.
+
+        Returns the statistics of `update` without gradient norm and time.
+        """
         for chunk in self.chunks:
             chunk.eval()
         head, loss_function = self.head_and_loss(loss, temperature)
@@ -241,7 +251,7 @@ class MegatronModel:
         """Apply the accumulated gradients, and return their norm before clipping.
 
         If the norm is not finite, the weights stay unchanged, and all ranks raise NonFiniteGradientError with the index
-        `mini_batch`. If `statistics` show that the loss is the cause, the error also contains `loss`, the name of the loss.
+        `mini_batch`. If `statistics` show that the loss is the cause, the error also contains `loss`.
         """
         with span("optimizer step"):
             set_learning_rate(self.optimizer, lr)
@@ -295,6 +305,7 @@ class MegatronModel:
             self._own_weights.load()
 
     def _weights(self) -> Iterator[Tensor]:
+        """Yield this rank's parameters and buffers. Only tests use this method."""
         for chunk in self.chunks:
             yield from (tensor.data for tensor in (*chunk.module.parameters(), *chunk.module.buffers()))
 
@@ -339,7 +350,7 @@ class MegatronModel:
                 pass
 
     def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
-        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: name of a further file -> text."""
+        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: file name -> text."""
         self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
@@ -371,11 +382,11 @@ class MegatronModel:
         return checkpoint.load(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def begin_save(self, folder: str | Path, asynchronous: bool) -> None:
-        """Start to write a checkpoint into `folder`. Call `finish_save` before the next `begin_save`.
+        """Start to write a checkpoint into `folder`. Call `finish_save` or `abandon_save` before the next `begin_save`.
 
         If `asynchronous` is true, training may continue during the write. If a rank fails, all ranks raise CheckpointSaveError.
         """
-        assert self._save is None, "finish_save() comes first"
+        assert self._save is None, "finish_save() or abandon_save() comes first"
         self._save = checkpoint.begin_save(folder, self.chunks, self.optimizer, self.spec.dims, asynchronous)
 
     def save_finished(self) -> bool:

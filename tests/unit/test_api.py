@@ -48,7 +48,7 @@ def test_a_function_of_a_module_becomes_its_name():
         ({"run.dri": "x"}, "did you mean 'run.dir'"),
         (["trainer.max_steps=many"], "trainer.max_steps"),
         ("experiment=quickstart", "expected a list of overrides"),
-        ({"reward": lambda inputs: 0.0}, "write this one into a module file of its own"),
+        ({"reward": lambda inputs: 0.0}, "give a function or class at the top level of an importable module"),
     ],
     ids=["an unknown key", "a wrong type", "a string", "a lambda"],
 )
@@ -58,10 +58,10 @@ def test_a_mistake_in_the_settings_is_a_value_error(settings, said):
 
 
 def test_a_slurm_job_is_refused():
-    with pytest.raises(ValueError, match="submit Slurm jobs with the command"):
+    with pytest.raises(ValueError, match="to submit a Slurm job, use the command"):
         mrl.train(["experiment=quickstart", "cluster=slurm", "run.dir=x"])
     for function in (mrl.generate, mrl.evaluate):
-        with pytest.raises(ValueError, match=f"submit Slurm jobs with the command `mrl {function.__name__}`"):
+        with pytest.raises(ValueError, match=f"to submit a Slurm job, use the command `mrl {function.__name__}`"):
             function(["experiment=quickstart", "cluster=slurm", "run.dir=x"])
 
 

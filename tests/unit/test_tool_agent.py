@@ -198,12 +198,17 @@ def test_the_model_sees_failures_of_tools_and_they_are_counted(tokenizer):
 
 @pytest.mark.parametrize("lines", [["<call>1+1</call>", ""], [""]])
 def test_an_empty_turn_raises(tokenizer, lines):
-    with pytest.raises(RuntimeError, match=rf"empty or aborted turn {len(lines)} of a response \(finish reason stop\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"turn {len(lines)} of a response is empty or was aborted by an engine \(finish reason stop\)",
+    ):
         respond(tokenizer, *lines)
 
 
 def test_an_aborted_turn_raises(tokenizer):
-    with pytest.raises(RuntimeError, match=r"empty or aborted turn 1 of a response \(finish reason abort\)"):
+    with pytest.raises(
+        RuntimeError, match=r"turn 1 of a response is empty or was aborted by an engine \(finish reason abort\)"
+    ):
         respond(tokenizer, "12", reason="abort")
 
 
@@ -225,7 +230,10 @@ def test_impossible_settings_are_refused(change, why):
 
 
 def test_an_end_marker_of_several_tokens_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"rollout\.agent\.parser: '</tool>' should end a turn, but is 7 tokens"):
+    with pytest.raises(
+        ValueError,
+        match=r"rollout\.agent\.parser: '</tool>' should end a turn, but this model has no single token for it",
+    ):
         replace(AGENT, parser=MarkerParser("calculator", end="</tool>")).prepare(tokenizer)
 
 

@@ -238,7 +238,7 @@ def existing_parent(path: str | Path) -> str:
 
 
 def probe_shared_memory() -> FolderFacts:
-    """Measure /dev/shm, which holds Ray's objects and the buffers of NCCL and SGLang between processes of a host."""
+    """Measure /dev/shm: Ray's objects, and the buffers through which processes of a host exchange data (NCCL, SGLang)."""
     return probe_folder("/dev/shm", "shared memory", sample_bytes=0)
 
 
