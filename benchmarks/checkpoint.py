@@ -74,7 +74,7 @@ def save(actor, folder: Path, asynchronous: bool) -> None:
 def save_during_steps(actor, folder: Path, step: Callable[[], object], seconds: Seconds | None = None) -> None:
     """Begin an asynchronous save, run steps until the writing process has ended, and finish the save."""
     begin, steps = seconds_of(lambda: actor.begin_save(folder, asynchronous=True)), [cpu_seconds_of(step)]
-    while not actor.save_finished():
+    while not actor.save_has_ended():
         steps.append(cpu_seconds_of(step))
     finish = seconds_of(lambda: actor.finish_save(TIMEOUT_S))
     if seconds:

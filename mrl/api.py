@@ -167,7 +167,7 @@ def convert(
         "dtype": dtype,
         "model.family": family,
     }
-    _start("convert", [direction, *(f"{key}={value}" for key, value in given.items() if value is not None)])
+    _run_child("convert", [direction, *(f"{key}={value}" for key, value in given.items() if value is not None)])
     return Path(output).resolve() if output is not None else None
 
 
@@ -200,15 +200,15 @@ def _flatten(settings: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and section and is_known(key) and "_target_" not in value:
             yield from _flatten(value, f"{key}.")
         else:
-            yield key, _with_names(value, key)
+            yield key, _callables_as_targets(value, key)
 
 
-def _with_names(value: Any, key: str) -> Any:
+def _callables_as_targets(value: Any, key: str) -> Any:
     """Replace functions and classes by `{_target_: dotted name}`, also inside dicts and lists."""
     if isinstance(value, Mapping):
-        return {name: _with_names(inner, f"{key}.{name}") for name, inner in value.items()}
+        return {name: _callables_as_targets(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_names(inner, key) for inner in value]
+        return [_callables_as_targets(inner, key) for inner in value]
     if not callable(value):
         return value
     module, name = getattr(value, "__module__", "__main__"), getattr(value, "__qualname__", "")
@@ -229,13 +229,13 @@ def _run(command: str, config: Config) -> None:
         hydra = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").hydra, resolve=False)
         OmegaConf.save({"defaults": ["base_config", "_self_"], **tree, "hydra": hydra}, folder / "library.yaml")
         # The YAML file has these values, too. But without an override of model.path, the command would add experiment=quickstart.
-        named = [format_override("model.path", config.model.path), format_override("run.dir", config.run.dir)]
-        _start(command, [f"--config-path={folder}", "--config-name=library", *named])
+        overrides = [format_override("model.path", config.model.path), format_override("run.dir", config.run.dir)]
+        _run_child(command, [f"--config-path={folder}", "--config-name=library", *overrides])
 
 
-def _start(command: str, arguments: Sequence[str]) -> None:
+def _run_child(command: str, arguments: Sequence[str]) -> None:
     """Run `mrl COMMAND` in a child process. Ctrl-C also ends the child. Raises CommandError if the exit status is not 0."""
-    child = subprocess.Popen(_line(command, arguments), stderr=subprocess.PIPE, text=True, errors="replace")
+    child = subprocess.Popen(_command_line(command, arguments), stderr=subprocess.PIPE, text=True, errors="replace")
     assert child.stderr is not None
     last: deque[str] = deque(maxlen=SHOWN_LINES)
     reader = threading.Thread(target=_echo, args=(child.stderr, last), daemon=True)
@@ -254,7 +254,7 @@ def _start(command: str, arguments: Sequence[str]) -> None:
         raise CommandError(command, status, list(last))
 
 
-def _line(command: str, arguments: Sequence[str]) -> list[str]:
+def _command_line(command: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "mrl.cli", command, *arguments]
 
 

@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1  # option of prctl(): the signal that the child gets when 
 _CHILD_NICENESS = 10  # nice value of the child: a lower priority than training
 
 
-class ForkedWriter[T]:
+class BackgroundWriter[T]:
     """Runs the function `write` once, in a forked child process or directly in this process.
 
     The child sees the memory of this process as it was at the fork (copy-on-write pages). The kernel kills the child with
@@ -106,7 +106,7 @@ class ForkedWriter[T]:
 def _attempt[T](write: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return write(), None
-    except Exception as error:  # `ForkedWriter.result` raises an error with this text
+    except Exception as error:  # `BackgroundWriter.result` raises an error with this text
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -158,13 +158,13 @@ class CheckpointSave:
             if dist.get_rank() == 0:
                 folder.mkdir(parents=True, exist_ok=True)
         self._strategy = _plan(state, folder)
-        self._writer: ForkedWriter[WrittenFiles] | None = None
+        self._writer: BackgroundWriter[WrittenFiles] | None = None
         contents = {folder / name: content for name, content in files.items()}
         try:
             with raise_on_all_ranks(self._error), span("checkpoint snapshot", "checkpoint"):
                 buckets = _copy_to_host(self._strategy.writer.write_buckets or [])
                 write = partial(_write_files, buckets, self._strategy.writer.transforms, contents)
-                self._writer = ForkedWriter(write, asynchronous)
+                self._writer = BackgroundWriter(write, asynchronous)
         except CheckpointSaveError:
             # Either this rank or another rank failed, for example because of too little host memory.
             self.abandon()
@@ -172,7 +172,7 @@ class CheckpointSave:
         # After this assignment only the writer refers to the host copies, so their memory is free when the writer ends.
         self._strategy.writer.write_buckets = None
 
-    def is_written(self) -> bool:
+    def writer_has_ended(self) -> bool:
         """Whether the writer of this rank has ended, with or without an error. Does not communicate."""
         return self._writer is None or self._writer.is_done()
 
@@ -215,9 +215,9 @@ class _SaveStrategy(TorchDistSaveShardedStrategy):
     def complete(self, written: list[WrittenFiles]) -> None:
         """Write the hashes of all files and the files that describe the checkpoint, and sync them to the disk."""
         folder = Path(self.writer.checkpoint_dir)
-        self.writer.finish(self.metadata, [of_rank.results for of_rank in written])
+        self.writer.finish(self.metadata, [files_of_rank.results for files_of_rank in written])
         save_config(CheckpointingConfig(self.backend, self.version), str(folder))
-        write_hashes(folder, {name: entry for of_rank in written for name, entry in of_rank.hashes.items()})
+        write_hashes(folder, {name: entry for files_of_rank in written for name, entry in files_of_rank.hashes.items()})
         for path in (folder / BACKEND_CONFIG, folder):
             fsync_path(path)
 
@@ -226,7 +226,7 @@ def _plan(state: dict, folder: Path) -> _SaveStrategy:
     apply_factories(state)
     dict_list_map_inplace(_with_own_storage, state)
     # Megatron would start a manager process to pass on the results. That process imports torch again, which takes seconds, and
-    # continues to run after this process is killed. Here ForkedWriter returns the results, so an ordinary queue is enough.
+    # continues to run after this process is killed. Here BackgroundWriter returns the results, so an ordinary queue is enough.
     filesystem_async._results_queue = queue.Queue()
     strategy = _SaveStrategy()
     dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
@@ -239,11 +239,11 @@ def _with_own_storage(part: object) -> object:
     Megatron makes a copy of a tensor that is a view of a larger storage. This avoids the copy.
     """
     if isinstance(part, ShardedTensor) and part.data is not None and part.data.device.type == "cpu":
-        part.data = _view_as_storage(part.data.detach())
+        part.data = _with_second_storage(part.data.detach())
     return part
 
 
-def _view_as_storage(tensor: Tensor) -> Tensor:
+def _with_second_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)

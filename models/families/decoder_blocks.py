@@ -47,7 +47,7 @@ QKV_BIAS = (
         part="qkv_bias",
     ),
 )
-PROJ_BIAS = (
+OUTPUT_PROJECTION_BIAS = (
     ParamMapping(
         f"{_MEGATRON_ATTENTION}.linear_proj.bias", (f"{_HF_ATTENTION}.o_proj.bias",), (_HIDDEN,), part="proj_bias"
     ),

@@ -117,7 +117,7 @@ def attention_kernels(
     The kernel that mrl chooses is the last one, because choosing FlashAttention-3 or 4 changes torch for the whole process.
     """
     varlen, version = supports_varlen(device(), model_dtype()), flash_attention_versions(sizes.channels)[0]
-    scale, whole = sizes.channels**-0.5, pack(segments, device(), in_order=True)
+    scale, whole = sizes.channels**-0.5, pack(segments, device(), chunks_in_token_order=True)
     if varlen and version > 2:
         yield "torch's variable-length FlashAttention-2", _gathering(_torch_varlen(scale), whole)
     if not varlen:
@@ -128,7 +128,7 @@ def attention_kernels(
         yield "batched scaled_dot_product_attention", _gathering(_batched(scale), pack(segments, device()))
     attention = PackedAttention(SimpleNamespace(kv_channels=sizes.channels, attention_dropout=0.0), 1, None, "self")
     chosen = f"torch's variable-length FlashAttention-{version}" if varlen else "batched"
-    own = pack(segments, device(), in_order=varlen)
+    own = pack(segments, device(), chunks_in_token_order=varlen)
     yield f"{chosen} (mrl's choice)", lambda *inputs: attention(*inputs, packed_seq_params=own)
 
 

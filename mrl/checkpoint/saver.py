@@ -39,7 +39,7 @@ class SavableModel(Protocol):
         """Take a snapshot of the model and begin to write it. If not `asynchronous`, return when the files are written."""
         ...
 
-    def save_finished(self) -> bool:
+    def save_has_ended(self) -> bool:
         """Return whether every rank has written its part of the checkpoint, or has failed to write it."""
         ...
 
@@ -107,7 +107,7 @@ class CheckpointSaver:
         if step == 0:
             return
         is_due = bool(schedule.every) and step % schedule.every == 0
-        if self._pending and (is_due or self._is_written()):
+        if self._pending and (is_due or self._write_has_ended()):
             self._attempt(self._finish)
         if is_due and step != self._newest:
             self._attempt(lambda: self._begin(state, metrics.get(schedule.best_metric), schedule.asynchronous))
@@ -160,11 +160,11 @@ class CheckpointSaver:
         for name, model in self.models.items():
             model.begin_save(str(folder / name), asynchronous, self.schedule.timeout_s)
 
-    def _is_written(self) -> bool:
+    def _write_has_ended(self) -> bool:
         """Return whether every rank's write has ended. After the deadline, return true."""
         assert self._pending, "a save is pending"
         late = time.monotonic() > self._pending.deadline
-        return late or all(model.save_finished() for model in self.models.values())
+        return late or all(model.save_has_ended() for model in self.models.values())
 
     def _finish(self) -> None:
         """Wait for the pending save, and commit it as a checkpoint."""

@@ -54,7 +54,7 @@ The trainer's model must fit into the memory of one process.
 _ROW_WIDTH = 110  # width of a table in characters if the output is not a terminal
 
 
-def job(config: Config) -> None:
+def layout_job(config: Config) -> None:
     """Run one parity check: print a table and write parity.json. Exit with status 1 if a difference exceeds its tolerance."""
     try:
         loss = build_value_loss(config) if config.certify.critic else build_objective(config)
@@ -121,7 +121,7 @@ def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
         equal=report.first is None,
         tokens=report.num_tokens,
         prompts=report.num_prompts,
-        undecided_tokens=report.undecided_tokens,
+        undecided_tokens=report.tokens_with_tied_experts,
         first=asdict(report.first) if report.first else None,
         cause=asdict(report.cause) if report.cause else None,
         differences=[asdict(d) | {"within": d.within} for d in report.differences],
@@ -131,9 +131,9 @@ def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
 def conclusion(report: EngineReport) -> str:
     """Return the sentences below the table."""
     left_out = (
-        f" The log-probabilities of {report.undecided_tokens} tokens were not compared, because round-off decides to "
+        f" The log-probabilities of {report.tokens_with_tied_experts} tokens were not compared, because round-off decides to "
         "which experts they, or earlier tokens, are routed."
-        if report.undecided_tokens
+        if report.tokens_with_tied_experts
         else ""
     )
     first, cause = report.first, report.cause
@@ -164,7 +164,7 @@ def print_places(report: EngineReport, title: str) -> None:
 def main(argv: list[str]) -> int:
     """Entry point of `mrl certify`."""
     if "engine" not in argv:
-        return hydra_entry.run(argv, job, USAGE)
+        return hydra_entry.run(argv, layout_job, USAGE)
     words, json_path = [word for word in argv if word != "engine"], None
     if "--json" in words:
         index = words.index("--json")

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     """Entry point of `mrl samples`. Returns the exit status."""
     args = parser().parse_args(argv)
     try:
-        text = show(Path(args.run.removeprefix("run.dir=")), args)
+        text = render(Path(args.run.removeprefix("run.dir=")), args)
     except ValueError as error:
         sys.stderr.write(f"mrl: {error}\n")
         return 2
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def show(run_dir: Path, args: argparse.Namespace) -> str:
+def render(run_dir: Path, args: argparse.Namespace) -> str:
     """Return the chosen samples as text. Raises ValueError for a mistake of the user."""
     if args.n < 1:
         raise ValueError(f"-n {args.n}: expected 1 or more.")

@@ -210,7 +210,7 @@ def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Respon
 
 def rehearse_agent(agent: ToolAgent, tokenizer: Any, config: Config) -> None:
     """Let the agent respond with a single made-up turn, which calls no tool. Raises ValueError if the agent fails."""
-    conversation = agent.prepare(tokenizer, config.data.template_args)
+    bound_agent = agent.prepare(tokenizer, config.data.template_args)
     ids = tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)[: config.rollout.max_response_tokens]
 
     async def generate_turn(inputs: list[int], params: SamplingParams) -> Completion:
@@ -219,7 +219,7 @@ def rehearse_agent(agent: ToolAgent, tokenizer: Any, config: Config) -> None:
 
     async def respond() -> object:
         params = SamplingParams(config.rollout.max_response_tokens + 1)
-        return await conversation(generate_turn, [tokenizer.eos_token_id], params, asyncio.Semaphore(1))
+        return await bound_agent(generate_turn, [tokenizer.eos_token_id], params, asyncio.Semaphore(1))
 
     try:
         asyncio.run(asyncio.wait_for(respond(), 2 * agent.tool_timeout_s))

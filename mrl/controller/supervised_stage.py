@@ -65,10 +65,10 @@ def export_supervised(group: WorkerGroup, config: Config, output: str) -> None:
 
     A reward model's folder also has the chat template of the config, because rewards render conversations with it.
     """
-    notes = {WARM_START_SETTINGS: json.dumps(warm_start_settings(config))}
+    extra_files = {WARM_START_SETTINGS: json.dumps(warm_start_settings(config))}
     if config.data.chat_template and SupervisedObjective.of(config).head == "score":
-        notes["chat_template.jinja"] = Path(config.data.chat_template).read_text(encoding="utf-8")
-    group.call(TrainWorker.export_hf, str(Path(output).resolve()), notes)
+        extra_files["chat_template.jinja"] = Path(config.data.chat_template).read_text(encoding="utf-8")
+    group.call(TrainWorker.export_hf, str(Path(output).resolve()), extra_files)
 
 
 def store_warm_start(actor: WorkerGroup, config: Config, output: str) -> None:

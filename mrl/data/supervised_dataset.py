@@ -156,7 +156,7 @@ def _encode_turns(
         assert template, "a response with several turns needs a tool template"
         result = template.encode(tool["content"], limit=len(tool["content"]) + 1)
         between, answer = template.wrap([result], turn_ended=False), encode_text(tokenizer, assistant["content"])
-        num_end_tokens = len(template.end)
+        num_end_tokens = len(template.end_of_turn)
         ids += between + answer
         in_loss += [True] * num_end_tokens + [False] * (len(between) - num_end_tokens) + [True] * len(answer)
     return [*ids, tokenizer.eos_token_id], [*in_loss, True]

@@ -200,12 +200,12 @@ _CUT = "..."  # marks the end of a truncated tool result
 class ToolTemplate:
     """The tokens between two turns of the assistant.
 
-    With one tool result, they are `end + before + result + after`. With two results, they are
-    `end + before + result + between + result + after`.
+    With one tool result, they are `end_of_turn + before + result + after`. With two results, they are
+    `end_of_turn + before + result + between + result + after`.
     """
 
     tokenizer: Any
-    end: tuple[int, ...]  # the token that ends the assistant's turn; empty if the template has none
+    end_of_turn: tuple[int, ...]  # the token that ends the assistant's turn; empty if the template has none
     before: tuple[int, ...]  # tokens before the first result
     between: tuple[int, ...]  # tokens between two results
     after: tuple[int, ...]  # tokens after the last result, up to the start of the assistant's next turn
@@ -252,12 +252,12 @@ class ToolTemplate:
     def wrap(self, results: Sequence[Sequence[int]], *, turn_ended: bool) -> list[int]:
         """Return the tokens between an assistant's turn and its next turn, with the tokens of `results`.
 
-        `turn_ended`: whether the policy has already sampled a token that ends the turn. If so, the result has no `end`.
+        `turn_ended`: whether the policy has already sampled a token that ends the turn. If so, the result has no `end_of_turn`.
         """
         inner: list[int] = []
         for result in results:
             inner += [*(self.between if inner else ()), *result]
-        return [*(() if turn_ended else self.end), *self.before, *inner, *self.after]
+        return [*(() if turn_ended else self.end_of_turn), *self.before, *inner, *self.after]
 
 
 def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:

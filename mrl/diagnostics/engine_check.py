@@ -89,7 +89,7 @@ class EngineReport:
     num_prompts: int
     # number of tokens whose log-probabilities were not compared, because round-off decides to which experts these tokens, or
     # earlier tokens of their rows, are routed
-    undecided_tokens: int
+    tokens_with_tied_experts: int
 
     @property
     def first(self) -> PlaceDifference | None:
@@ -233,7 +233,7 @@ class EngineCheck:
             if report.first is None:
                 return report
             sides = self._sides(client, group, block, (engine, trainer), report.first)
-        cause = diagnose(report.first, *sides, block, model_facts(self.arch), report.undecided_tokens)
+        cause = diagnose(report.first, *sides, block, model_facts(self.arch), report.tokens_with_tied_experts)
         return replace(report, cause=cause)
 
     def _sample(self, client: EngineClient) -> TokenBlock:

@@ -105,7 +105,7 @@ def gather_facts(requirements: Requirements | None, rank: int = 0) -> HostFacts:
 def _probe_folders(requirements: Requirements | None) -> list[FolderFacts]:
     folders = {"temporary": host_probe.ray_temporary_folder()}
     if requirements and requirements.run_dir:
-        folders["run"] = host_probe.existing_parent(requirements.run_dir)
+        folders["run"] = host_probe.nearest_existing_folder(requirements.run_dir)
     return [host_probe.probe_folder(path, purpose) for purpose, path in folders.items()]
 
 

@@ -98,7 +98,7 @@ def summarize(cluster: ClusterFacts, findings: Sequence[DoctorFinding], num_chec
     total = ", ".join(filter(None, counts)) or "no finding"
     finished = [one for one in cluster.collectives if one.seconds is not None]
     collectives = f", all-reduce over {', '.join(one.group for one in finished)}" if finished else ""
-    where = f"{hosts} host{'s' if hosts != 1 else ''}, {cluster.gpus} GPUs"
+    where = f"{hosts} host{'s' if hosts != 1 else ''}, {cluster.num_gpus} GPUs"
     return f"{where}: {total} in {num_checks} checks{collectives}, {seconds:.1f} s"
 
 

@@ -13,7 +13,7 @@ GB = 10**9
 
 
 @dataclass(frozen=True)
-class ProcessorAndMemory:
+class MachineFacts:
     """Processor cores, host memory and the Slurm job of this process."""
 
     cores: int
@@ -102,7 +102,7 @@ class NetworkFacts:
 
 
 @dataclass(frozen=True)
-class RayToken:
+class RayAuthFacts:
     """How Ray authenticates on this host. The token itself is never stored."""
 
     mode: str = ""  # RAY_AUTH_MODE
@@ -129,7 +129,7 @@ class HostFacts:
 
     host: str  # name
     rank: int  # index of the host among the hosts that are checked together
-    machine: ProcessorAndMemory
+    machine: MachineFacts
     software: SoftwareFacts
     gpus: HostGpus
     limits: dict[str, tuple[int, int]]  # resource (nofile, nproc, memlock) -> (soft, hard) limit; -1: no limit
@@ -138,7 +138,7 @@ class HostFacts:
     network: NetworkFacts
     # variables that configure torch, NCCL, gloo, UCX, CUDA, Hugging Face and proxies; no secrets
     environment: dict[str, str]
-    token: RayToken
+    token: RayAuthFacts
     # checksum of the model folder; "": the folder or its config.json is missing; None: the config names no model folder
     model_checksum: str | None = None
     cluster_error: str = ""  # why this host cannot connect to cluster.address
@@ -195,7 +195,7 @@ class ClusterFacts:
         return len(self.hosts) > 1
 
     @property
-    def gpus(self) -> int:
+    def num_gpus(self) -> int:
         """Number of GPUs on all hosts together."""
         return sum(len(one.gpus.cards) for one in self.hosts)
 

@@ -305,7 +305,10 @@ class Scorer:
 
             def run_parallel(calls: Calls) -> list[list[Score]]:
                 with ThreadPoolExecutor(max(1, len(calls))) as threads:
-                    jobs = [threads.submit(self._score, inner, given, deadline) for inner, given in calls]
+                    jobs = [
+                        threads.submit(self._score, inner, inner_responses, deadline)
+                        for inner, inner_responses in calls
+                    ]
                     return [job.result() for job in jobs]
 
             return reward.score(responses, run_parallel)
@@ -319,7 +322,7 @@ class Scorer:
                 ]
             return self._pool.run(index, batches, self.sample_timeout_s, deadline)
 
-        return _retry_in_smaller_batches(run, responses, list(_batch_keys(reward, responses)), deadline)
+        return _score_in_smaller_batches(run, responses, list(_batch_keys(reward, responses)), deadline)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -356,14 +359,14 @@ def _call_in_process(reward: Reward, responses: list[Response]) -> CallResult:
         return call_reward(reward, responses)
 
 
-BatchKey = Callable[[int], Hashable]
+BatchBy = Callable[[int], Hashable]
 """Function that maps the index of a response to a key. One call of the reward scores all responses with the same key."""
 
 
-def _retry_in_smaller_batches(
+def _score_in_smaller_batches(
     run: Callable[[list[list[Response]]], list[CallResult]],
     responses: list[Response],
-    keys: list[BatchKey],
+    keys: list[BatchBy],
     deadline: float,
 ) -> list[Score]:
     """Score the responses in the batches that the first key defines.
@@ -390,14 +393,14 @@ def _retry_in_smaller_batches(
     return [scores[i] for i in range(len(responses))]
 
 
-def _group_by_key(indices: list[int], key: BatchKey) -> list[tuple[int, ...]]:
+def _group_by_key(indices: list[int], key: BatchBy) -> list[tuple[int, ...]]:
     batches: dict[Hashable, list[int]] = {}
     for index in indices:
         batches.setdefault(key(index), []).append(index)
     return [tuple(batch) for batch in batches.values()]
 
 
-def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]:
+def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchBy]:
     """Yield the keys in the order in which they are tried.
 
     They give one batch, one batch per prompt, and one batch per response. `per_sample` omits the first two, `whole_groups` the

@@ -31,7 +31,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from mrl.rollout.agents.tool_agent import ConcurrencyLimits, Conversation, GenerateTurn, run_conversations
+from mrl.rollout.agents.tool_agent import BoundToolAgent, ConcurrencyLimits, GenerateTurn, run_conversations
 from mrl.rollout.client import (
     Completion,
     EngineClient,
@@ -313,7 +313,7 @@ class EnginePool:
 
     async def converse(
         self,
-        conversation: Conversation,
+        bound_agent: BoundToolAgent,
         numbers: Sequence[int],
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
@@ -333,8 +333,8 @@ class EnginePool:
 
             return generate_turn
 
-        self._limits = self._limits or ConcurrencyLimits(conversation.agent)
-        return await run_conversations(conversation, generate_turn_of, prompts, sampling, self._limits)
+        self._limits = self._limits or ConcurrencyLimits(bound_agent.agent)
+        return await run_conversations(bound_agent, generate_turn_of, prompts, sampling, self._limits)
 
     def generate_all(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], cache: CompletionCache | None = None
@@ -358,7 +358,7 @@ class EnginePool:
 
     def converse_all(
         self,
-        conversation: Conversation,
+        bound_agent: BoundToolAgent,
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
         cache: CompletionCache | None = None,
@@ -368,7 +368,7 @@ class EnginePool:
         async def run() -> list[Trajectory]:
             engines, count = self._in_service(), len(prompts)
             sessions = [StickySession(engines[index * len(engines) // count]) for index in range(count)]
-            return await self.converse(conversation, range(count), prompts, sampling, cache, sessions)
+            return await self.converse(bound_agent, range(count), prompts, sampling, cache, sessions)
 
         return self._wait(run())
 

@@ -47,9 +47,9 @@ class GroupSampler:
     def __init__(self, spec: RolloutSpec, engines: EnginePool, cache: CompletionCache) -> None:
         """Completions that `cache` holds are not sampled again. New completions are added to `cache`."""
         self.spec, self._engines, self._cache = spec, engines, cache
-        self._conversation = None
+        self._bound_agent = None
         if spec.agent:
-            self._conversation = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
+            self._bound_agent = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
         self.lengths = ResponseLengths(spec.sampling.max_new_tokens / 2)
         calls_server = any(getattr(each, "needs_server", False) for each in single_rewards(spec.reward))
         # In a deterministic run, the groups of a step must reach an engine together: on a CPU, the rounding of a response
@@ -121,9 +121,9 @@ class GroupSampler:
         For `numbers`, `cache` and `expected_work`, see EnginePool.generate.
         """
         session = self._engines.open_session()
-        if self._conversation:
+        if self._bound_agent:
             sessions = [session] * len(prompts)
-            return await self._engines.converse(self._conversation, numbers, prompts, sampling, cache, sessions)
+            return await self._engines.converse(self._bound_agent, numbers, prompts, sampling, cache, sessions)
         completions = await self._engines.generate(numbers, prompts, sampling, cache, session, expected_work)
         return [Trajectory.from_completion(completion) for completion in completions]
 
@@ -136,8 +136,8 @@ class GroupSampler:
         called in the event loop, because this call would block the loop.
         """
         sampling = self._seeded(params, response_ids)
-        if self._conversation:
-            return self._engines.converse_all(self._conversation, prompts, sampling)
+        if self._bound_agent:
+            return self._engines.converse_all(self._bound_agent, prompts, sampling)
         return [Trajectory.from_completion(completion) for completion in self._engines.generate_all(prompts, sampling)]
 
     def _seeded(self, params: SamplingParams, response_ids: Sequence[tuple[int, ...]]) -> list[SamplingParams]:

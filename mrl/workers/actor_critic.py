@@ -354,7 +354,7 @@ class MegatronCritic(MegatronModel):
     """One rank's part of the critic: a decoder whose head predicts one number per token."""
 
     head_kind: ClassVar[HeadKind] = "value"
-    grad_norm: ClassVar[str] = "critic/grad_norm"
+    grad_norm_key: ClassVar[str] = "critic/grad_norm"
     loss_key: ClassVar[str] = "critic.loss"
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -403,7 +403,7 @@ class MegatronRewardModel(MegatronCritic):
     """
 
     head_kind: ClassVar[HeadKind] = "score"
-    grad_norm: ClassVar[str] = "optim/grad_norm"
+    grad_norm_key: ClassVar[str] = "optim/grad_norm"
     loss_key: ClassVar[str] = "sft.objective"
 
     def head_and_loss(  # type: ignore[bad-override]  # it has another loss than a critic

@@ -339,9 +339,9 @@ class WorkerGroup:
         deadline_s = timeout_s + RANK_TIMEOUT_MARGIN_S
         self._call_ranks(TrainWorker.begin_save, (folder, asynchronous), {}, timeout_s=deadline_s)
 
-    def save_finished(self) -> bool:
+    def save_has_ended(self) -> bool:
         """Return whether every rank has written its part, or has failed to write it."""
-        return all(self.call(TrainWorker.save_finished))
+        return all(self.call(TrainWorker.save_has_ended))
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until every rank has written its part. Raises the error of a rank that failed."""

@@ -53,7 +53,7 @@ FP8_MULTIPLE = 16  # in fp8, the number of tokens must be a multiple of this
 class MicroBatchStatistics:
     """Scalars that a loss reports about one micro-batch, by name."""
 
-    sums: dict[str, Tensor]  # summed over micro-batches, then by the driver over ranks
+    sums: dict[str, Tensor]  # summed over micro-batches, then by the driver over data- and context-parallel ranks
     maxima: dict[str, Tensor] = field(default_factory=dict)  # maximum over micro-batches, then over ranks by the driver
 
 
@@ -61,7 +61,7 @@ NONFINITE = "nonfinite"
 """Name of the sum that counts the tokens whose loss is not finite although the model's output is finite."""
 
 
-def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss: str) -> str:
+def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss_name: str) -> str:
     """If the loss is the reason why a gradient is not finite, return a sentence for the error message, otherwise "".
 
     All ranks call this.
@@ -72,7 +72,7 @@ def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss: str) -> str:
     if not any(counts):
         return ""
     return (
-        f"The loss ({loss}) of at least {max(counts):.0f} sampled tokens is not finite, although the model's output is "
+        f"The loss ({loss_name}) of at least {max(counts):.0f} sampled tokens is not finite, although the model's output is "
         "finite."
     )
 
@@ -92,7 +92,7 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 class MegatronModel:
     """Base class of actor, critic and reward model. Initialize torch.distributed and parallel.groups first."""
 
-    grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
+    grad_norm_key: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
     loss_key: ClassVar[str] = "sft.objective"  # config key of a loss that is not an Objective, for error messages
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
@@ -123,7 +123,7 @@ class MegatronModel:
             multiple=(spec.dims.tp if spec.dims.sequence_parallel else 1)
             * (FP8_MULTIPLE if spec.overrides.get("fp8") else 1),
             cu_seqlens=capabilities().transformer_engine and not spec.share_prompts,
-            in_order=supports_varlen(device(), getattr(torch, spec.dtype)),
+            chunks_in_token_order=supports_varlen(device(), getattr(torch, spec.dtype)),
         )
 
     # Forward and backward passes.
@@ -228,7 +228,7 @@ class MegatronModel:
             statistics = self.accumulate_gradients(micros, head, loss_function, batch)
             grad_norm = self.optimizer_step(lr, index, statistics, source)
             seconds = time.perf_counter() - start
-            reports.append(reduce_statistics(statistics, {self.grad_norm: grad_norm, "seconds": seconds}))
+            reports.append(reduce_statistics(statistics, {self.grad_norm_key: grad_norm, "seconds": seconds}))
         return reports
 
     def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
@@ -246,12 +246,12 @@ class MegatronModel:
         return reduce_statistics(statistics, {})
 
     def optimizer_step(
-        self, lr: float, mini_batch: int = 0, statistics: Sequence[MicroBatchStatistics] = (), loss: str = ""
+        self, lr: float, mini_batch: int = 0, statistics: Sequence[MicroBatchStatistics] = (), loss_name: str = ""
     ) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 
         If the norm is not finite, the weights stay unchanged, and all ranks raise NonFiniteGradientError with the index
-        `mini_batch`. If `statistics` show that the loss is the cause, the error also contains `loss`.
+        `mini_batch`. If `statistics` show that the loss is the cause, the error also contains `loss_name`.
         """
         with span("optimizer step"):
             set_learning_rate(self.optimizer, lr)
@@ -259,7 +259,7 @@ class MegatronModel:
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
-                raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss))
+                raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss_name))
             stepped, norm, _ = self.optimizer.step()
         assert stepped, "Megatron skips a step only because of a loss scale, and none is used"
         return float(norm)
@@ -349,13 +349,13 @@ class MegatronModel:
             for _ in tensors:
                 pass
 
-    def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
-        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: file name -> text."""
-        self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
+    def export_hf(self, folder: str | Path, extra_files: dict[str, str]) -> None:
+        """Write a Hugging Face folder with the current weights and the tokenizer. `extra_files`: file name -> text."""
+        self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, extra_files))
 
-    def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
+    def write_hf(self, tensors: NamedTensors, folder: str | Path, extra_files: dict[str, str] | None = None) -> None:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
-        write_export(tensors, self.exported_config, folder, notes or {})
+        write_export(tensors, self.exported_config, folder, extra_files or {})
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
         """Open a weight sync session with these engines. All ranks call this. Only the disk transport writes to `folder`."""
@@ -389,9 +389,9 @@ class MegatronModel:
         assert self._save is None, "finish_save() or abandon_save() comes first"
         self._save = checkpoint.begin_save(folder, self.chunks, self.optimizer, self.spec.dims, asynchronous)
 
-    def save_finished(self) -> bool:
+    def save_has_ended(self) -> bool:
         """Return whether this rank has written its part, or has failed to write it. This does not wait for other ranks."""
-        return self._save is None or self._save.is_written()
+        return self._save is None or self._save.writer_has_ended()
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until every rank has written its part. The folder is then a complete checkpoint on the disk.

@@ -425,9 +425,9 @@ class TrainWorker:
             return self._sync.push(version, engines_offloaded) if self._sync is not None else SyncReport()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
-    def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
-        """Write the current weights as a Hugging Face folder. `notes`: name of a further file -> text."""
-        self.model.export_hf(folder, notes or {})
+    def export_hf(self, folder: str, extra_files: dict[str, str] | None = None) -> None:
+        """Write the current weights as a Hugging Face folder. `extra_files`: name of a further file -> text."""
+        self.model.export_hf(folder, extra_files or {})
 
     # Checkpoints.
 
@@ -446,9 +446,9 @@ class TrainWorker:
         """Start to write a distributed checkpoint into `folder`. `finish_save` completes it."""
         self.model.begin_save(folder, asynchronous)
 
-    def save_finished(self) -> bool:
+    def save_has_ended(self) -> bool:
         """Return whether this rank has written its part of the checkpoint, or has failed to write it."""
-        return self.model.save_finished()
+        return self.model.save_has_ended()
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until the checkpoint that `begin_save` started is complete and on the disk."""

@@ -76,7 +76,7 @@ def test_a_command_gets_the_whole_config(monkeypatch, tmp_path):
         line = [sys.executable, "-P", "-m", "mrl.cli", command, *arguments, "--cfg", "job", "--resolve"]
         printed.append(subprocess.run(line, capture_output=True, text=True, check=True, timeout=300).stdout)
 
-    monkeypatch.setattr(api, "_start", compose)
+    monkeypatch.setattr(api, "_run_child", compose)
     mrl.train(config)
     (tmp_path / "printed.yaml").write_text(printed[0])
     text = printed[0]
@@ -113,7 +113,7 @@ def test_a_closed_stderr_does_not_block_a_command(monkeypatch):
     """The child writes more than fits into a pipe, although the parent has no stderr for this output."""
     monkeypatch.setattr(sys, "stderr", None)
     code = "import sys; sys.stderr.write('x' * 300_000 + '\\n'); sys.exit(3)"
-    monkeypatch.setattr(api, "_line", lambda command, arguments: [sys.executable, "-c", code])
+    monkeypatch.setattr(api, "_command_line", lambda command, arguments: [sys.executable, "-c", code])
     with pytest.raises(mrl.CommandError) as failed:
         mrl.convert("check", model_path="x")
     assert failed.value.status == 3

@@ -21,8 +21,8 @@ from mrl.doctor.collective_probe import CollectivePlan, RankResult, combine_resu
 from mrl.doctor.examine import CHECKS, gather_facts
 from mrl.doctor.findings import DoctorFinding, Severity, exit_status, format_hosts, merge_findings, to_plain
 from mrl.doctor.gather.host_probe import (
-    CPU_LOCK,
-    GPU_LOCK,
+    CPU_LOCK_FILE,
+    GPU_LOCK_FILE,
     TESTED,
     is_visible,
     locked_cuda,
@@ -235,7 +235,7 @@ def test_a_host_whose_rank_did_not_finish_is_named():
 
 
 def test_the_locked_versions_come_from_the_lock_files():
-    for gpu, path in ((False, CPU_LOCK), (True, GPU_LOCK)):
+    for gpu, path in ((False, CPU_LOCK_FILE), (True, GPU_LOCK_FILE)):
         text, versions = (ROOT / path).read_text(), locked_versions(gpu)
         assert set(TESTED) <= versions.keys()
         assert all(f"\n{name}=={version} " in text for name, version in versions.items())

@@ -169,9 +169,9 @@ class LetterTokenizer:
 
 class Agent(ToolAgent):
     def prepare(self, tokenizer, template_args=None):
-        from mrl.rollout.agents.tool_agent import Conversation
+        from mrl.rollout.agents.tool_agent import BoundToolAgent
 
-        return Conversation(self, tokenizer, template=None, stop_token_ids=())  # type: ignore[arg-type]
+        return BoundToolAgent(self, tokenizer, template=None, stop_token_ids=())  # type: ignore[arg-type]
 
 
 def test_a_mistake_in_an_agent_is_found_before_the_start():

@@ -21,7 +21,7 @@ class Model:
         Path(folder).mkdir()
         self.begun.append((Path(folder), self.value, asynchronous))
 
-    def save_finished(self) -> bool:
+    def save_has_ended(self) -> bool:
         return self.arrived
 
     def abandon_save(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards.reward_types import Score, Turn
 from mrl.rollout import rollout_log
-from mrl.rollout.agents.tool_agent import Conversation, ToolAgent
+from mrl.rollout.agents.tool_agent import BoundToolAgent, ToolAgent
 from mrl.rollout.agents.tools import Calculator, HermesParser, MarkerParser
 from mrl.rollout.client import Completion, SamplingParams
 from mrl.rollout.response_metrics import SampledStep
@@ -81,7 +81,7 @@ AGENT = ToolAgent({"calculator": Calculator()}, MarkerParser("calculator"))
 
 def respond(tokenizer, *lines: str, agent: ToolAgent = AGENT, room: int = 200, reason: str = "stop"):
     engine = ScriptedEngine(tokenizer, list(lines), reason=reason)
-    conversation: Conversation = agent.prepare(tokenizer)
+    conversation: BoundToolAgent = agent.prepare(tokenizer)
 
     async def run() -> Trajectory:
         params = SamplingParams(max_new_tokens=room, temperature=0.5)

@@ -45,7 +45,7 @@ def test_a_conversation_built_turn_by_turn_equals_the_rendered_one(tokenizer, te
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     encoded = [tool.encode(result, 100) for result in results]
     whole = rendered(tokenizer, [("user", "6*7?"), ("assistant", "call"), *(("tool", r) for r in results)])
-    assert tool.end == (end,)
+    assert tool.end_of_turn == (end,)
     assert prompt + said + tool.wrap(encoded, turn_ended=False) == whole
     assert prompt + said + [end] + tool.wrap(encoded, turn_ended=True) == whole
 

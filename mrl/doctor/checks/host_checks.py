@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median_low
 
 from mrl.doctor.findings import DoctorFinding, error, format_hosts, note, warning
-from mrl.doctor.gather.host_probe import CPU_LOCK, GPU_LOCK, locked_versions
+from mrl.doctor.gather.host_probe import CPU_LOCK_FILE, GPU_LOCK_FILE, locked_versions
 from mrl.doctor.host_facts import GB, ClusterFacts, FolderFacts, HostFacts, most_common, outliers
 
 MAX_CLOCK_SKEW_S = 1.0  # largest difference between a clock and the median clock
@@ -129,7 +129,7 @@ def check_cores(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 def check_limits(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     """Find limits (ulimit) on open files and processes that are too low."""
-    min_files = MIN_FILES_CLUSTER if cluster.multi_host or cluster.gpus else MIN_FILES
+    min_files = MIN_FILES_CLUSTER if cluster.multi_host or cluster.num_gpus else MIN_FILES
     for host in cluster.hosts:
         yield from _check_open_files(host, min_files)
         soft, hard = host.limits.get("nproc", (-1, -1))
@@ -294,7 +294,7 @@ def check_versions(
     tested_versions = tested_versions or {gpu: locked_versions(gpu) for gpu in (False, True)}
     for host in cluster.hosts:
         gpu = bool(host.gpus.cards)
-        fix = f"make setup LOCK={GPU_LOCK if gpu else CPU_LOCK}"
+        fix = f"make setup LOCK={GPU_LOCK_FILE if gpu else CPU_LOCK_FILE}"
         for name, tested in tested_versions[gpu].items():
             yield from _check_version(host.host, name, host.software.packages.get(name), tested, fix)
         torch = host.software.packages.get("torch") or ""

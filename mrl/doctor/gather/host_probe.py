@@ -24,10 +24,10 @@ from pathlib import Path
 import psutil
 
 from mrl.core.code_locations import DATA_ROOT, PACKAGE_ROOT
-from mrl.doctor.host_facts import FolderFacts, GpuCard, HostGpus, ProcessorAndMemory, RayToken, SoftwareFacts
+from mrl.doctor.host_facts import FolderFacts, GpuCard, HostGpus, MachineFacts, RayAuthFacts, SoftwareFacts
 from mrl.hang_report.network_interfaces import NETWORK_PREFIXES
 
-CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
+CPU_LOCK_FILE, GPU_LOCK_FILE = "requirements.txt", "requirements-gpu.txt"
 # packages whose tested versions are in the lock files
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
 TESTED_GPU = (*TESTED, "transformer-engine", "transformer-engine-torch", "nvidia-nccl-cu13")
@@ -86,10 +86,10 @@ print(json.dumps(result))
 """
 
 
-def read_machine() -> ProcessorAndMemory:
+def read_machine() -> MachineFacts:
     """Read this host's cores and memory, and how much of them this process may use."""
     memory = psutil.virtual_memory()
-    return ProcessorAndMemory(
+    return MachineFacts(
         cores=os.cpu_count() or 1,
         usable_cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory.total,
@@ -141,17 +141,17 @@ def read_environment() -> dict[str, str]:
     return found
 
 
-def read_token() -> RayToken:
+def read_token() -> RayAuthFacts:
     """Find Ray's token where Ray looks for it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
     mode, text = os.environ.get("RAY_AUTH_MODE", "").lower(), os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if text:
-        return RayToken(mode, _digest(text), "RAY_AUTH_TOKEN")
+        return RayAuthFacts(mode, _digest(text), "RAY_AUTH_TOKEN")
     path_variable = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(path_variable) if path_variable else Path.home() / ".ray/auth_token"
     text = _read_text(path)
     if not text:
-        return RayToken(mode, "", str(path) if path_variable else "")
-    return RayToken(mode, _digest(text), str(path), _is_world_readable(path.absolute()))
+        return RayAuthFacts(mode, "", str(path) if path_variable else "")
+    return RayAuthFacts(mode, _digest(text), str(path), _is_world_readable(path.absolute()))
 
 
 def _is_world_readable(path: Path) -> bool:
@@ -172,13 +172,13 @@ def read_pins(lock: str, folder: Path = DATA_ROOT) -> dict[str, str]:
 
 def locked_versions(gpu: bool, folder: Path = DATA_ROOT) -> dict[str, str]:
     """Return the tested versions for hosts with or without GPUs: package -> version."""
-    pins = read_pins(GPU_LOCK if gpu else CPU_LOCK, folder)
+    pins = read_pins(GPU_LOCK_FILE if gpu else CPU_LOCK_FILE, folder)
     return {name: pins[name] for name in (TESTED_GPU if gpu else TESTED) if name in pins}
 
 
 def locked_cuda(folder: Path = DATA_ROOT) -> tuple[int, int]:
     """Return the version (major, minor) of the CUDA runtime in the lock file; (0, 0) if there is no lock file."""
-    major, minor, *_ = read_pins(GPU_LOCK, folder).get(CUDA_RUNTIME, "0.0").split(".")
+    major, minor, *_ = read_pins(GPU_LOCK_FILE, folder).get(CUDA_RUNTIME, "0.0").split(".")
     return int(major), int(minor)
 
 
@@ -231,7 +231,7 @@ def probe_folder(
     return FolderFacts(path, purpose, *sizes, result["error"], result["speed"])
 
 
-def existing_parent(path: str | Path) -> str:
+def nearest_existing_folder(path: str | Path) -> str:
     """Return `path` if it is a folder, otherwise its nearest parent that exists."""
     absolute = Path(path).expanduser().absolute()
     return str(next(folder for folder in (absolute, *absolute.parents) if folder.is_dir()))

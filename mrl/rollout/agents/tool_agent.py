@@ -48,14 +48,14 @@ class ToolAgent:
         if named is not None and named not in self.tools:
             raise ValueError(f"parser.tool={named!r} is not a tool; the tools are {', '.join(self.tools)}.")
 
-    def prepare(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> "Conversation":
+    def prepare(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> "BoundToolAgent":
         """Return the agent bound to the tokenizer of a model.
 
         `template_args`: variables of the chat template, the same as for prompts.
         Raises ValueError if a stop text is not one token, or if the chat template cannot render tool results.
         """
         stops = tuple(_single_token(tokenizer, text) for text in self.parser.stops)
-        return Conversation(self, tokenizer, ToolTemplate.of(tokenizer, self.result_role, template_args), stops)
+        return BoundToolAgent(self, tokenizer, ToolTemplate.of(tokenizer, self.result_role, template_args), stops)
 
 
 def _single_token(tokenizer: Any, text: str) -> int:
@@ -139,7 +139,7 @@ class _ResponseBuilder:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class BoundToolAgent:
     """A tool agent that is bound to the tokenizer of a model. A call of the object samples one multi-turn response."""
 
     agent: ToolAgent
@@ -192,7 +192,7 @@ class Conversation:
         results.
         """
         last = completion.token_ids[-1]
-        turn_ended = last in self.template.end or last not in self.stop_token_ids
+        turn_ended = last in self.template.end_of_turn or last not in self.stop_token_ids
         encoded = [self.template.encode(result.text, self.agent.max_tool_tokens) for result in results]
         return self.template.wrap(encoded, turn_ended=turn_ended)
 
@@ -206,7 +206,7 @@ class ConcurrencyLimits:
 
 
 async def run_conversations(
-    conversation: Conversation,
+    bound_agent: BoundToolAgent,
     generate_turn_of: Callable[[int], GenerateTurn],
     prompts: Sequence[list[int]],
     sampling: Sequence[SamplingParams],
@@ -220,6 +220,6 @@ async def run_conversations(
 
     async def respond(index: int) -> Trajectory:
         async with limits.responses:
-            return await conversation(generate_turn_of(index), prompts[index], sampling[index], limits.tools)
+            return await bound_agent(generate_turn_of(index), prompts[index], sampling[index], limits.tools)
 
     return await asyncio.gather(*(respond(index) for index in range(len(prompts))))
