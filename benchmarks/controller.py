@@ -392,7 +392,7 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
 def _lifecycle(worker: RolloutWorkerHandle, group: SimulatedGroup, run_dir: str) -> EngineLifecycle:
     """Return the lifecycle of engines that share no devices. The simulated ranks answer the pushes."""
     lifecycle = EngineLifecycle(
-        host=worker,
+        engine_processes=worker,
         actor=group,
         scheduler=MemoryScheduler(frozenset()),
         settings=WeightSyncConfig(),

@@ -31,7 +31,7 @@ from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, RoleModel, RunMemory, run_memory, trainer_settings
 from mrl.rollout.engines.server_args import has_cuda
-from mrl.weight_sync.engine_layout import Topology
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MemoryEstimator:
     config: Config
     models: dict[str, ModelPlan]  # by role
     has_reference: bool
-    topology: Topology | None  # parallel sizes of one engine; None if the run starts no engines
+    topology: EngineParallelSizes | None  # parallel sizes of one engine; None if the run starts no engines
     # Teachers whose output layers an update needs, because the loss distills over the whole vocabulary
     teachers: tuple[str, ...] = ()
     sampled_gradient: bool = True  # whether the loss has a gradient through sampled tokens

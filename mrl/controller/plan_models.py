@@ -30,7 +30,7 @@ from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
-from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
 from parallel.dims import ParallelDims
@@ -141,7 +141,9 @@ def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, routi
     if routing_replay and not arch.num_experts:
         raise ValueError(f"rollout.routing_replay=true: {config.model.path} has no experts; leave it false.")
     check_load_balancing(config.megatron.get("moe_router_load_balancing_type", "none"), dims)
-    if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (dims.pp > 1 or dims.lockstep):
+    if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (
+        dims.pp > 1 or dims.equal_micro_batch_counts
+    ):
         raise ValueError(
             "megatron.moe_token_dispatcher_type=allgather: exchanges packs of equal length only, so parallel.pp must be 1 "
             f"and ep x etp at most tp x cp; got pp={dims.pp}, ep={dims.ep}, etp={dims.expert_tp}, tp={dims.tp}, "
@@ -223,7 +225,7 @@ def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
     return layout
 
 
-def engine_topology(config: Config, actor: ModelPlan) -> Topology:
+def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
     """Return the parallel sizes of one engine. Raises ValueError if SGLang or weight sync does not support them."""
     if config.rollout.engine_urls and config.weight_sync.transport != "disk":
         raise ValueError(
@@ -241,7 +243,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
         raise ValueError(
             "sglang.enable_dp_lm_head=true: weight sync does not support engines with a data-parallel output layer."
         )
-    topology = Topology(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
+    topology = EngineParallelSizes(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
     if topology.ep > 1 and (not actor.arch.num_experts or actor.arch.num_experts % topology.ep):
         raise ValueError(
             f"sglang.ep_size={topology.ep} does not divide the {actor.arch.num_experts} experts of this model."

@@ -72,7 +72,7 @@ class RunProcesses:
         worker = self._start_rollout_worker(placements)
         stack.callback(worker.close)
         self.engines = EngineLifecycle(
-            host=worker,
+            engine_processes=worker,
             actor=self.models.actor,
             scheduler=self.scheduler,
             settings=config.weight_sync,

@@ -423,7 +423,8 @@ class SupervisedRows:
 class RankBatch:
     """The rows on which one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    # Indices of the rows of each micro-batch. With ParallelDims.lockstep or vpp > 1, empty micro-batches may be added
+    # Indices of the rows of each micro-batch. Empty micro-batches may be added if vpp > 1, or if
+    # ParallelDims.equal_micro_batch_counts is true.
     micro_batches: tuple[NDArray[np.int64], ...]
     weights: NDArray[np.float64]  # [B] token weight in the loss; all tokens of a row have the same token weight
     # [B] index of the prompt; for rows with the same index, the prompt is computed once. None: it is computed for every row

@@ -121,7 +121,7 @@ LAYOUTS = (
 )
 
 
-def read_foreign_responses(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, list[Row]]:
+def read_responses_of_other_tools(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, list[Row]]:
     """Return the settings and the rows of responses, as `read_responses` does. `columns`: the config key evaluate.columns.
 
     `path` is a file, or a folder with files. A row has all responses to its prompt in a list, or one response as a text. In the
@@ -323,7 +323,7 @@ def _read_input(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, lis
     `columns`: the config key evaluate.columns.
     """
     if not (path / MANIFEST).is_file():
-        return read_foreign_responses(path, columns)
+        return read_responses_of_other_tools(path, columns)
     if columns:
         raise ValueError(
             f"evaluate.columns={dict(columns)} names columns of other tools, but `mrl generate` wrote {path}; remove this key."

@@ -71,7 +71,7 @@ class PromptScores:
     scores: list[float]
     answers: list[str | None]  # answer for which each response votes in maj@k; None: no answer
     failed: int  # number of responses that could not be scored; their score is 0
-    cut: int | None  # number of responses that were truncated at the token limit; None: unknown
+    truncated: int | None  # number of responses that were truncated at the token limit; None: unknown
     tokens: int | None  # number of tokens in all responses together; None: unknown
 
     @property
@@ -116,14 +116,14 @@ def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[
             scores=[rows[i]["score"] for i in group],
             answers=[answers[i] for i in group],
             failed=sum(rows[i]["failure"] is not None for i in group),
-            cut=_sum_or_none([_is_cut(rows[i]) for i in group]),
+            truncated=_sum_or_none([_is_truncated(rows[i]) for i in group]),
             tokens=_sum_or_none([rows[i]["num_tokens"] for i in group]),
         )
         for group in indices.values()
     ]
 
 
-def _is_cut(row: Row) -> bool | None:
+def _is_truncated(row: Row) -> bool | None:
     reason = row["finish_reason"]
     return None if reason is None else reason == "length"
 
@@ -177,7 +177,8 @@ def _summary(
         return wilson_mean(np.array(values), confidence)
 
     responses = sum(prompt.samples for prompt in prompts)
-    cut, tokens = _sum_or_none([prompt.cut for prompt in prompts]), _sum_or_none([prompt.tokens for prompt in prompts])
+    truncated = _sum_or_none([prompt.truncated for prompt in prompts])
+    tokens = _sum_or_none([prompt.tokens for prompt in prompts])
     return EvaluationSummary(
         name=name,
         prompts=len(prompts),
@@ -187,7 +188,7 @@ def _summary(
         maj_at={k: over_prompts([by_k[k] for by_k in majority]) for k in ks},
         failed_fraction=sum(prompt.failed for prompt in prompts) / responses,
         unanswered_fraction=sum(prompt.answers.count(None) for prompt in prompts) / responses,
-        cut_fraction=None if cut is None else cut / responses,
+        cut_fraction=None if truncated is None else truncated / responses,
         mean_tokens=None if tokens is None else tokens / responses,
     )
 

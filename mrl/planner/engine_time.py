@@ -16,7 +16,7 @@ from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, engine_memory, engine_weight_parts
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import WEIGHT_BYTES
-from mrl.weight_sync.engine_layout import Topology
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EngineTime:
     @cached_property
     def memory(self) -> EngineRankMemory:
         """Bytes of model weights and KV cache on each GPU of the engine."""
-        topology, free = Topology(self.tp), int(self.cluster.memory_bytes)
+        topology, free = EngineParallelSizes(self.tp), int(self.cluster.memory_bytes)
         return engine_memory(self.shape, topology, WEIGHT_BYTES, free, self.memory_fraction, self.kv_itemsize)
 
     def max_running(self, lengths: LengthDistribution) -> int:
@@ -59,7 +59,7 @@ class EngineTime:
     @cached_property
     def _weight_parts(self) -> tuple[int, int]:
         """Bytes of model weights on one GPU: (all weights except those of routed experts, weights of routed experts)."""
-        return engine_weight_parts(self.shape, Topology(self.tp), WEIGHT_BYTES)
+        return engine_weight_parts(self.shape, EngineParallelSizes(self.tp), WEIGHT_BYTES)
 
     @property
     def _compute_s(self) -> float:

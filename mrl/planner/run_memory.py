@@ -19,7 +19,7 @@ from mrl.placement.resource_pools import Pool, Pools, gpus_of_nodes, slots_per_n
 from mrl.planner.model_shape import ModelShape, ParameterShape
 from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerMemory, TrainerRankMemory, TrainerSettings, trainer_memory
 from mrl.planner.trainer_state_bytes import BIAS_BYTES, GRADIENT_BYTES, checkpoint_bytes
-from mrl.weight_sync.engine_layout import VOCAB_PADDING, Topology
+from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineParallelSizes
 from parallel.dims import ParallelDims
 
 GIB = 1 << 30
@@ -147,7 +147,7 @@ class RunMemory:
 
 
 def run_memory(
-    config: Config, models: Mapping[str, RoleModel], topology: Topology | None, pools: Pools, reference: bool
+    config: Config, models: Mapping[str, RoleModel], topology: EngineParallelSizes | None, pools: Pools, reference: bool
 ) -> RunMemory:
     """Return the memory that the run of `config` needs.
 
@@ -250,7 +250,7 @@ def _reserve(config: Config) -> int:
     return int(config.plan.reserve_gb * GIB) if config.cluster.hardware.gpu_memory_gb else 0
 
 
-def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Pools) -> EngineRankMemory:
+def _engine_rank(config: Config, actor: RoleModel, topology: EngineParallelSizes, pools: Pools) -> EngineRankMemory:
     """Return the memory of an engine rank. Trainers that share its GPU are offloaded before the engine starts."""
     itemsize = config.model.itemsize
     limit = _gpu_limit(config.cluster.hardware)
@@ -397,7 +397,12 @@ class EngineRankMemory:
 
 
 def engine_memory(
-    shape: ModelShape, topology: Topology, itemsize: int, free: int, fraction: float, kv_itemsize: int | None = None
+    shape: ModelShape,
+    topology: EngineParallelSizes,
+    itemsize: int,
+    free: int,
+    fraction: float,
+    kv_itemsize: int | None = None,
 ) -> EngineRankMemory:
     """Return the memory of an engine rank.
 
@@ -409,7 +414,7 @@ def engine_memory(
     return EngineRankMemory(weights, int(free * fraction) - weights, token)
 
 
-def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
+def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) -> int:
     """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
 
     If there are fewer key/value heads than ranks, several ranks store the same head. Latent attention caches one compressed
@@ -420,12 +425,12 @@ def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
     return shape.num_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
 
 
-def engine_weights(shape: ModelShape, topology: Topology, itemsize: int) -> int:
+def engine_weights(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) -> int:
     """Return the bytes of model weights on one engine rank. Tied embeddings are stored only once."""
     return sum(engine_weight_parts(shape, topology, itemsize))
 
 
-def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) -> tuple[int, int]:
+def engine_weight_parts(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) -> tuple[int, int]:
     """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
     moe = sum(shape.moe)
     layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
@@ -440,7 +445,7 @@ def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) ->
     return dense, experts
 
 
-def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int:
+def _rank_numel(shape: ModelShape, p: ParameterShape, topology: EngineParallelSizes) -> int:
     """Return the number of elements of a parameter on one engine rank.
 
     An engine with data-parallel attention shards the parameters of attention over fewer ranks.
@@ -457,7 +462,7 @@ def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int
     return p.numel // ranks
 
 
-def _kv_heads(shape: ModelShape, topology: Topology) -> int:
+def _kv_heads(shape: ModelShape, topology: EngineParallelSizes) -> int:
     return max(1, shape.num_kv_heads // (topology.tp // topology.dp))
 
 

@@ -26,8 +26,11 @@ from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.worker import RolloutWorker
 
 
-class EngineOwner(Protocol):
-    """Interface through which the rollout manager loads and replaces engines. The controller's EngineLifecycle implements it."""
+class ControllerSideEngines(Protocol):
+    """Operations on the memory and the weights of the engines. The controller implements them (EngineLifecycle).
+
+    The rollout manager calls them.
+    """
 
     def load(self) -> None:
         """Load the engines onto their GPUs, with their model weights. Does nothing if the engines are loaded already."""
@@ -39,7 +42,10 @@ class EngineOwner(Protocol):
 
 
 class FixedEngines:
-    """EngineOwner of a run without a trainer. The engines of such a run stay loaded, and failed engines are not replaced."""
+    """ControllerSideEngines of a run without a trainer.
+
+    The engines of such a run stay loaded, and failed engines are not replaced.
+    """
 
     def load(self) -> None:
         """Do nothing."""
@@ -52,7 +58,7 @@ class FixedEngines:
 class RolloutWorkerHandle:
     """Calls the methods of the rollout worker, a Ray actor, with deadlines.
 
-    Another object, the EngineOwner, manages the memory and the model weights of the engines.
+    Another object, which implements ControllerSideEngines, manages the memory and the model weights of the engines.
 
     Every call raises StalledError if its deadline passes, and RolloutWorkerLostError if the worker died (see mrl.hang_report).
     Every call also raises the errors that the worker raises.
@@ -140,7 +146,7 @@ class RolloutManager:
     Every method raises the errors of RolloutWorkerHandle.
     """
 
-    def __init__(self, worker: RolloutWorkerHandle, engines: EngineOwner) -> None:
+    def __init__(self, worker: RolloutWorkerHandle, engines: ControllerSideEngines) -> None:
         """`engines` loads the engines before sampling and replaces failed engines."""
         spec = worker.spec
         self.worker, self._engines = worker, engines

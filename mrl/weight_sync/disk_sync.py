@@ -23,7 +23,7 @@ from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
-from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, EngineShard
 
 KEPT_VERSIONS = 2  # weight versions whose folders stay on the disk: the newest version and the version before
 MAX_NAMES = 8  # an error message lists at most this many parameters
@@ -51,7 +51,7 @@ class DiskSync:
         urls: Sequence[str],
         folder: Path,
         model: ExportsWeights,
-        layout_of: Callable[[Topology], EngineLayout],
+        layout_of: Callable[[EngineParallelSizes], EngineLayout],
         timeout_s: float,
     ) -> None:
         """Connect rank 0 to the engines. Each version of the weights is written to a subfolder of `folder`.
@@ -66,7 +66,7 @@ class DiskSync:
                     self._server_info = engine.server_info()
             except httpx.HTTPError as error:
                 raise WeightSyncError(f"{urls[0]} does not answer: {error!r}", {urls[0]: repr(error)}) from error
-            self._topology = Topology.of(self._server_info)
+            self._topology = EngineParallelSizes.of(self._server_info)
             self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, PauseMode.retract, join_channel=None)
 
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:

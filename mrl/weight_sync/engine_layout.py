@@ -24,7 +24,7 @@ KEY_VALUE_SUFFIXES = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.b
 
 
 @dataclass(frozen=True)
-class Topology:
+class EngineParallelSizes:
     """Parallel sizes of one engine."""
 
     tp: int = 1  # number of ranks
@@ -37,8 +37,8 @@ class Topology:
                 raise ValueError(f"sglang.{name}={size} does not divide rollout.engine_tp={self.tp}; use a divisor.")
 
     @classmethod
-    def of(cls, info: dict[str, Any]) -> Topology:
-        """Return the topology of a running engine; `info` is the engine's answer to /server_info.
+    def of(cls, info: dict[str, Any]) -> EngineParallelSizes:
+        """Return the parallel sizes of a running engine; `info` is the engine's answer to /server_info.
 
         The answer has one internal state for each data-parallel group.
         """
@@ -64,7 +64,7 @@ class EngineShard:
         return Box(starts, (1,) * stacked_dims + part.sizes)
 
 
-def check_heads(arch: Architecture, topology: Topology) -> None:
+def check_heads(arch: Architecture, topology: EngineParallelSizes) -> None:
     """Raise ValueError if the model's attention heads cannot be divided evenly over the ranks of an engine."""
     heads, kv_heads = arch.transformer["num_attention_heads"], arch.transformer["num_query_groups"]
     ranks = topology.tp // topology.dp
@@ -83,13 +83,13 @@ class EngineLayout:
     sizes: dict[str, int]  # sizes of the model by name, see Architecture.sizes
     # Suffix of an SGLang parameter -> suffixes of the Hugging Face tensors that are fused into this parameter
     fusions: dict[str, tuple[str, ...]]
-    topology: Topology
+    topology: EngineParallelSizes
     kv_heads: int  # number of key/value heads of the model
     num_experts: int
     output_copy: bool = False  # whether the engine stores a copy of the embedding as its output layer
 
     @classmethod
-    def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
+    def of(cls, family: Family, arch: Architecture, topology: EngineParallelSizes) -> EngineLayout:
         """Return the layout of a model in an engine with this topology."""
         check_heads(arch, topology)
         return cls(

@@ -34,7 +34,7 @@ from mrl.weight_sync.control_channel import (
 )
 from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
-from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, Topology, check_engine_parameters
+from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, EngineParallelSizes, check_engine_parameters
 from mrl.weight_sync.receiver import EngineRankInfo
 from mrl.weight_sync.sender import BucketSender, ReadTensor, RelaySender
 from mrl.weight_sync.transfer_plan import (
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
 """A trainer rank waits RANK_TIMEOUT_FACTOR * weight_sync.timeout_s for another trainer rank, which may wait for engines."""
 
-LayoutOf = Callable[[Topology], EngineLayout]
+LayoutOf = Callable[[EngineParallelSizes], EngineLayout]
 """Function that returns the layout of an engine with a given topology."""
 
 
@@ -232,7 +232,7 @@ class _SessionInfo:
     """A session that rank 0 has begun with all engines."""
 
     connection: dict[str, Any]  # arguments of ControlChannel.join: address, port and session
-    topology: Topology
+    topology: EngineParallelSizes
     infos: dict[int, EngineRankInfo]  # by engine rank, numbered over all engines
 
 
@@ -308,7 +308,7 @@ class _SessionOpener:
         infos = self.coordinator.begin_session(dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s))
         return _SessionInfo(connection, topology, infos)
 
-    def _common_topology(self) -> Topology:
+    def _common_topology(self) -> EngineParallelSizes:
         """Return the topology of all engines.
 
         Raises WeightSyncError if an engine does not answer, and ValueError if the engines have different topologies.
@@ -322,7 +322,7 @@ class _SessionOpener:
                 unreachable[url] = f"{type(error).__name__}: {error}"
         if unreachable:
             raise WeightSyncError(f"engines do not answer: {unreachable}", unreachable)
-        kinds = {(info["device"], info["dtype"], Topology.of(info)) for info in infos}
+        kinds = {(info["device"], info["dtype"], EngineParallelSizes.of(info)) for info in infos}
         if len(kinds) != 1:
             raise ValueError(
                 f"engines must have the same device, dtype and topology, got {kinds} from {list(self.urls)}."

@@ -75,7 +75,7 @@ def partition_step(
         units,
         dims.dp,
         packing.max_tokens,
-        equal_counts=dims.lockstep,
+        equal_counts=dims.equal_micro_batch_counts,
         multiple_of=dims.pp if dims.vpp > 1 else 1,
     )
     step_tokens = max(1, sum(unit.tokens for unit in units))

@@ -42,7 +42,7 @@ from mrl.rollout.engines.forward_recorder import (
     recording_args,
     write_request,
 )
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from mrl.workers.dp_partition import Packing, partition_step
 from parallel.dims import ParallelDims
 from parallel.rope import Rope
@@ -113,7 +113,7 @@ def engine_of(tmp_path_factory):
             ranks = record(client, folder, "weights", rows[0], ("model.", "lm_head."))
             client.close()
         places = {place: np.concatenate([trace[place] for trace in traces]) for place in traces[0]}
-        weights = engine_weights(ranks, EngineLayout.of(family_of(hf), arch, Topology()))
+        weights = engine_weights(ranks, EngineLayout.of(family_of(hf), arch, EngineParallelSizes()))
         known[family] = EngineTrace(model, block, Side("engine", places, weights))
         return known[family]
 

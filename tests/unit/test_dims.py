@@ -128,13 +128,13 @@ def test_experts_that_do_not_fit_raise_an_error_with_sizes_that_do(tp, cp, dp, e
 
 @many
 @given(layouts())
-def test_replicas_run_in_lockstep_if_a_copy_of_the_experts_spans_several(dims):
+def test_replicas_need_equal_micro_batch_counts_if_a_copy_of_the_experts_spans_several(dims):
     per_replica = dims.tp * dims.cp
     spans = [
         {rank // per_replica for rank in range(start, start + dims.ep * dims.expert_tp)}
         for start in expert_starts(dims)
     ]
-    assert dims.lockstep == any(len(replicas) > 1 for replicas in spans)
+    assert dims.equal_micro_batch_counts == any(len(replicas) > 1 for replicas in spans)
 
 
 def expert_starts(dims: ParallelDims) -> range:

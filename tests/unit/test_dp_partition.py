@@ -194,7 +194,7 @@ def test_an_aggregation_of_the_user_gets_the_groups_of_the_mini_batch(case):
 @given(cases(), aggregations)
 def test_replicas_have_equal_metrics_of_micro_batches_if_the_layout_needs_it(case, aggregation):
     counts = [len(batch.micro_batches) for batch in case.rank_batches(aggregation)]
-    assert len(set(counts)) == 1 or not case.dims.lockstep
+    assert len(set(counts)) == 1 or not case.dims.equal_micro_batch_counts
     assert all(count % case.dims.pp == 0 for count in counts) or case.dims.vpp == 1
 
 

@@ -18,7 +18,7 @@ from mrl.rollout.engines.forward_recorder import (
     recording_args,
     write_request,
 )
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 
 
 class InPlace(torch.nn.Module):
@@ -103,7 +103,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_weights_of_all_ranks_are_joined_under_hugging_face_names(model, tp):
     family, arch = model
-    layout, rng = EngineLayout.of(family, arch, Topology(tp)), np.random.default_rng(0)
+    layout, rng = EngineLayout.of(family, arch, EngineParallelSizes(tp)), np.random.default_rng(0)
     expected = {name: rng.normal(size=shape).astype(np.float32) for name, shape in family.hf_shapes(arch).items()}
     ranks = []
     for rank in range(tp):

@@ -33,7 +33,7 @@ from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within
 from mrl.planner.layout_search import STALENESS
 from mrl.planner.layout_space import ReplicaLayout
 from mrl.planner.trainer_time import TrainerTime
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from parallel.dims import ParallelDims
 
 
@@ -75,7 +75,7 @@ def all_engines(search, family):
     cluster, results = search.space.cluster, []
     for tp in range(1, cluster.gpus + 1):
         try:
-            EngineLayout.of(family, search.space.arch, Topology(tp)).shards(0)
+            EngineLayout.of(family, search.space.arch, EngineParallelSizes(tp)).shards(0)
         except (ValueError, AssertionError):
             continue
         engine = EngineTime(search.space.shape, cluster, tp)

@@ -15,7 +15,7 @@ from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import engine_memory, engine_weights, kv_bytes
 from mrl.planner.trainer_memory import TrainerSettings, in_flight, trainer_memory
 from mrl.planner.trainer_state_bytes import pipeline_stages
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from parallel.dims import ParallelDims
 
 FULL = Recompute("full", "uniform", 1)
@@ -125,7 +125,7 @@ def test_ranks_hold_all_parameters_and_share_one_copy_of_the_optimizer_state():
 def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
     prefix, fields = FAMILIES[name]
     config = HFConfig("config.json", SIZES | fields | dict(architectures=[f"{prefix}ForCausalLM"]))
-    family, topology = family_of(config), Topology(*sizes)
+    family, topology = family_of(config), EngineParallelSizes(*sizes)
     arch = family.read(config)
     if topology.ep > 1 and arch.num_experts % topology.ep:
         pytest.skip("the number of experts is not a multiple of ep")
@@ -137,17 +137,17 @@ def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
 def test_the_kv_cache_of_a_token_has_the_published_size():
     qwen, _ = published(QWEN3_8B)
     deepseek, _ = published(DEEPSEEK_V3)
-    assert kv_bytes(qwen, Topology(1), 2) == 36 * 2 * 8 * 128 * 2 == 147_456
-    assert kv_bytes(qwen, Topology(8), 2) == kv_bytes(qwen, Topology(16), 2) == 147_456 // 8
-    assert kv_bytes(deepseek, Topology(8), 2) == 61 * (512 + 64) * 2  # the published 70 KB, on every rank
+    assert kv_bytes(qwen, EngineParallelSizes(1), 2) == 36 * 2 * 8 * 128 * 2 == 147_456
+    assert kv_bytes(qwen, EngineParallelSizes(8), 2) == kv_bytes(qwen, EngineParallelSizes(16), 2) == 147_456 // 8
+    assert kv_bytes(deepseek, EngineParallelSizes(8), 2) == 61 * (512 + 64) * 2  # the published 70 KB, on every rank
 
 
 def test_an_engine_allocates_its_memory_fraction():
     qwen, _ = published(QWEN3_8B)
-    found = engine_memory(qwen, Topology(1), 2, free=80 << 30, fraction=0.8)
+    found = engine_memory(qwen, EngineParallelSizes(1), 2, free=80 << 30, fraction=0.8)
     assert found.total == int((80 << 30) * 0.8)
     assert found.tokens == found.kv_cache // 147_456
-    assert engine_memory(qwen, Topology(1), 2, free=16 << 30, fraction=0.8).tokens == 0
+    assert engine_memory(qwen, EngineParallelSizes(1), 2, free=16 << 30, fraction=0.8).tokens == 0
 
 
 def test_more_ranks_never_need_more_memory_per_rank():
