@@ -85,7 +85,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
 def equal_karmarkar_karp(costs: Sequence[float], parts: int) -> list[Rows]:
     """Return the items of each part under the method of Karmarkar and Karp if all parts have the same number of items.
 
-    Each initial partial solution has one item in every part. The items are sorted by cost, and `parts` neighbours form a
+    Each initial partial solution has one item in every part. The items are sorted by cost, and `parts` neighbors form a
     solution.
     """
     assert len(costs) % parts == 0, f"{parts} parts cannot have the same number of {len(costs)} items"

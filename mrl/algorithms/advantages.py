@@ -107,11 +107,11 @@ class GRPO:
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
-        centred = GroupStatistics(inputs.groups).subtract_mean(inputs.rewards)
+        centered = GroupStatistics(inputs.groups).subtract_mean(inputs.rewards)
         if self.scale_rewards == "none":
-            return centred
+            return centered
         scaled_together = inputs.groups if self.scale_rewards == "group" else np.zeros_like(inputs.groups)
-        return centred / (GroupStatistics(scaled_together).std(inputs.rewards, self.ddof) + self.eps)
+        return centered / (GroupStatistics(scaled_together).std(inputs.rewards, self.ddof) + self.eps)
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,12 @@ class GPG:
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
         groups = GroupStatistics(inputs.groups)
-        centred, std = groups.subtract_mean(inputs.rewards), groups.std(inputs.rewards)
+        centered, std = groups.subtract_mean(inputs.rewards), groups.std(inputs.rewards)
         informative = np.count_nonzero(std)  # B - M
         if not informative:
-            return centred
+            return centered
         scale = len(std) / informative
-        return scale * (centred / (std + self.eps) if self.normalize_std else centred)
+        return scale * (centered / (std + self.eps) if self.normalize_std else centered)
 
 
 @dataclass(frozen=True)
@@ -289,8 +289,8 @@ class GDPO:
             )
         groups, total = GroupStatistics(inputs.groups), np.zeros(len(inputs.groups))
         for name, rewards in parts.items():
-            normalised = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
-            total += self.weights.get(name, 1.0) * normalised
+            normalized = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
+            total += self.weights.get(name, 1.0) * normalized
         # The mean over the batch is 0 because the mean of each group is 0. Subtracting the mean would only add rounding errors.
         # The standard deviation is unbiased, as in the normalization over the group and in trl.
         return total / (total.std(ddof=int(len(total) > 1)) + self.eps) if self.normalize_batch else total

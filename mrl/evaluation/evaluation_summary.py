@@ -43,9 +43,9 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
     variance = (float(np.square(values - mean).sum()) + largest) / (count + 1)
     effective = count * largest / variance if variance > 0 else count
     z = float(norm.ppf((1 + confidence) / 2))
-    centre = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
+    center = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
     half = z / (1 + z**2 / effective) * np.sqrt(largest / effective + z**2 / (4 * effective**2))
-    return IntervalEstimate(mean, max(0.0, float(centre - half)), min(1.0, float(centre + half)))
+    return IntervalEstimate(mean, max(0.0, float(center - half)), min(1.0, float(center + half)))
 
 
 def student_t_mean(values: NDArray[np.floating], confidence: float) -> IntervalEstimate:
@@ -149,7 +149,7 @@ def choose_k(ks: Sequence[int], samples: int) -> list[int]:
     return sorted(set(ks))
 
 
-def summarise(
+def summarize(
     prompts: Sequence[PromptScores], ks: Sequence[int], threshold: float, confidence: float
 ) -> list[EvaluationSummary]:
     """Return the summary of each data source, sorted by name. If there are several, a summary of all prompts follows.

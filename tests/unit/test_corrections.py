@@ -187,7 +187,7 @@ def test_icepop_masks_tokens_on_both_sides():
 
 
 def test_without_bounds_the_weight_is_that_of_decoupled_ppo():
-    """The mean over samples of the behaviour policy, weighted by pi_prox / pi_behave, is the mean of the proximal policy."""
+    """The mean over samples of the behavior policy, weighted by pi_prox / pi_behave, is the mean of the proximal policy."""
     rng = np.random.default_rng(0)
     old, rollout = (torch.tensor(rng.normal(size=7)).log_softmax(0).numpy() for _ in range(2))
     case = replace(make_case(0, lengths=(7,)), old=old, rollout=rollout)

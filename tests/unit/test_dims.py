@@ -42,7 +42,7 @@ def test_every_rank_has_unique_coordinates(dims):
         assert {getattr(place, axis) for place in places} == set(range(getattr(dims, axis)))
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_pipeline_stages_are_farthest_apart():
+def test_tensor_parallel_ranks_are_neighbors_and_pipeline_stages_are_farthest_apart():
     dims = ParallelDims(tp=2, cp=3, dp=5, pp=7)
     assert dims.coords(1) == RankCoords(tp=1, cp=0, dp=0, pp=0)
     assert dims.coords(2) == RankCoords(tp=0, cp=1, dp=0, pp=0)
@@ -151,7 +151,7 @@ def test_the_ranks_of_an_export_contain_all_their_groups(dims, has_experts):
     blocks = [
         dims.tp,
         *([dims.expert_tp, dims.ep * dims.expert_tp] if has_experts else []),
-    ]  # sizes of groups of neighbouring ranks
+    ]  # sizes of groups of neighboring ranks
     groups = [set(range(start, start + size)) for size in blocks for start in range(0, dims.world_size, size)]
     groups += [set(range(place, dims.world_size, stage)) for place in range(stage)]  # the ranks of each pipeline
     assert 0 in chosen

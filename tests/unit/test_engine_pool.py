@@ -39,7 +39,7 @@ def check_completions(pool, count: int = len(PROMPTS)) -> None:
     assert [completion.token_ids for completion in completions] == [[number + 1] for number in range(count)]
 
 
-def test_prompts_are_split_evenly_and_neighbours_share_an_engine(serve):
+def test_prompts_are_split_evenly_and_neighbors_share_an_engine(serve):
     servers = [serve(), serve(), serve()]
     with engine_pool(*servers) as pool:
         check_completions(pool)

@@ -282,7 +282,7 @@ def test_the_crash_message_of_a_process_is_known(child, tmp_path):
     assert snapshot_child(tmp_path).crash == "Segmentation fault"
 
 
-def test_another_process_that_reuses_the_pid_is_not_signalled(child, tmp_path):
+def test_another_process_that_reuses_the_pid_is_not_signaled(child, tmp_path):
     process = child("time.sleep(60)")
     path = tmp_path / "trainer_0.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"started": 1}))

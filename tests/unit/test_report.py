@@ -11,7 +11,7 @@ from mrl.tracking.report.answers import answers
 from mrl.tracking.report.charts import interval, thinned
 from mrl.tracking.report.page import PAGE_BYTES, render
 from mrl.tracking.report.recorded_run import RecordedRun
-from mrl.tracking.timeline import ProcessTimeline, Span, summarise, trainer_ranks
+from mrl.tracking.timeline import ProcessTimeline, Span, summarize, trainer_ranks
 
 
 def make_run(folder: Path, steps: int = 3, config=None, samples=(), **metrics) -> Path:
@@ -74,7 +74,7 @@ def trainer_rank(rank: int, computing_s: float, pp: int = 0) -> ProcessTimeline:
 )
 def test_which_rank_is_slow_names_a_slow_rank_or_says_that_there_is_none(tmp_path, ranks, text):
     driver = ProcessTimeline("driver", "driver", 0, spans=[Span("weight_sync", "phase", 110.0, 1.0, 1)])
-    run = RecordedRun(tmp_path, timeline=summarise([driver, *ranks]), ranks=trainer_ranks(ranks))
+    run = RecordedRun(tmp_path, timeline=summarize([driver, *ranks]), ranks=trainer_ranks(ranks))
     assert answer({"answers": answers(run)}, "Which rank is slow").startswith(text)
     run = RecordedRun(tmp_path, ranks=trainer_ranks(ranks * 2))
     assert "no complete step" in answer({"answers": answers(run)}, "Which rank is slow")

@@ -376,7 +376,7 @@ def export_weights(run_dir: Path, step: int) -> None:
     (run_dir / "hf/mrl_step.json").write_text(json.dumps({"step": step}))
 
 
-def test_a_finished_run_is_recognised_without_starting_a_process(tmp_path, monkeypatch, capsys):
+def test_a_finished_run_is_recognized_without_starting_a_process(tmp_path, monkeypatch, capsys):
     config = config_of(tmp_path, **{"trainer.max_steps": 3, "data.inputs.folder": str(tmp_path / "inputs")})
     begin(config, step=3, progress=FINISHED)
     assert finished_result(config) is None, "the weights were not exported yet"

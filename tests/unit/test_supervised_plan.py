@@ -114,10 +114,10 @@ def test_rows_of_the_file_and_sequences_of_the_block():
     assert pairs.sequences_of(np.array([2, 0])).tolist() == [4, 5, 0, 1] and not len(pairs.mismatched_of(np.arange(3)))
     batch = pairs.batch(np.array([4, 5]))
     assert batch.whole_groups and batch.groups is not None and batch.groups.tolist() == [0, 0, 1, 1, 2, 2]
-    labelled = SupervisedRows(None, lengths, lengths, lengths, num_rows=3, sequences_per_row=1)
-    assert labelled.sequences_of(np.array([2, 0])).tolist() == [2, 0]
-    assert labelled.mismatched_of(np.array([2, 0])).tolist() == [5, 3]
-    assert not labelled.batch(np.arange(3)).whole_groups and labelled.batch(np.arange(3)).groups is None
+    labeled = SupervisedRows(None, lengths, lengths, lengths, num_rows=3, sequences_per_row=1)
+    assert labeled.sequences_of(np.array([2, 0])).tolist() == [2, 0]
+    assert labeled.mismatched_of(np.array([2, 0])).tolist() == [5, 3]
+    assert not labeled.batch(np.arange(3)).whole_groups and labeled.batch(np.arange(3)).groups is None
 
 
 def reward_model_folder(tmp_path: Path, **fields: object) -> Path:

@@ -1,4 +1,4 @@
-"""Multi-turn responses: sampled tokens are never tokenised again, tool results are not sampled tokens, limits hold."""
+"""Multi-turn responses: sampled tokens are never tokenized again, tool results are not sampled tokens, limits hold."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ PROMPT = [1, 2, 3]
 
 
 def merging_tokenizer():
-    """Return a byte tokenizer that merges "12" into one token. Tokenised again, the sampled tokens 1 and 2 would change."""
+    """Return a byte tokenizer that merges "12" into one token. Tokenized again, the sampled tokens 1 and 2 would change."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     plain = byte_tokenizer()
@@ -99,9 +99,9 @@ def test_sampled_tokens_are_appended_and_sent_back_unchanged(tokenizer):
     between = tokenizer("<|end|>" + RESULT.format("42"), add_special_tokens=False)["input_ids"]
     assert response.token_ids == first + between + second
     assert engine.inputs == [PROMPT, PROMPT + first + between]
-    retokenised = tokenizer(tokenizer.decode(response.token_ids), add_special_tokens=False)["input_ids"]
-    assert len(retokenised) < len(response.token_ids), (
-        "tokenising again would have merged tokens, so this test would fail"
+    retokenized = tokenizer(tokenizer.decode(response.token_ids), add_special_tokens=False)["input_ids"]
+    assert len(retokenized) < len(response.token_ids), (
+        "tokenizing again would have merged tokens, so this test would fail"
     )
     assert response.turns == (Turn("assistant", "12: 12+30"), Turn("tool", "42"), Turn("assistant", "42"))
 

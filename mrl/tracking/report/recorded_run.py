@@ -17,7 +17,7 @@ from mrl.core.jsonl import check_lines
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import StartError
 from mrl.core.sample_file import SAMPLES_FILE
-from mrl.tracking.timeline import ProcessTimeline, RankWork, read_timeline, summarise, trainer_ranks
+from mrl.tracking.timeline import ProcessTimeline, RankWork, read_timeline, summarize, trainer_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ def _timelines(folder: Path) -> list[ProcessTimeline]:
 def _timeline_sentences(timelines: Sequence[ProcessTimeline]) -> list[str]:
     """Return the summary of the timelines; [] before the first complete step."""
     try:
-        return summarise(timelines)
+        return summarize(timelines)
     except (ValueError, KeyError):
         return []
 
