@@ -182,7 +182,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/cached_tokens_fraction": Metric(
         "",
-        "fraction of the prompt tokens, over all turns, that the engine had in its prefix cache",
+        "fraction of the input tokens of all turns that were in the engine's prefix cache",
         good="high; later turns then skip the prefill of earlier ones",
     ),
     "rollout/replaced_engines": Metric(

@@ -53,7 +53,7 @@ class Score:
     value: float
     failure: str | None = None  # why scoring failed; None: scoring succeeded
     parts: dict[str, float] = field(default_factory=dict)  # named components of the score, logged as reward/<name>_mean
-    turn_values: tuple[float, ...] | None = None  # value of each assistant turn; their sum is `value`
+    turn_values: tuple[float, ...] | None = None  # reward of each assistant turn; their sum is `value`
     # Set by Weighted: name of a part -> value of the part, not multiplied by its weight. BySource sets terms too.
     terms: dict[str, float] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class Score:
 
     @classmethod
     def of_turns(cls, turn_values: Sequence[float], **fields: Any) -> "Score":
-        """Return the score of a multi-turn response. `turn_values` are the values of its assistant turns."""
+        """Return the score of a multi-turn response. `turn_values` are the rewards of its assistant turns."""
         return cls(float(sum(turn_values)), turn_values=tuple(map(float, turn_values)), **fields)
 
 
@@ -138,7 +138,9 @@ class Scores:
     values: NDArray[np.float64]  # [B] value of each response; 0 if scoring failed
     failed: NDArray[np.bool_]  # [B] whether scoring failed
     parts: dict[str, NDArray[np.float64]]  # name of a part -> its values [B]; NaN if a response has no such part
-    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values of a response's turns; None: no such values
+    turn_values: tuple[
+        tuple[float, ...] | None, ...
+    ]  # [B] rewards of a response's assistant turns; None: no such rewards
 
     @classmethod
     def of(cls, scores: Sequence[Score]) -> "Scores":
