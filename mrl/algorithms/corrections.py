@@ -7,7 +7,7 @@ docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letter
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -126,10 +126,10 @@ class ImportanceSampling:
         else:
             weights = weights[np.cumsum(batch.lengths) - 1]  # one for each response
         mean = weights.mean() if len(weights) else 0.0
-        return {self._scale_column: np.full(len(advantages), 1 / mean if mean > 1e-8 else 1.0, np.float32)}
+        return {self.scale_column: np.full(len(advantages), 1 / mean if mean > 1e-8 else 1.0, np.float32)}
 
     @property
-    def _scale_column(self) -> str:
+    def scale_column(self) -> str:
         """Name of the column of `extra_columns`. Corrections with other settings have columns with other names."""
         return f"importance_scale_{self.level}_{self.mode}_{self.low}_{self.high}"
 
@@ -169,7 +169,7 @@ class ImportanceSampling:
             rejected = rejected | (responses.to_tokens(responses.sum(below)) > 0)
         weights = weights.masked_fill(rejected, 0.0)
         if self.batch_normalize:
-            weights = weights * inputs.columns[self._scale_column]
+            weights = weights * inputs.columns[self.scale_column]
         return weights, _metrics(weights, outside & ~rejected, rejected)
 
 
@@ -257,11 +257,20 @@ class Rejection:
         return weights, _metrics(weights, rejected.new_zeros(rejected.shape), rejected)
 
 
+def _factors(correction: Correction) -> Iterator[Correction]:
+    """Yield the corrections whose weights are multiplied, also those of nested products; otherwise `correction` itself."""
+    if not isinstance(correction, Product):
+        yield correction
+        return
+    for part in correction.corrections:
+        yield from _factors(part)
+
+
 def compares_old_policy(correction: Correction) -> bool:
     """Return whether a correction uses the ratio pi_old / pi_rollout. With algorithm.old_logprobs=rollout this ratio is 1."""
-    if isinstance(correction, Product):
-        return any(map(compares_old_policy, correction.corrections))
-    return isinstance(correction, ImportanceSampling | Rejection) and correction.numerator == "old"
+    return any(
+        isinstance(part, ImportanceSampling | Rejection) and part.numerator == "old" for part in _factors(correction)
+    )
 
 
 @dataclass(frozen=True)
@@ -284,9 +293,25 @@ class OffPolicyMask:
 
 @dataclass(frozen=True)
 class Product:
-    """Multiplies the weights of several corrections, for example geometric rejection and weights per token."""
+    """Multiplies the weights of several corrections, for example geometric rejection and weights per token.
+
+    Raises ValueError if two corrections have `batch_normalize` and the same level, mode and bounds, because their columns would
+    have the same name.
+    """
 
     corrections: Sequence[Correction]
+
+    def __post_init__(self) -> None:
+        columns = [
+            part.scale_column
+            for part in _factors(self)
+            if isinstance(part, ImportanceSampling) and part.batch_normalize
+        ]
+        if len(set(columns)) < len(columns):
+            raise ValueError(
+                "two corrections with batch_normalize=True have the same level, mode, low and high, so the ratio of a token "
+                "would count twice; remove one of them."
+            )
 
     @property
     def needs(self) -> frozenset[str]:

@@ -45,6 +45,8 @@ NEUTRAL_KEYS = (
     "critic.ddp",
     "roles.*.parallel",
     "roles.*.max_tokens_per_*",
+    "roles.*.num_engines",
+    "roles.*.engine_tp",
     "rollout.num_engines",
     "rollout.engine_tp",
     "rollout.engine_urls",

@@ -147,8 +147,9 @@ def _weights(arguments: ReplayArguments, dump: StepDump) -> WeightsLocation:
 def _introduction(dump: StepDump, weights: WeightsLocation, dims: ParallelDims, against: ParallelDims) -> str:
     description = dump.description
     missing_steps = description.step - 1 - weights.step
+    update = f"update {description.update} of " if description.update > 1 else ""
     lines = [
-        f"step {description.step}, which was dumped for this reason: {description.reason}",
+        f"{update}step {description.step}, which was dumped for this reason: {description.reason}",
         f"mini-batch {description.mini_batch} of {len(description.lrs)}, under {dims}, compared with {against}",
     ]
     if missing_steps:

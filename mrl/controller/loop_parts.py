@@ -82,11 +82,12 @@ class PolicyUpdater(Protocol):
         *,
         rows: NDArray[np.bool_] | None,
         loss: Loss | None,
+        index: int,
     ) -> PendingCall[ActorUpdate]:
         """Begin to train on the responses that `rows` [B] selects; None: on all responses.
 
         `step`: number of earlier steps of the run that trained the actor. `coefs`: name of a term of the loss (kl_loss, entropy)
-        -> its coefficient.
+        -> its coefficient. `index`: number of earlier updates of the actor in this step.
         """
         ...
 

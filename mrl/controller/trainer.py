@@ -5,6 +5,7 @@ mrl.core.types explains the letters of array dimensions, such as B and R.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,8 @@ from mrl.tracking.tracker import Tracker
 
 if TYPE_CHECKING:  # imports Ray, which `mrl plan` does not need
     from mrl.workers.model_trainers import ColumnPass
+
+logger = logging.getLogger(__name__)
 
 WEIGHT_CHANGING = ("update", "weight_sync")
 """Phases in which the trainers may have newer weights than after the last finished step.
@@ -236,8 +239,10 @@ class Trainer:
             if self.critic and estimates and estimates.has_returns:
                 critic = self.critic.begin_update(rollouts, estimates, record.step, rows=rows)
             if (actor_step := record.step - self.schedule.critic_steps) >= 0:
-                coefs = self.coefs.current()
-                actor = self.actor.begin_update(rollouts, estimates, actor_step, coefs, rows=rows, loss=loss)
+                coefs, index = self.coefs.current(), len(record.updates)
+                actor = self.actor.begin_update(
+                    rollouts, estimates, actor_step, coefs, rows=rows, loss=loss, index=index
+                )
             if self.critic and critic:
                 record.critic_updates.append(critic.result())
                 record.metrics |= self.critic.metrics(record.critic_updates)
@@ -268,11 +273,22 @@ class Trainer:
 
     def _finished_step(self) -> StepMetrics:
         record, rollouts = self.record, self.record.generated()
-        self.rollout.write_samples(record.step)
+        self._write_samples()
         if record.updates:
             self.coefs.adapt(record.metrics, len(rollouts.groups))
         self.ledger.record(record.step + 1, rollouts, self.prompts.drawn, record.token_weights)
         return StepMetrics.of(record.metrics, self.phase.seconds() | self.placement_metrics())
+
+    def _write_samples(self) -> None:
+        """Let the rollout worker write samples of the step.
+
+        If the rollout worker is lost, the step has no samples, but the step is complete. The next call of the worker raises the
+        error again, and the run recovers from there. If this error ended the step, the run would return to the last checkpoint.
+        """
+        try:
+            self.rollout.write_samples(self.record.step)
+        except ProcessesLostError as error:
+            logger.warning("step %d has no samples in samples.jsonl: %s", self.record.step + 1, error)
 
     def fit(self) -> TrainingResult:
         """Train until the schedule ends, and evaluate before and after training. Recovers from lost processes.

@@ -34,6 +34,7 @@ class UpdateRequest:
     steps: list[TrainBatch]  # one for each mini-batch, in order
     lrs: list[float]  # learning rate of each optimizer step
     options: Mapping[str, Any]  # further arguments of the model's `update`: loss and temperature
+    index: int = 0  # number of earlier updates of the model in the same training step
 
 
 class UpdateObserver(Protocol):
@@ -63,16 +64,17 @@ class UpdateRunner:
         return split_mini_batches(batch, self.mini_batches) * self.epochs
 
     def begin(
-        self, group: WorkerGroup, batch: TrainBatch, step: int, **options: object
+        self, group: WorkerGroup, batch: TrainBatch, step: int, *, index: int = 0, **options: object
     ) -> PendingCall[tuple[list[UpdateReport], float]]:
-        """Begin to train on the batch of a training step. `step`: number of earlier steps that trained this model.
+        """Begin to train on the batch of a training step.
 
+        `step`: number of earlier steps that trained this model. `index`: number of earlier updates of the model in this step.
         The result is the report of each optimizer step, and the last learning rate.
         """
         steps = self.split(batch)
         first = step * self.mini_batches * self.epochs
-        lrs = [self.optimizer.lr_at(first + index) for index in range(len(steps))]
-        update = UpdateRequest(steps=steps, lrs=lrs, options=options)
+        lrs = [self.optimizer.lr_at(first + n) for n in range(len(steps))]
+        update = UpdateRequest(steps=steps, lrs=lrs, options=options, index=index)
         with ExitStack() as stack:
             reports = stack.enter_context(self.observer.watch(group, update, step)) if self.observer else []
             call = group.begin_update(steps, self.packing, weighting=self.weighting, lrs=lrs, **options)
@@ -134,6 +136,7 @@ class ActorTrainer:
         *,
         rows: NDArray[np.bool_] | None = None,
         loss: Loss | None = None,
+        index: int = 0,
     ) -> PendingCall[ActorUpdate]:
         """Begin the optimizer steps on all rows that are neither rejected (AdvantageResult.rejected) nor skipped.
 
@@ -144,6 +147,7 @@ class ActorTrainer:
             coefs: name of a term of the loss (kl_loss, entropy) -> its coefficient.
             rows: [B] whether each row counts in the loss. Default: all rows count.
             loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces only its policy loss.
+            index: number of earlier updates of the actor in this step.
 
         Raises ValueError if `advantages` is None and the loss reads advantages.
         """
@@ -157,7 +161,7 @@ class ActorTrainer:
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
         objective = objective.with_coefs(coefs)
         updates = self.updates
-        call = updates.begin(self.group, batch, step, loss=objective, temperature=self.temperature)
+        call = updates.begin(self.group, batch, step, index=index, loss=objective, temperature=self.temperature)
         weights = [step_weights(each, updates.weighting) for each in updates.split(batch)]
         zero = advantages.zero_advantage if rows is None else advantages.zero_advantage[rows]
         return call.then(lambda result: ActorUpdate(*result, weights, zero))

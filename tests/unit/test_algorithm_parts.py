@@ -89,6 +89,11 @@ IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampl
         ([UNKNOWN], "names entropy in its attribute `needs`; expected names out of entropies, old_logprobs"),
         ([VALUES], "algorithm.correction needs values of a critic"),
         (
+            ["algorithm=dapo", "correction=bypass_pg_is"],
+            r"algorithm.loss.clip_low: .*PolicyGradient has no argument 'clip_low'; it takes nothing. If the config sets it for "
+            r"another class, remove it: ~algorithm.loss.clip_low ~algorithm.loss.clip_high$",
+        ),
+        (
             ["algorithm.aggregation=mean"],
             "algorithm.aggregation='mean': expected token_mean, sequence_mean, fixed_length",
         ),

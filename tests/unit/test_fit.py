@@ -74,7 +74,7 @@ class World:
         return {"optim/lr": updates[-1].lr}
 
     def write_samples(self, step):
-        pass
+        self.reach("samples")
 
     def state_dict(self):
         return {}
@@ -161,6 +161,17 @@ def test_each_step_is_trained_once_whatever_is_lost(undisturbed, step, point, fr
     memory = from_memory or (point == "push" and step == 0)  # the first push comes before any step
     assert world.recoveries == [step if memory else None]
     assert world.saved[11]["prompts"] == undisturbed.saved[11]["prompts"]
+
+
+def test_a_rollout_worker_that_is_lost_after_the_push_costs_only_the_samples_of_the_step(undisturbed, caplog):
+    lost = ProcessesLostError("the rollout worker died")
+    world = World({("samples", 5): lost, ("rollout", 5): lost})
+    trainer(world).fit()
+    assert world.recoveries == [5], "the run continues after step 5, not from its last checkpoint, of step 4"
+    assert world.trained == undisturbed.trained and world.logged == list(range(1, 12))
+    assert [record.message for record in caplog.records if record.name == "mrl.controller.trainer"] == [
+        "step 5 has no samples in samples.jsonl: the rollout worker died"
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +318,24 @@ def test_the_critic_learns_only_from_estimates_with_returns(has_returns):
     result = replace(trainer(world), critic=critic).step(0)
     assert trained == ([0] if has_returns else [])
     assert result.values.get("critic/updates", 0) == has_returns
+
+
+def test_the_updates_of_each_step_are_counted_from_0():
+    world, indices = World({}), []
+    begin_update = world.begin_update
+
+    def counting(*arguments, **selection):
+        indices.append(selection["index"])
+        return begin_update(*arguments, **selection)
+
+    def two_updates(trainer):
+        rollouts = trainer.generate()
+        for _ in range(2):
+            trainer.update(rollouts, None)
+
+    world.begin_update = counting
+    replace(trainer(world, max_steps=2), step_function=two_updates).fit()
+    assert indices == [0, 1, 0, 1]
 
 
 def test_an_update_gets_the_coefficients_that_the_earlier_steps_have_adapted():

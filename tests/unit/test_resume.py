@@ -132,6 +132,18 @@ def test_changed_keys_are_listed_and_logged_rollouts_of_other_settings_are_not_t
     assert (found.rollout_log_key(now, "data") != found.rollout_log_key(before, "data")) == decides
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "decides"), [("num_engines", 3, False), ("engine_tp", 2, False), ("path", "/other", True)]
+)
+def test_logged_rollouts_do_not_depend_on_the_number_of_servers_of_a_served_model(tmp_path, key, value, decides):
+    judge = {"path": "/judge", "num_engines": 1, "engine_tp": 1}
+    before, now = (config_of(tmp_path, roles={"judge": role}) for role in (judge, judge | {key: value}))
+    begin(before, step=4)
+    found = find_resume_point(now)
+    assert [change.partition(":")[0] for change in found.changes] == [f"roles.judge.{key}"]
+    assert (found.rollout_log_key(now, "data") != found.rollout_log_key(before, "data")) == decides
+
+
 def test_logged_rollouts_belong_to_their_data_and_to_the_initial_weights(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
