@@ -15,7 +15,7 @@ from models.conversion.mapping import ParamMapping
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
 from parallel.rope import Rope, YarnRope
-from parallel.trainer_config import OptimConfig
+from parallel.trainer_config import LoraConfig, OptimConfig
 
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
@@ -227,3 +227,5 @@ class ModelSpec:
     overlap_grad_reduce: bool | None = None  # whether gradients are reduced during the backward pass; None: on a GPU
     ddp: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's DistributedDataParallelConfig
     family: str | None = None  # reference to a family outside models/families (see models.families.load_family)
+    lora: LoraConfig | None = None  # adapters, which are then all that is trained; None: all weights are trained
+    seed: int = 0  # seed of the initial adapters

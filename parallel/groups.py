@@ -68,6 +68,11 @@ def etp_group() -> ProcessGroup:
     return _require(parallel_state.get_expert_tensor_parallel_group())
 
 
+def expert_dp_group() -> ProcessGroup:
+    """Return the data-parallel group of experts: ranks that hold the same shards of the same experts."""
+    return _require(parallel_state.get_expert_data_parallel_group())
+
+
 def is_first_stage(vp_stage: int | None = None) -> bool:
     """Whether virtual stage `vp_stage` of this process (None: any of its virtual stages) holds the embedding."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)

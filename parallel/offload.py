@@ -124,7 +124,9 @@ class ModelOffloader:
 
 
 class WeightsOnHost:
-    """A copy of a model's weights on the host. `load` overwrites the weights on the device with this copy.
+    """A copy of a model's trained weights and buffers on the host. `load` overwrites those on the device with this copy.
+
+    Frozen weights never change, so they are not copied. In a model with LoRA adapters, only the adapters are copied.
 
     On a GPU, `save` and `load` queue the copy on the current stream, and the host does not wait for the copy. Only work that is
     queued later on this stream sees the result.
@@ -149,7 +151,8 @@ class WeightsOnHost:
             _copy_from_host(storage, spans)
 
     def _storages(self) -> list[UntypedStorage]:
-        return _storages(_weight_tensors(self._chunks))
+        frozen = (p.data for chunk in self._chunks for p in chunk.module.parameters() if not p.requires_grad)
+        return _without(_storages(_weight_tensors(self._chunks)), _storages(frozen))
 
 
 class _HostMemory:

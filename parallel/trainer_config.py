@@ -1,4 +1,4 @@
-"""Settings of a trainer that the driver also needs: optimizer, learning-rate schedule, offload level and divergence.
+"""Settings of a trainer that the driver also needs: optimizer, learning rates, LoRA, offload level and divergence.
 
 This module does not import torch.
 """
@@ -144,6 +144,31 @@ class OptimConfig:
             return self.lr
         progress = min(1.0, (step - self.warmup_steps) / (self.lr_decay_steps - self.warmup_steps))
         return self.lr_min + (self.lr - self.lr_min) * _decay_factor(self.lr_schedule, progress)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): the weights of the actor are frozen, and low-rank adapters are trained."""
+
+    rank: int = config_field(0, "Rank of the adapters. 0: no adapters, all weights are trained.", least=0)
+    alpha: float = config_field(32.0, "Scale of the adapters: their output is multiplied by alpha / rank.", above=0)
+    targets: list[str] = config_field(
+        list,
+        "Matrices with adapters, by their Hugging Face names, such as [q_proj, v_proj]. Default: all linear layers except the "
+        "router and the output layer.",
+    )
+    experts: bool = config_field(
+        False, "Whether the routed experts have adapters, too: one for each matrix of each expert."
+    )
+    path: str | None = config_field(
+        None,
+        "Folder of PEFT with the initial adapters. Default: random adapters that do not change the model's outputs.",
+    )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the output of an adapter."""
+        return self.alpha / self.rank
 
 
 def _decay_factor(schedule: str, progress: float) -> float:

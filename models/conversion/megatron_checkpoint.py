@@ -156,6 +156,11 @@ class MegatronReader:
 
     def _check_tensors(self, rows: Sequence[ParamMapping]) -> None:
         tensors = {key: tuple(stored.size) for key, stored in self._stored.items()}
+        if any(".lora." in key for key in tensors):
+            raise ValueError(
+                f"checkpoint={self.folder}: it has only LoRA adapters, not the weights of the model; use an exported folder of "
+                "the run, such as hf/, which has the merged weights."
+            )
         problems, known = [], set()
         for row in rows:
             location, shape = self._locate(row), merged_shape(row, self.arch.sizes)

@@ -24,6 +24,7 @@ SAMPLING_KEYS = (
     "reward",
     "algorithm",
     "optim",
+    "lora",
     "critic",
     "roles",
     "sft",
@@ -72,9 +73,12 @@ class ResumePoint:
         return xxhash.xxh3_64_hexdigest(json.dumps([settings, data_fingerprint, initial]).encode())
 
 
-def model_sizes(arch: Architecture) -> dict[str, int]:
-    """Return name -> size. These sizes must equal the sizes of the model in a checkpoint."""
-    return arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
+_LORA_RANK = "lora_rank"
+
+
+def model_sizes(arch: Architecture, lora_rank: int = 0) -> dict[str, int]:
+    """Return name -> size. These sizes must equal the sizes of the model in a checkpoint. `lora_rank`: rank of its adapters."""
+    return arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers) | {_LORA_RANK: lora_rank}
 
 
 def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
@@ -122,12 +126,17 @@ def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
         return dict(command="train", config=newest.state["config"])
 
 
-def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[str]) -> None:
+def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[str], lora_rank: int = 0) -> None:
     """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference)."""
     if resume.checkpoint is None:
         return
-    path, expected = resume.checkpoint.path, model_sizes(arch)
-    saved = resume.checkpoint.state.get("model", {})
+    path, expected = resume.checkpoint.path, model_sizes(arch, lora_rank)
+    saved = {_LORA_RANK: 0} | resume.checkpoint.state.get("model", {})  # earlier versions of mrl had no adapters
+    if saved[_LORA_RANK] != lora_rank:
+        raise ValueError(
+            f"{path}: the checkpoint has adapters of rank {saved[_LORA_RANK]} (0: all weights); set lora.rank to it, or start a "
+            "new run: resume=never with another run.dir."
+        )
     different = [
         f"{name} {saved.get(name)} instead of {size}" for name, size in expected.items() if saved.get(name) != size
     ]

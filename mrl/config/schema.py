@@ -33,7 +33,7 @@ from mrl.config.process_schema import (
     TrackingConfig,
     WeightSyncConfig,
 )
-from parallel.trainer_config import OptimConfig
+from parallel.trainer_config import LoraConfig, OptimConfig
 from parallel.trainer_config import config_field as key
 
 ASYNC_STALENESS = 2  # default of rollout.max_staleness, in weight versions
@@ -465,6 +465,7 @@ class Config:
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = key(OptimConfig, "Optimizer of the actor.")
+    lora: LoraConfig = key(LoraConfig, "Low-rank adapters of the actor.")
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,

@@ -145,6 +145,12 @@ def same_as_default(defaults: tuple, text: str, value: Any, values: Values) -> N
     return Note(text)
 
 
+def lora_targets(value: Any, values: Values) -> Overrides | Note:
+    if isinstance(value, list):
+        return {"lora.targets": value}
+    return Note("by default, all linear layers outside routed experts have adapters", needed=value != "all-linear")
+
+
 def trackers(value: Any, values: Values) -> Overrides:
     named = value if isinstance(value, list) else str(value)
     return {"tracking.backends": [backend.value for backend in TrackingBackend if backend.value in named]}

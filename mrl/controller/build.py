@@ -454,7 +454,11 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
             config.best_metric,
             config.keep_last_exports,
         ),
-        notes=dict(model=model_sizes(plan.arch), layout=vars(plan.dims), config=config_as_json(plan.config)),
+        notes=dict(
+            model=model_sizes(plan.arch, plan.config.lora.rank),
+            layout=vars(plan.dims),
+            config=config_as_json(plan.config),
+        ),
         discard_rollout_log=processes.rollout.discard_log,
         export=processes.export_weights,
         run_dir=run_dir,

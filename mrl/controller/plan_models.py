@@ -13,6 +13,8 @@ from typing import Any
 
 from models.architecture import Architecture
 from models.conversion.hf_reader import check_hf_folder
+from models.conversion.lora_mapping import check_lora
+from models.conversion.peft_folder import check_peft
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.megatron_overrides import (
@@ -34,7 +36,7 @@ from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
 from parallel.dims import ParallelDims
-from parallel.trainer_config import LrSchedule, OptimConfig
+from parallel.trainer_config import LoraConfig, LrSchedule, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ class ModelPlan:
     # output head: vocabulary, value (critic) or score (reward model)
     head: str = field(default="vocabulary", kw_only=True)
     ddp: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # settings of Megatron's data parallelism
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """Adapters of the actor, which are then all that is trained; None: the model has no adapters."""
+        is_trained_actor = self.optimizer is not None and self.head == "vocabulary"
+        return self.config.lora if is_trained_actor and self.config.lora.rank else None
 
     @property
     def context(self) -> int:
@@ -104,6 +112,8 @@ def plan_model(
             "language model. `mrl sft objective=reward_model` trains a reward model."
         )
     check_layout(config, arch, dims)
+    if config.lora.rank and not section:
+        _check_lora(config, hf, arch, head)
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
     budgets = token_budgets(config, section.removeprefix("roles.") or "actor")
@@ -147,6 +157,31 @@ def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, routi
             f"and ep x etp at most tp x cp; got pp={dims.pp}, ep={dims.ep}, etp={dims.expert_tp}, tp={dims.tp}, "
             f"cp={dims.cp}. Use alltoall, the default."
         )
+
+
+_LORA_CONFLICTS = {
+    "moe_router_bias_update_rate": "the routers of a model with adapters are frozen",
+    "moe_shared_expert_overlap": "the shared experts get gathered tokens, which their adapters do not expect",
+    "use_transformer_engine_op_fuser": "fused operations do not call the linear layers, so they would ignore the adapters",
+}
+"""Fields of Megatron that a run with adapters cannot set -> the reason."""
+
+
+def _check_lora(config: Config, hf: HFConfig, arch: Architecture, head: str) -> None:
+    """Raise ValueError if the actor cannot have the adapters that the section `lora` describes."""
+    lora = config.lora
+    if head != "vocabulary":
+        raise ValueError(
+            f"lora.rank={lora.rank}: a reward model has no adapters, because its new head is trained; leave out lora.rank."
+        )
+    for name, reason in _LORA_CONFLICTS.items():
+        if value := config.megatron.get(name):
+            raise ValueError(
+                f"megatron.{name}={value} with lora.rank={lora.rank}: {reason}; leave it out, or set lora.rank=0."
+            )
+    check_lora(lora, family_of(hf), arch)
+    if lora.path:
+        check_peft(lora, family_of(hf), arch)
 
 
 def _actor_optimizer(config: Config) -> OptimConfig:

@@ -32,6 +32,8 @@ def model_spec(plan: ModelPlan, routing_replay: bool = False) -> ModelSpec:
         overlap_grad_reduce=config.trainer.overlap_grad_reduce,
         ddp=plan.ddp,
         family=resolve_family_path(config.model.family) if config.model.family else None,
+        lora=plan.lora and replace(plan.lora, path=plan.lora.path and str(Path(plan.lora.path).resolve())),
+        seed=config.run.seed,
     )
 
 

@@ -7,13 +7,15 @@ model family. A search can then evaluate thousands of layouts quickly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
 
 from models.architecture import Architecture, Family
+from models.conversion.lora_mapping import RANK, adapted_matrices, adapter_mappings, can_have_adapter
 from models.conversion.mapping import ParamMapping, VocabMapping
+from parallel.trainer_config import LoraConfig
 
 ParameterLocation = Literal["first", "layer", "expert", "last"]
 """Location of a parameter in the model.
@@ -30,6 +32,7 @@ MODULE_ORDER = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
     "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.lora.",
     "self_attention.linear_q_proj.",
     "self_attention.linear_q_down_proj.",
     "self_attention.linear_q_up_proj.",
@@ -45,6 +48,7 @@ MODULE_ORDER = (
     "mlp.linear_fc1.weight",
     "mlp.linear_fc1.bias",
     "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.lora.",
     "mlp.linear_fc2.",
 )
 """Order of a layer's parameters in Megatron's flat buffers. The order determines which parameters each rank's shard contains."""
@@ -131,6 +135,15 @@ class ModelShape:
             parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
             buffers=_parameter_shapes([row for row in rows if row.is_buffer], arch),
         )
+
+    @classmethod
+    def of_adapters(cls, family: Family, arch: Architecture, lora: LoraConfig) -> ModelShape:
+        """Return the sizes of the model `arch`, with the parameters of its LoRA adapters in place of its own parameters."""
+        rows = [row for row in family.rows(arch) if can_have_adapter(row, lora.experts)]
+        targets = adapted_matrices(rows, lora)
+        mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
+        parameters = _parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
+        return replace(cls.of(family, arch), parameters=parameters, buffers=(), vocab=0)
 
     @property
     def num_layers(self) -> int:

@@ -39,6 +39,11 @@ class RoleModel:
     settings: TrainerSettings
     context: int  # tokens of the longest sequence that the model accepts
 
+    @property
+    def trained_shape(self) -> ModelShape:
+        """Sizes of the trained parameters: of the LoRA adapters, or of the whole model."""
+        return self.settings.adapters or self.shape
+
 
 @dataclass(frozen=True)
 class GpuPhase:
@@ -158,7 +163,9 @@ def run_memory(
     engine = _engine_rank(config, models["actor"], topology, pools) if topology else None
     phases = [m for pool in pools.pools for m in _gpu_phases(config, pool, trainers, engine)]
     actor = models["actor"]
-    checkpoint = checkpoint_bytes((m.shape for m in models.values() if m.settings.trained), config.model.itemsize)
+    checkpoint = checkpoint_bytes(
+        (m.trained_shape for m in models.values() if m.settings.trained), config.model.itemsize
+    )
     return RunMemory(
         phases=tuple(phases),
         engine=engine,
@@ -168,7 +175,9 @@ def run_memory(
         nodes=ceil(pools.size / slots_per_node(config.cluster, pools)),
         gpus=pools.size,
         cluster_gpus=sum(gpus_of_nodes(config.cluster)) if config.cluster.nodes else 0,
-        disk_bytes=checkpoint_disk_bytes(config, {m: models[m].shape for m in models if models[m].settings.trained}),
+        disk_bytes=checkpoint_disk_bytes(
+            config, {m: models[m].trained_shape for m in models if models[m].settings.trained}
+        ),
         worst_expert_bytes=_worst_expert_bytes(actor, trainers["actor"]),
     )
 
@@ -343,8 +352,8 @@ def _host_memory(
         for role, memory in trainers.items()
         if role in shared
     )
-    rank_weights = max(rank.state.weights for rank in trainers["actor"].stages)
     actor, rollout = models["actor"], config.rollout
+    rank_weights = max(_trained_weight_bytes(rank, actor.settings) for rank in trainers["actor"].stages)
     weights, world_size = actor.shape.num_parameters * actor.settings.itemsize, actor.dims.world_size
     responses = rollout.prompts_per_step * rollout.responses_per_prompt
     tokens_in_flight = responses * sequence_tokens(config, actor.context) * (1 + rollout.staleness)
@@ -357,6 +366,13 @@ def _host_memory(
         rollouts=tokens_in_flight * ROLLOUT_TOKEN_BYTES,
         teachers=_teacher_bytes(config, actor, on_node["actor"]),
     )
+
+
+def _trained_weight_bytes(rank: TrainerRankMemory, settings: TrainerSettings) -> int:
+    """Return the bytes of the weights that the reference replaces. With LoRA, these are only the adapters."""
+    if settings.adapters is None:
+        return rank.state.weights
+    return rank.state.gradients // settings.gradient_bytes * settings.itemsize
 
 
 def _teacher_bytes(config: Config, actor: RoleModel, ranks: int) -> int:

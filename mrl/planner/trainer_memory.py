@@ -50,6 +50,7 @@ class TrainerSettings:
     bucket_bytes: int = 64 * 1024 * 1024  # bytes of a weight sync bucket
     kernels: Kernels = GPU_KERNELS
     uneven: tuple[tuple[str, Any], ...] = ()  # fields of Megatron that give stages different numbers of layers
+    adapters: ModelShape | None = None  # LoRA adapters, which are then all that is trained
 
     @classmethod
     def with_megatron(cls, megatron: Mapping[str, Any], **settings: Any) -> TrainerSettings:
@@ -143,7 +144,10 @@ def _rank_memory(
 ) -> TrainerRankMemory:
     """Return the memory of one stage. `batches`: the largest micro-batches with and without gradients."""
     batch, forward_batch = batches
-    state = largest_state(shape, dims, stage, settings.itemsize, settings.head, settings.trained)
+    weights_trained = settings.trained and settings.adapters is None
+    state = largest_state(shape, dims, stage, settings.itemsize, settings.head, weights_trained)
+    if settings.adapters is not None:
+        state += largest_state(settings.adapters, dims, stage, settings.itemsize, settings.head, settings.trained)
     state = replace(state, gradients=state.gradients * settings.gradient_bytes // GRADIENT_BYTES)
     moe_by_stage = tuple(shape.moe[v.first : v.first + v.layers] for v in stage)
     is_last = stage[-1].is_last

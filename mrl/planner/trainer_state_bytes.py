@@ -56,6 +56,10 @@ class StateBytes:
     gradients: int
     optimizer: int
 
+    def __add__(self, other: StateBytes) -> StateBytes:
+        sums = (self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+        return StateBytes(*sums)
+
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer

@@ -20,9 +20,11 @@ from torch import Tensor
 from models.architecture import ModelSpec
 from models.conversion.hf_reader import HFWeights
 from models.conversion.hf_writer import write_export
+from models.conversion.peft_folder import write_peft
 from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
+from models.lora import add_adapters
 from models.model_builder import HeadKind, build_model
 from mrl.algorithms.objective import Objective
 from mrl.config.process_schema import Transport, WeightSyncConfig
@@ -97,6 +99,8 @@ class MegatronModel:
         chunks = [chunk.to(device()) for chunk in chunks]
         self.bridge = WeightBridge(self.hf, chunks, spec.dims, head)
         self.bridge.load(HFWeights(spec.model_path))
+        # bridge between the adapters and PEFT's tensors; None: all weights are trained
+        self.adapters = add_adapters(chunks, self.bridge, spec.lora, spec.seed) if spec.lora else None
         if spec.optimizer is None:
             for chunk in chunks:
                 chunk.requires_grad_(False)  # then Megatron allocates no gradient buffers
@@ -313,23 +317,26 @@ class MegatronModel:
         return self.bridge.export()
 
     def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients as pairs (name of the Hugging Face tensor, whole gradient).
+        """Yield the gradients of all trained tensors as pairs (name of the Hugging Face tensor, whole gradient).
 
-        Call `accumulate_gradients(all_reduce=True)` first. All ranks with `participates_in_export` must iterate to the end.
+        With LoRA, these are the adapters, by the names of PEFT. Call `accumulate_gradients(all_reduce=True)` first. All ranks
+        with `participates_in_export` must iterate to the end.
         """
-        return self.bridge.export(_gradient, torch.float32)
+        return (self.adapters or self.bridge).export(_gradient, torch.float32)
 
     @property
     def participates_in_export(self) -> bool:
         """Whether this rank must iterate over `export` and `export_gradients` together with rank 0."""
         return self.bridge.participates_in_export(torch.distributed.get_rank())
 
-    def consume_on_rank_0[T](self, consume: Callable[[NamedTensors], T]) -> T | None:
-        """Gather all tensors, and call `consume` with them on rank 0. All ranks call this.
+    def consume_on_rank_0[T](
+        self, consume: Callable[[NamedTensors], T], export: Callable[[], NamedTensors] | None = None
+    ) -> T | None:
+        """Gather all tensors that `export` yields, and call `consume` with them on rank 0. All ranks call this.
 
-        Rank 0 returns the result of `consume`, the other ranks None.
+        Rank 0 returns the result of `consume`, the other ranks None. The default of `export` is the method `export`.
         """
-        tensors = self.export() if self.participates_in_export else iter(())
+        tensors = iter((export or self.export)() if self.participates_in_export else ())
         try:
             return consume(tensors) if torch.distributed.get_rank() == 0 else None
         finally:
@@ -339,8 +346,19 @@ class MegatronModel:
                 pass
 
     def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
-        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: name of a further file -> text."""
+        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: name of a further file -> text.
+
+        With LoRA, the weights are W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
+        """
         self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
+        if self.adapters is not None:
+            self.export_adapters(Path(folder) / "adapter")
+
+    def export_adapters(self, folder: str | Path) -> None:
+        """Write the adapters as a PEFT folder, which must not exist. All ranks call this."""
+        lora, adapters = self.spec.lora, self.adapters
+        assert lora is not None and adapters is not None, "the model has no adapters"
+        self.consume_on_rank_0(lambda tensors: write_peft(tensors, lora, self.spec.model_path, folder), adapters.export)
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""

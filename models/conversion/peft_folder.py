@@ -1,0 +1,98 @@
+"""Writes and checks folders of PEFT, the library of Hugging Face for adapters.
+
+A folder has adapter_config.json with the settings, and adapter_model.safetensors with the matrices A and B, see
+models.conversion.lora_mapping.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from models.architecture import Architecture, Family
+from models.conversion.hf_reader import ITEM_BYTES, read_header
+from models.conversion.lora_mapping import RANK, adapted_matrices, adapter_mappings, can_have_adapter
+from parallel.durable_files import atomic_folder
+from parallel.trainer_config import LoraConfig
+
+if TYPE_CHECKING:  # the driver checks folders without importing torch
+    from torch import Tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DEFAULTS: dict[str, Any] = dict(
+    bias="none",
+    use_dora=False,
+    use_rslora=False,
+    fan_in_fan_out=False,
+    modules_to_save=None,
+    rank_pattern={},
+    alpha_pattern={},
+    layers_to_transform=None,
+)
+"""The only supported value of each further field of adapter_config.json. PEFT has the same defaults."""
+
+
+def write_peft(tensors: Iterable[tuple[str, "Tensor"]], lora: LoraConfig, model_path: str, target: str | Path) -> None:
+    """Write the folder `target` with `tensors`: all matrices A and B by the names of PEFT, in any order.
+
+    `model_path`: folder of the base model. `target` appears when it is complete, and must not exist.
+    """
+    from safetensors.torch import save_file  # imports torch
+
+    matrices = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
+    fields = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model_path,
+        r=lora.rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules=_target_modules(matrices),
+        inference_mode=True,
+        **_DEFAULTS,
+    )
+    with atomic_folder(target) as folder:
+        assert folder is not None, f"{target} exists already"
+        (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        save_file(matrices, folder / WEIGHTS, {"format": "pt"})
+
+
+def _target_modules(names: Iterable[str]) -> list[str]:
+    """Return the modules with adapters by their whole names, because an expert has matrices with the same short names."""
+    return sorted({name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in names})
+
+
+def check_peft(lora: LoraConfig, family: Family, arch: Architecture) -> None:
+    """Raise ValueError if the folder `lora.path` does not have exactly the adapters that `lora` describes."""
+    folder, key = Path(str(lora.path)), f"lora.path={lora.path}"
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+        raise ValueError(f"{key}: {', '.join(missing)} is missing; expected a folder that PEFT or mrl has written.")
+    fields = json.loads((folder / CONFIG).read_text())
+    for name, expected in dict(_DEFAULTS, peft_type="LORA").items():
+        if (found := fields.get(name, expected) or None) != (expected or None):
+            raise ValueError(f"{key}: {name}={found!r} in {CONFIG} is not supported; expected {expected!r}.")
+    for name, field, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
+        if fields.get(name) != value:
+            raise ValueError(
+                f"lora.{field}={value}: the adapters in {folder} have {name}={fields.get(name)}; set lora.{field} to it."
+            )
+    _check_matrices(lora, family, arch, folder / WEIGHTS)
+
+
+def _check_matrices(lora: LoraConfig, family: Family, arch: Architecture, path: Path) -> None:
+    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row, lora.experts)]
+    targets, sizes = adapted_matrices(rows, lora), arch.sizes | {RANK: lora.rank}
+    mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
+    expected = {name: shape for mapping in mappings for name, shape in mapping.hf_shapes(sizes).items()}
+    entries = read_header(path)
+    found = {name: entry.shape for name, entry in entries.items()}
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        first = wrong[0]
+        raise ValueError(
+            f"lora.path: {len(wrong)} tensors of {path} do not fit; the first is {first}: shape {found.get(first)}, expected "
+            f"{expected.get(first)}. Set lora.targets to the matrices of these adapters."
+        )
+    if bad := next((name for name, entry in entries.items() if entry.dtype not in ITEM_BYTES), None):
+        raise ValueError(f"lora.path: {bad} in {path} is {entries[bad].dtype}; expected {', '.join(ITEM_BYTES)}.")

@@ -1,0 +1,143 @@
+"""Settings of LoRA: mistakes are refused before a process starts, and PEFT folders are checked."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_families import make_family
+
+from models.conversion.lora_mapping import adapter_mappings, can_have_adapter, check_lora
+from models.conversion.peft_folder import check_peft, write_peft
+from models.families import family_of
+from models.hf_config import HFConfig
+from mrl.config import hydra_entry
+from mrl.controller.plan_models import plan_model
+from mrl.controller.plan_supervised import check_warm_start
+from mrl.controller.worker_groups import model_spec
+from mrl.planner.model_shape import ModelShape
+from parallel.trainer_config import LoraConfig
+
+LORA = LoraConfig(rank=2, alpha=4.0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """`models[name]` -> folder of a tiny model."""
+    names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral")
+    return {name: make_family(name, tmp_path_factory.mktemp(name)) for name in names}
+
+
+def read(folder):
+    hf = HFConfig.load(str(folder))
+    return family_of(hf), family_of(hf).read(hf)
+
+
+def config_of(folder, tmp_path, *overrides):
+    base = [
+        "experiment=quickstart",
+        f"model.path={folder}",
+        f"run.dir={tmp_path / 'run'}",
+        "lora.rank=2",
+        "lora.alpha=4",
+    ]
+    return hydra_entry.compose_config(hydra_entry.check_overrides([*base, *overrides]))
+
+
+def test_the_spec_of_a_trained_actor_has_the_adapters_and_other_models_have_none(models, tmp_path):
+    config = config_of(models["qwen3"], tmp_path, "run.seed=7", "lora.targets=[q_proj]")
+    spec = model_spec(plan_model(config, str(models["qwen3"])))
+    assert spec.lora == LoraConfig(2, 4.0, ["q_proj"]) and spec.seed == 7
+    for section, optimizer, head in (("critic", config.critic.optim, "value"), ("critic", None, "vocabulary")):
+        plan = plan_model(config, str(models["qwen3"]), section, optimizer, head=head)
+        assert model_spec(plan).lora is None
+    assert model_spec(plan_model(replace(config, lora=LoraConfig()), str(models["qwen3"]))).lora is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("mixtral", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
+                         "down_proj"}),
+    ],
+)  # fmt: skip
+def test_linear_layers_outside_the_routed_experts_can_have_adapters(models, name, expected):
+    family, arch = read(models[name])
+    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row)]
+    mappings = [mapping for row in rows for mapping in adapter_mappings(row, expected)]
+    assert {hf.split(".")[-3] for mapping in mappings for hf in mapping.hf} == expected
+    assert not any(".experts." in hf for mapping in mappings for hf in mapping.hf)
+    shapes = family.hf_shapes(arch)
+    for of_a, of_b in zip(mappings[::2], mappings[1::2], strict=True):
+        (name_a, a), (name_b, b) = (m.hf_shapes(arch.sizes | {"lora_rank": 2}).popitem() for m in (of_a, of_b))
+        weight = name_a.removeprefix("base_model.model.").replace("lora_A.", "")
+        assert name_b == name_a.replace("lora_A", "lora_B") and (b[0], a[1]) == shapes[weight] and a[0] == b[1] == 2
+
+
+def test_an_unknown_target_names_the_known_targets(models):
+    with pytest.raises(ValueError, match=r"lora.targets: c_proj is not a linear layer of Qwen3ForCausalLM .* q_proj"):
+        check_lora(replace(LORA, targets=["c_proj", "q_proj"]), *read(models["qwen3"]))
+
+
+def test_every_layer_needs_an_adapter(models):
+    with pytest.raises(ValueError, match="layer 0 has none of these matrices"):
+        check_lora(replace(LORA, targets=["gate_proj"]), *read(models["qwen3_moe"]))
+    check_lora(replace(LORA, targets=["gate_proj", "o_proj"]), *read(models["qwen3_moe"]))
+
+
+def test_settings_that_contradict_frozen_weights_are_refused(models, tmp_path):
+    folder = str(models["qwen3_moe"])
+    with pytest.raises(ValueError, match=r"moe_router_bias_update_rate=0.1 with lora.rank=2: the routers of a model"):
+        plan_model(config_of(folder, tmp_path, "megatron.moe_router_bias_update_rate=0.1"), folder)
+    with pytest.raises(ValueError, match="a reward model has no adapters"):
+        plan_model(config_of(folder, tmp_path), folder, head="score")
+    with pytest.raises(ValueError, match=r"sft.output=there with lora.rank=2"):
+        check_warm_start(config_of(folder, tmp_path, "sft.output=there"))
+
+
+@pytest.fixture
+def peft(models, tmp_path):
+    """Return a PEFT folder for the Qwen3 model."""
+    family, arch = read(models["qwen3"])
+    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row)]
+    mappings = [mapping for row in rows for mapping in adapter_mappings(row, {"q_proj", "down_proj"})]
+    shapes = {n: s for mapping in mappings for n, s in mapping.hf_shapes(arch.sizes | {"lora_rank": 2}).items()}
+    tensors = ((name, torch.randn(shape)) for name, shape in shapes.items())
+    write_peft(tensors, LORA, "base", tmp_path / "peft")
+    return tmp_path / "peft"
+
+
+def test_a_peft_folder_is_accepted_and_each_difference_is_named(models, peft):
+    family, arch = read(models["qwen3"])
+    lora = replace(LORA, targets=["q_proj", "down_proj"], path=str(peft))
+    check_peft(lora, family, arch)
+    with pytest.raises(ValueError, match=r"lora.rank=3: .* r=2"):
+        check_peft(replace(lora, rank=3), family, arch)
+    with pytest.raises(ValueError, match=r"lora.alpha=8: .* lora_alpha=4"):
+        check_peft(replace(lora, alpha=8), family, arch)
+    with pytest.raises(ValueError, match=r"do not fit; the first is .*Set lora.targets"):
+        check_peft(replace(lora, targets=["q_proj"]), family, arch)
+    fields = json.loads((peft / "adapter_config.json").read_text())
+    (peft / "adapter_config.json").write_text(json.dumps(fields | dict(use_rslora=True)))
+    with pytest.raises(ValueError, match=r"use_rslora=True in adapter_config.json is not supported; expected False"):
+        check_peft(lora, family, arch)
+    (peft / "adapter_config.json").write_text(json.dumps(fields))
+    matrices = load_file(peft / "adapter_model.safetensors")
+    name = next(iter(matrices))
+    save_file(matrices | {name: matrices[name][:, 1:].contiguous()}, peft / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=f"1 tensors of .* do not fit; the first is {name}"):
+        check_peft(lora, family, arch)
+    (peft / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors is missing"):
+        check_peft(lora, family, arch)
+
+
+def test_the_planner_counts_only_the_parameters_of_adapters(models):
+    family, arch = read(models["qwen3"])
+    lora = replace(LORA, targets=["q_proj", "down_proj"])
+    q_rows, hidden, ffn = 64, 32, 48
+    expected = arch.num_layers * 2 * ((hidden + q_rows) + (ffn + hidden))
+    assert ModelShape.of_adapters(family, arch, lora).num_parameters == expected
