@@ -9,12 +9,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from models.conversion.mapping import ParamMapping
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
-from parallel.rope import Rope, YarnRope
+from parallel.rope import LongRope, Rope, YarnRope
 from parallel.trainer_config import LoraConfig, OptimConfig
 
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
@@ -35,6 +35,9 @@ class Architecture:
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation function of the gate of an MLP
+    embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
+    local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
 
     @property
@@ -50,6 +53,15 @@ class Architecture:
     def has_latent_attention(self) -> bool:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
+
+    @property
+    def window(self) -> int:
+        """Number of tokens to which a token attends in layers with a sliding window, itself included; 0 without such layers."""
+        return self.transformer["window_size"][0] + 1 if "window_size" in self.transformer else 0
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the attention of the layer has a sliding window."""
+        return self.window > 0 and bool(self.transformer["window_attn_skip_freq"][layer])
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has experts instead of one MLP."""
@@ -82,20 +94,26 @@ class Architecture:
             raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
     def multiply_adds(self) -> tuple[float, float]:
-        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds."""
+        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds.
+
+        In layers with a sliding window, every token counts as if it attended to a whole window. For sequences that are not much
+        longer than the window, this is an upper bound.
+        """
         t = self.transformer
         width = t["hidden_size"]
         projections, per_pair = (
             _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         )
-        linear = 0.0
+        linear, num_full = 0.0, 0  # num_full: layers without a window
         for layer in range(self.num_layers):
+            linear += per_pair * self.window if self.has_window(layer) else 0
+            num_full += not self.has_window(layer)
             ffn_width = t["ffn_hidden_size"]
             if self.is_moe(layer):
                 ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
             linear += projections + 3 * width * ffn_width
         attended = 0.5  # fraction of a sequence that a token attends to, on average
-        return linear + width * self.vocab_size, self.num_layers * per_pair * attended
+        return linear + width * self.vocab_size, num_full * per_pair * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
@@ -134,6 +152,9 @@ class Family:
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
+    engine_is_native: bool = (
+        True  # whether SGLang implements the architecture, so that mrl can send weights to its parameters
+    )
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
@@ -156,6 +177,11 @@ class Family:
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""
+        if not self.engine_is_native:
+            raise ValueError(
+                f"model.path: SGLang 0.5.23 does not implement {self.architecture}; train the model with mrl sft, or from "
+                "recorded rollouts (rollout.replay)."
+            )
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
@@ -165,7 +191,7 @@ class Family:
                 "ignores; train it with mrl sft, or from recorded rollouts (rollout.replay)."
             )
         rope = arch.rope
-        if isinstance(rope, YarnRope) and rope.amplitude != rope.derived_amplitude:
+        if isinstance(rope, YarnRope | LongRope) and rope.amplitude != rope.derived_amplitude:
             raise ValueError(
                 f"model.path: SGLang ignores attention_factor={rope.attention_factor} of the rotary embedding and uses "
                 f"{rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "

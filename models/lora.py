@@ -20,6 +20,7 @@ from parallel.lora import (
     initial_a,
     require_input_gradients,
 )
+from parallel.megatron_layers import rms_norm
 from parallel.param_names import global_names
 from parallel.trainer_config import LoraConfig
 
@@ -68,7 +69,10 @@ def _build_adapter(
     """Return the adapter of the linear layer `weight`: A is random and B is 0, so that the outputs of the model do not change."""
     group = groups.tp_group() if row.expert is None else groups.etp_group()
     boxes = row.split_over_ranks(sizes, group.size())
-    rows = {matrix_name(name): own[group.rank() if len(own) > 1 else 0].sizes[0] for name, own in boxes.items()}
+    rows = {}
+    for name, boxes_of in boxes.items():
+        (box,) = boxes_of[group.rank() if len(boxes_of) > 1 else 0]  # see can_have_adapter: the tensor has one section
+        rows[matrix_name(name)] = box.sizes[0]
     split = LinearSplit(
         row.axis, rows, partial(row.merge, sizes=sizes), config.sequence_parallel, row.expert is not None
     )
@@ -81,4 +85,5 @@ def _build_adapter(
             for mapping, tensor in zip((of_a, of_b), whole, strict=True)
         )
         pairs[of_a.megatron.split(".")[-2]] = LowRankPair(a, b, split)
-    return LoraAdapter(pairs, split, lora.scale, config.layernorm_epsilon if has_norm else None)
+    norm = partial(rms_norm, eps=config.layernorm_epsilon, zero_centered=config.layernorm_zero_centered_gamma)
+    return LoraAdapter(pairs, split, lora.scale, norm if has_norm else None)

@@ -48,6 +48,10 @@ FIELDS_SET_BY_MRL = frozenset(
         "moe_shared_expert_intermediate_size",
         "mtp_num_layers",
         "multi_latent_attention",
+        "window_size",
+        "softmax_scale",
+        "layernorm_zero_centered_gamma",
+        "window_attn_skip_freq",
     ]
 )
 """Fields that mrl derives from the model, the layout or the machine. A user cannot set them."""

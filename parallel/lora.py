@@ -82,14 +82,18 @@ class LoraAdapter(torch.nn.Module):
     """Adapter of one linear layer: a LowRankPair for each Hugging Face matrix that the layer combines and that is adapted."""
 
     def __init__(
-        self, pairs: Mapping[str, LowRankPair], split: LinearSplit, scale: float, norm_eps: float | None = None
+        self,
+        pairs: Mapping[str, LowRankPair],
+        split: LinearSplit,
+        scale: float,
+        norm: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         """`pairs`: Hugging Face matrix -> its pair. `scale`: alpha / rank.
 
-        `norm_eps`: epsilon of the RMSNorm that the linear layer contains. None: the layer has no norm.
+        `norm`: function of the input and the weight of the RMSNorm that the linear layer contains. None: the layer has no norm.
         """
         super().__init__()
-        self.split, self.scale, self.norm_eps = split, scale, norm_eps
+        self.split, self.scale, self.norm = split, scale, norm
         for name, pair in pairs.items():
             self.add_module(name, pair)
         self._pairs = dict(pairs)
@@ -160,9 +164,9 @@ def attach(linear: torch.nn.Module, adapter: LoraAdapter | GroupedLoraAdapter) -
 
 def _add_adapter_output(linear: torch.nn.Module, args: tuple[Tensor, ...], output: tuple) -> tuple:
     (x, *tokens_per_expert), adapter = args, linear.get_submodule(ADAPTER)
-    if isinstance(adapter, LoraAdapter) and adapter.norm_eps is not None:
+    if isinstance(adapter, LoraAdapter) and adapter.norm is not None:
         # The layer does not return its normed input, so the norm is computed again.
-        x = F.rms_norm(x, x.shape[-1:], linear.get_parameter("layer_norm_weight"), adapter.norm_eps)
+        x = adapter.norm(x, linear.get_parameter("layer_norm_weight"))
     return output[0] + adapter(x, *tokens_per_expert), *output[1:]
 
 

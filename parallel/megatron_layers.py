@@ -28,12 +28,27 @@ from parallel.packing import PackedSequences
 from parallel.rope import Rope
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None, zero_centered: bool) -> Tensor:
+    """Return the RMSNorm of `x` [..., H] times `weight` [H], or times 1 + `weight` if the weight is centered at zero.
+
+    1 + weight is not rounded to the dtype of the weight.
+    """
+    if not zero_centered:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), x.shape[-1:], 1 + weight.to(wide), eps).to(x.dtype)
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with its weight marked for Megatron's sequence-parallel gradient all-reduce."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -45,7 +60,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, *args, **kwargs):
-        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        zero_centered = self.config.layernorm_zero_centered_gamma
+        normed = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, zero_centered)
         return super().forward(normed, *args, **kwargs)
 
 

@@ -25,6 +25,41 @@ LLAMA3_ROPE = dict(
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=16)
 
+# in Olmo3; the rotary embeddings of layers with and without a window differ in base and scaling
+WINDOWED = dict(
+    num_hidden_layers=4,
+    sliding_window=9,
+    rope_parameters=dict(full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=300.0)),
+)
+GEMMA = dict(
+    head_dim=16,
+    query_pre_attn_scalar=24,
+    sliding_window=9,
+    sliding_window_pattern=2,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=2.0),
+        sliding_attention=dict(rope_type="default", rope_theta=300.0),
+    ),
+)
+MINIMAX = dict(
+    head_dim=16,
+    rotary_dim=8,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=24,
+    use_qk_norm=True,
+    use_routing_bias=True,
+    scoring_func="sigmoid",
+)
+# short and long factors of the three pairs that phi3_long rotates; the tests have at most 48 tokens in a sequence
+LONG_ROPE = dict(
+    rope_parameters=dict(
+        rope_type="longrope", rope_theta=5000.0, short_factor=[1.0, 1.3, 2.1], long_factor=[1.5, 4.0, 9.0]
+    ),
+    original_max_position_embeddings=48,
+)
+NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # the defaults are not in the vocabulary
+
 SIGMOID_ROUTED_MOE = dict(
     n_routed_experts=12,
     n_shared_experts=2,
@@ -81,8 +116,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(rope_parameters=DEEPSEEK_ROPE)),
     "deepseek_v3_plain": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(q_lora_rank=None, n_shared_experts=1)),
+    "gemma3": ("Gemma3", NO_TOKENS | GEMMA),
+    "gemma3_biased": (
+        "Gemma3",
+        NO_TOKENS | GEMMA | dict(attention_bias=True, tie_word_embeddings=False, num_key_value_heads=4),
+    ),
+    "minimax_m2": ("MiniMaxM2", NO_TOKENS | MINIMAX),
+    "olmo2": ("Olmo2", NO_TOKENS),
+    "olmo2_biased": ("Olmo2", NO_TOKENS | dict(attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True)),
+    "olmo3": ("Olmo3", NO_TOKENS | WINDOWED),  # layers 0 to 2 have a window
+    "phi3": ("Phi3", NO_TOKENS),
+    "phi3_long": ("Phi3", NO_TOKENS | dict(partial_rotary_factor=0.75, tie_word_embeddings=True) | LONG_ROPE),
+    "seed_oss": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_out_bias=True, attention_dropout=0.1)),
+    "seed_oss_plain": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_bias=False, mlp_bias=True)),
+    "mistral": ("Mistral", dict(head_dim=16, sliding_window=None)),
     "mixtral": ("Mixtral", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
 }
+
+
+def config_class(prefix: str) -> Any:
+    """Return the config class of a language model. The class Gemma3Config is for models with images."""
+    import transformers
+
+    return getattr(transformers, "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
 
 
 def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
@@ -92,7 +148,7 @@ def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
 
     prefix, fields = FAMILIES[name]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{prefix}Config")(
+    config = config_class(prefix)(
         **deepcopy(SIZES | fields | overrides)
     )  # a copy, because some config classes change the fields
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)

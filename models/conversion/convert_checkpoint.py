@@ -199,7 +199,8 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
     The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this process has no process group, the
     check creates a process group and destroys it at the end.
     """
-    vocab = family_of(config).read(config).vocab_size
+    arch = family_of(config).read(config)
+    vocab, num_tokens = arch.vocab_size, min(num_tokens, arch.max_position_embeddings)
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
     expected = _transformers_logits(config.path.parent, tokens)
     actual = _megatron_logits(config, tokens)[:, :vocab]

@@ -12,7 +12,7 @@ from models.conversion.mapping import ParamMapping
 from parallel.trainer_config import LoraConfig
 
 RANK = "lora_rank"  # key of the rank of the adapters among the sizes of the model
-_LINEAR = re.compile(r"\.linear_\w+\.weight$")
+_LINEAR = re.compile(r"decoder\.layers\..*\.linear_\w+\.weight$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _PEFT_PREFIX = "base_model.model."
 
@@ -23,11 +23,15 @@ def matrix_name(hf_name: str) -> str:
 
 
 def can_have_adapter(row: ParamMapping, experts: bool = False) -> bool:
-    """Whether the row is a linear layer. The output layer and the router have no adapters.
+    """Whether the row is a linear layer that can have an adapter. The output layer and the router have none.
 
-    Routed experts have adapters only if `experts` is true.
+    A tensor that contains several matrices has none, either. Routed experts have adapters only if `experts` is true.
     """
-    return (experts or ".mlp.experts." not in row.megatron) and _LINEAR.search(row.megatron) is not None
+    return _is_linear(row, experts) and not row.is_fused
+
+
+def _is_linear(row: ParamMapping, experts: bool) -> bool:
+    return (experts or ".mlp.experts." not in row.megatron) and _LINEAR.match(row.megatron) is not None
 
 
 def adapted_matrices(rows: Iterable[ParamMapping], lora: LoraConfig) -> set[str]:
@@ -38,9 +42,19 @@ def adapted_matrices(rows: Iterable[ParamMapping], lora: LoraConfig) -> set[str]
 
 
 def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
-    """Raise ValueError if lora.targets names a matrix that the model lacks, or leaves a layer without an adapter."""
-    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row, lora.experts)]
+    """Raise ValueError if lora.targets names a matrix that cannot have an adapter, or leaves a layer without an adapter.
+
+    Without lora.targets, all linear layers must be able to have adapters.
+    """
+    linears = [row for row in family.param_mappings(arch) if _is_linear(row, lora.experts)]
+    rows = [row for row in linears if can_have_adapter(row, lora.experts)]
     known = list(dict.fromkeys(matrix_name(name) for row in rows for name in row.hf))
+    fused = {matrix_name(name): None for row in linears if row.is_fused for name in row.hf}
+    if fused and not lora.targets:
+        raise ValueError(
+            f"lora.targets=[] with {family.architecture}: {', '.join(fused)} cannot have adapters, because each of these tensors "
+            f"contains several matrices; set lora.targets to names from {', '.join(known)}."
+        )
     if unknown := [name for name in lora.targets if name not in known]:
         raise ValueError(
             f"lora.targets: {', '.join(unknown)} is not a linear layer of {family.architecture} that can have an adapter; "

@@ -1,15 +1,16 @@
 """Conversion rules between Hugging Face tensors and Megatron parameters, and boxes (slices of tensors).
 
 A rule has two steps. First, each Hugging Face tensor is split into tensor-parallel shards along `axis`. (If `axis` is None, every
-rank has the whole tensor.) Then `merge` combines the shards on one rank into a Megatron tensor. The inverse of the first step is
-concatenation along `axis`, and the inverse of `merge` is `split`. Therefore one rule works in both directions. This module does
-not communicate with other ranks.
+rank has the whole tensor. If a tensor has several sections, each section is split.) Then `merge` combines the shards on one rank
+into a Megatron tensor. The inverse of the first step is concatenation along `axis`, and the inverse of `merge` is `split`.
+Therefore one rule works in both directions. This module does not communicate with other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import prod
 from operator import add
 from typing import TYPE_CHECKING, Literal
@@ -55,6 +56,10 @@ class Box:
     def _ends(self) -> tuple[int, ...]:
         return tuple(map(add, self.starts, self.sizes))
 
+    def contains(self, other: Box) -> bool:
+        """Whether `other` lies in this box."""
+        return self.intersect(other) == other
+
     def within(self, outer: Box) -> Box:
         """Return this box with its indices counted from the start of the box `outer`."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
@@ -89,12 +94,17 @@ class ParamMapping:
 
     megatron: str  # parameter name; {layer} and {expert} are indices in the whole model, not indices on a rank
     hf: tuple[str, ...]  # Hugging Face tensor names, in the order in which `merge` needs the tensors
-    shapes: tuple[tuple[str, ...], ...]  # shapes of the Hugging Face tensors, as keys of Architecture.sizes
+    # Shapes of the Hugging Face tensors, as keys of Architecture.sizes. If `hf` has one name and `shapes` has several entries,
+    # the tensor has several sections, one after another along dim 0, such as the queries, keys and values in Phi-3.
+    shapes: tuple[tuple[str, ...], ...]
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
     # which models or layers have this parameter; untied models have separate embedding and output weights
     present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter
+    whole_in_engine: bool = (
+        False  # every engine rank has the whole tensor, although tensor-parallel trainer ranks split it
+    )
     expert: int | None = None  # index of the expert, set by `for_layer`; None: the parameter belongs to no expert
 
     def for_layer(self, layer: int, expert: int | None = None) -> ParamMapping:
@@ -105,39 +115,63 @@ class ParamMapping:
 
         return replace(self, megatron=fill(self.megatron), hf=tuple(map(fill, self.hf)), expert=expert)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether one Hugging Face tensor has several sections, which tensor parallelism splits separately."""
+        return len(self.shapes) > len(self.hf) == 1
+
     def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each Hugging Face tensor by name."""
-        return {name: tuple(sizes[s] for s in shape) for name, shape in zip(self.hf, self.shapes, strict=True)}
+        shapes = [tuple(sizes[s] for s in shape) for shape in self.shapes]
+        if self.is_fused:
+            shapes = [(sum(shape[0] for shape in shapes), *shapes[0][1:])]
+        return dict(zip(self.hf, shapes, strict=True))
 
-    def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[Box]]:
-        """Return for each Hugging Face tensor the boxes of the tensor-parallel ranks.
+    def sections(self, sizes: dict[str, int]) -> dict[str, list[Box]]:
+        """Return the sections of each Hugging Face tensor by name. Most tensors have one section, the whole tensor."""
+        boxes = {name: [Box.whole(shape)] for name, shape in self.hf_shapes(sizes).items()}
+        if self.is_fused:
+            assert self.axis == 0, f"{self.megatron}: a tensor with several sections is split along dim 0"
+            ((whole,),) = boxes.values()
+            ends = accumulate(sizes[shape[0]] for shape in self.shapes)
+            boxes[self.hf[0]] = [whole.narrow(0, start, end) for start, end in pairwise([0, *ends])]
+        return boxes
 
-        The list contains only one box if every rank has the whole tensor.
+    def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[list[Box]]]:
+        """Return for each Hugging Face tensor the boxes of each tensor-parallel rank, one box for each section.
+
+        There is only one rank in the result if every rank has the whole tensor.
         """
-        boxes = {name: Box.whole(shape) for name, shape in self.hf_shapes(sizes).items()}
-        if self.axis is None or tp_size == 1:
-            return {name: [box] for name, box in boxes.items()}
-        return {name: [self._rank_box(box, rank, tp_size) for rank in range(tp_size)] for name, box in boxes.items()}
+        ranks = 1 if self.axis is None else tp_size
+        return {
+            name: [[self.rank_box(box, rank, ranks) for box in boxes] for rank in range(ranks)]
+            for name, boxes in self.sections(sizes).items()
+        }
 
-    def _rank_box(self, box: Box, rank: int, tp_size: int) -> Box:
-        assert self.axis is not None, "the caller checks that the tensor is split"
-        rows = -(-box.sizes[self.axis] // tp_size)  # the last ranks have padding if the rows do not divide evenly
-        return box.narrow(self.axis, rank * rows, (rank + 1) * rows)
+    def rank_box(self, section: Box, rank: int, ranks: int) -> Box:
+        """Return the part of a section that rank `rank` of `ranks` holds."""
+        if self.axis is None or ranks == 1:
+            return section
+        rows = -(-section.sizes[self.axis] // ranks)  # the last ranks have padding if the rows do not divide evenly
+        first = section.starts[self.axis]
+        return section.narrow(self.axis, first + rank * rows, first + (rank + 1) * rows)
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
-        """Combine the shards of the Hugging Face tensors on one rank into the Megatron tensor of the same rank."""
+        """Combine the shards of all sections on one rank into the Megatron tensor of the same rank."""
         (part,) = parts
         return part
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
-        """Split the Megatron tensor of one rank into shards of the Hugging Face tensors. The inverse of `merge`."""
+        """Split the Megatron tensor of one rank into shards of all sections. The inverse of `merge`."""
         return [tensor]
 
     def to_megatron(self, tensors: Sequence[Tensor], sizes: dict[str, int], tp_rank: int, tp_size: int) -> Tensor:
         """Convert whole Hugging Face tensors to the Megatron tensor of tensor-parallel rank `tp_rank`."""
-        if self.axis is None or tp_size == 1:
-            return self.merge([self._padded(t, tp_size) for t in tensors], sizes)
+        if self.is_fused:
+            tensors = tensors[0].split([sizes[shape[0]] for shape in self.shapes])
         padded = [self._padded(t, tp_size) for t in tensors]
+        if self.axis is None or tp_size == 1:
+            return self.merge(padded, sizes)
         return self.merge([t.chunk(tp_size, self.axis)[tp_rank] for t in padded], sizes)
 
     def to_hf(self, shards: Sequence[Tensor], sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -148,6 +182,8 @@ class ParamMapping:
         hf_tensors = [
             _cat(pieces, self.axis or 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)
         ]
+        if self.is_fused:
+            hf_tensors = [_cat(hf_tensors)]
         shapes = self.hf_shapes(sizes)
         return {name: self._unpadded(t, shapes[name]) for name, t in zip(self.hf, hf_tensors, strict=True)}
 

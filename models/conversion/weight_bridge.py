@@ -126,8 +126,9 @@ class ParamBridge:
                 last = (row.megatron, row.split(self.current(self.params[row.megatron]), self.sizes))
             group = _shard_group(row)
             boxes = row.split_over_ranks(self.sizes, group.size())[name]
-            own_box = boxes[group.rank() if len(boxes) > 1 else 0]
-            return last[1][row.hf.index(name)][box.within(own_box).slices]
+            own_boxes = boxes[group.rank() if len(boxes) > 1 else 0]
+            section = next(index for index, own_box in enumerate(own_boxes) if own_box.contains(box))
+            return last[1][row.hf.index(name) + section][box.within(own_boxes[section]).slices]
 
         return read
 

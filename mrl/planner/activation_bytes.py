@@ -133,10 +133,10 @@ def attention_bytes(
 ) -> BytesByTensor:
     """Return the bytes that the attention of a layer saves. They include the norm before the attention."""
     e = batch.itemsize
-    saved = norm_bytes("attention", shape.hidden, batch.rows, batch)
-    saved["attention norm's output"] = batch.rows * shape.hidden * e
+    saved = _norms_bytes("attention", shape, batch)
+    saved["attention's input"] = batch.rows * shape.hidden * e
     if shape.has_latent_attention and "layernorm" in recomputed:
-        del saved["attention norm's output"]
+        del saved["attention's input"]
     saved |= (_latent_attention if shape.has_latent_attention else _grouped_attention)(shape, batch, recomputed)
     saved["attention output"] = batch.tokens * shape.num_heads * shape.value_dim // batch.tp * e
     if "core_attn" not in recomputed:
@@ -155,10 +155,15 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     q, kv = shape.num_heads * d // batch.tp, shape.num_kv_heads * d // batch.tp
     keys = batch.key_rows
     saved: BytesByTensor = {}
-    if shape.qk_norm or not batch.is_gathered:  # views of the projection are saved: inputs of the norms, or values
+    several_groups = shape.num_kv_heads // batch.tp > 1
+    reads_views = not several_groups if shape.projection_norms else shape.qk_norm
+    if reads_views or not batch.is_gathered:  # views of the projection are saved: inputs of the norms, or values
         saved["qkv projection"] = s * (q + 2 * kv) * e
+    if shape.projection_norms:
+        saved["inputs of the projection norms"] = s * (q + kv) * e if several_groups else 0
+        saved["statistics of the projection norms"] = 2 * s * STATISTIC_BYTES
     if shape.qk_norm:
-        heads, several_groups = (shape.num_heads + shape.num_kv_heads) // batch.tp, shape.num_kv_heads // batch.tp > 1
+        heads = (shape.num_heads + shape.num_kv_heads) // batch.tp
         is_copy = several_groups and shape.num_heads > shape.num_kv_heads
         # If the input is a view, the bytes of the projection include it.
         saved["query norm's input"] = s * q * e if is_copy else 0
@@ -174,7 +179,7 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
         saved["attention output per sequence"] = 0 if batch.kernels.grouped_attention else s * q * e
     if not batch.kernels.grouped_attention and shape.num_heads > shape.num_kv_heads:
         saved["rotated keys"] = saved["gathered values"] = keys * q * e
-        if not shape.qk_norm:
+        if not reads_views:
             saved.pop("qkv projection", None)
     return saved
 
@@ -204,9 +209,10 @@ def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fro
 def mlp_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
     """Return the bytes that the MLP of a dense layer saves. They include the norm before the MLP."""
     if "mlp" in recomputed:
-        return {"mlp's input": batch.rows * shape.hidden * batch.itemsize}
-    saved = norm_bytes("mlp", shape.hidden, batch.rows, batch)
-    saved["mlp norm's output"] = batch.rows * shape.hidden * batch.itemsize
+        after = norm_bytes("post-mlp", shape.hidden, batch.rows, batch) if shape.post_norms else {}
+        return {"mlp's input": batch.rows * shape.hidden * batch.itemsize} | after
+    saved = _norms_bytes("mlp", shape, batch)
+    saved["mlp matrix's input"] = batch.rows * shape.hidden * batch.itemsize
     return saved | _intermediate_bytes("mlp", shape, batch.tokens, shape.ffn // batch.tp, batch)
 
 
@@ -219,7 +225,8 @@ def _intermediate_bytes(
     """
     projected = {f"{name} projection": rows * width * batch.itemsize * (2 if shape.gated else 1)}
     # Without a fused kernel, these tensors are also saved: silu(gate), up, and the scaled product.
-    unfused = 0 if batch.kernels.fused_mlp or not shape.gated else 2 + scaled
+    is_fused = batch.kernels.fused_mlp and shape.fused_activation
+    unfused = 0 if is_fused or not shape.gated else 2 + scaled
     return projected | {f"{name} activation": rows * width * batch.itemsize * (1 + unfused)}
 
 
@@ -256,6 +263,14 @@ def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     scores = (shape.num_experts * (STATISTIC_BYTES + 1) + STATISTIC_BYTES) if shape.sigmoid_router else 0
     groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES
     return {"routing": batch.rows * (chosen + order + scores + groups)}
+
+
+def _norms_bytes(name: str, shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
+    """Return the bytes of the norms before and after a block. The bytes of the output of the first norm do not count."""
+    kinds = [f"pre-{name}"] * shape.pre_norms + [f"post-{name}"] * shape.post_norms
+    return {
+        tensor: size for kind in kinds for tensor, size in norm_bytes(kind, shape.hidden, batch.rows, batch).items()
+    }
 
 
 def norm_bytes(name: str, width: int, rows: int, batch: MicroBatchShape) -> BytesByTensor:

@@ -41,6 +41,8 @@ MODULE_ORDER = (
     "self_attention.q_layernorm.",
     "self_attention.kv_layernorm.",
     "self_attention.k_layernorm.",
+    "self_attention.q_projection_norm.",
+    "self_attention.k_projection_norm.",
     "pre_mlp_layernorm.",
     "mlp.router.",
     "mlp.experts.",
@@ -50,6 +52,8 @@ MODULE_ORDER = (
     "mlp.linear_fc1.layer_norm_weight",
     "mlp.linear_fc1.lora.",
     "mlp.linear_fc2.",
+    "post_self_attn_layernorm.",
+    "post_mlp_layernorm.",
 )
 """Order of a layer's parameters in Megatron's flat buffers. The order determines which parameters each rank's shard contains."""
 
@@ -63,6 +67,9 @@ class ParameterShape:
     shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
     is_sharded: bool  # whether tensor parallelism (for experts: expert tensor parallelism) shards the parameter
     present_in: str  # the layers that have the parameter: "always" (all layers), "dense" or "moe"
+    whole_in_engine: bool = (
+        False  # whether every engine rank has the whole parameter, although it is sharded in the trainer
+    )
     is_vocabulary: bool = False  # dim 0 is the vocabulary, padded to a multiple of the number of tensor-parallel ranks
 
     @property
@@ -95,12 +102,18 @@ class ModelShape:
     moe_ffn: int  # width of an expert
     shared_ffn: int  # width of all shared experts together
     vocab: int  # number of tokens in the vocabulary
-    qk_norm: bool  # whether attention normalizes queries and keys
+    qk_norm: bool  # whether attention normalizes the queries and keys of each head
+    projection_norms: bool = False  # whether attention normalizes the queries of all heads together, and so the keys
+    pre_norms: bool = True  # whether there is a norm before the attention and one before the MLP
+    fused_activation: bool = True  # whether a kernel of Megatron computes the gated activation of MLPs
+    post_norms: bool = False  # whether there is a norm after the attention and one after the MLP
     q_lora: int = 0  # width of the compressed queries of latent attention; 0 if queries are not compressed
     kv_lora: int = 0  # width of the compressed keys and values of latent attention; 0 if attention is not latent
     rotary_dim: int = 0  # channels of a head that have a rotary embedding
     sigmoid_router: bool = False  # whether the router scores experts with a sigmoid instead of a softmax
     router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
+    window: int = 0  # tokens to which a token attends in layers with a sliding window
+    windowed_fraction: float = 0.0  # fraction of the layers that have a sliding window
     tied: bool = False  # whether the output layer and the embedding share their weights
     gated: bool = True  # whether MLPs have a gate
     dropout: bool = False  # whether layers have dropout
@@ -125,11 +138,17 @@ class ModelShape:
             shared_ffn=t.get("moe_shared_expert_intermediate_size") or 0,
             vocab=arch.vocab_size,
             qk_norm=t.get("qk_layernorm", False),
+            projection_norms="projection_norms" in arch.parts,
+            pre_norms="no_pre_norms" not in arch.parts,
+            post_norms="post_norms" in arch.parts,
+            fused_activation=arch.activation == "silu",
             q_lora=t.get("q_lora_rank") or 0,
             kv_lora=t.get("kv_lora_rank") or 0,
             rotary_dim=arch.rope.dim,
             sigmoid_router=t.get("moe_router_score_function") == "sigmoid",
             router_groups=t.get("moe_router_num_groups") or 0,
+            window=arch.window,
+            windowed_fraction=sum(map(arch.has_window, range(arch.num_layers))) / arch.num_layers,
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
             parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
@@ -211,6 +230,15 @@ class ModelShape:
         """
         return self.num_heads * (self.head_dim + self.value_dim) / 2
 
+    def attended_squares(self, squares_per_token: float) -> float:
+        """Return the mean of `squares_per_token` over the layers, limited to the pairs of a window in layers with a window.
+
+        `squares_per_token`: sum of L**2 over the sequences, divided by the sum of L. A causal token attends to L / 2 tokens on
+        average, and with a window to at most `window` tokens.
+        """
+        limited = min(squares_per_token, 2.0 * self.window)
+        return squares_per_token + self.windowed_fraction * (limited - squares_per_token)
+
     @cached_property
     def gathered_kv_width(self) -> int:
         """Number of elements of keys and values that context-parallel ranks gather for one token in one layer."""
@@ -238,4 +266,6 @@ def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
     assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: its {len(shapes)} tensors must be stacked along dim 0"
     fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
     present_in = {"dense_layers": "dense", "moe_layers": "moe"}.get(row.present_in, "always")
-    return ParameterShape(name, location, fused, row.axis is not None, present_in, isinstance(row, VocabMapping))
+    return ParameterShape(
+        *(name, location, fused, row.axis is not None, present_in), row.whole_in_engine, isinstance(row, VocabMapping)
+    )

@@ -461,12 +461,14 @@ def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int
 
     An engine with data-parallel attention shards the parameters of attention over fewer ranks.
     """
-    if not p.is_sharded:
+    if not p.is_sharded or p.whole_in_engine:
         return p.numel
     in_attention = p.name.startswith("self_attention.") or p.location == "first"
     ranks = topology.tp // topology.dp if in_attention else topology.tp
     if p.is_vocabulary:
         return _vocabulary_rows(p.shape[0], ranks) * p.shape[1]
+    if p.name.startswith("self_attention.k_projection_norm."):
+        return _kv_heads(shape, topology) * shape.head_dim
     if p.name.startswith("self_attention.linear_qkv."):
         rows = (shape.num_heads // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
         return rows * p.numel // p.shape[0]

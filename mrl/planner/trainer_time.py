@@ -153,7 +153,7 @@ class TrainerTime:
             attention=2
             * layers
             * shape.attention_macs
-            * squares_per_token
+            * shape.attended_squares(squares_per_token)
             * gpu_tokens
             / cluster.attention_flops_per_s,
             experts=moe * expert_s,

@@ -19,8 +19,6 @@ VOCAB_PADDING = 64
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the embedding and of the output layer, the same in a Hugging Face folder and in SGLang."""
-KEY_VALUE_SUFFIXES = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
-"""Suffixes of the Hugging Face tensors that are sharded by key/value heads."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ class EngineLayout:
         return [self._derive_param_shapes(self.shards(rank)) for rank in range(self.topology.tp)]
 
     def _derive_shards(self, rank: int) -> list[EngineShard]:
-        shards = [shard for row in self.rows for name in row.hf if (shard := self._shard(name, rank))]
+        shards = [shard for row in self.rows for name in row.hf for shard in self._shards_of(name, rank)]
         if self.output_copy:
             shards += [replace(shard, param=OUTPUT) for shard in shards if shard.name == EMBEDDING]
         return shards
@@ -177,22 +175,19 @@ class EngineLayout:
                 shapes[shard.param] = (self._padded_vocab_rows(shard.name, self._num_shards(row)), *ends[1:])
         return shapes
 
-    def _shard(self, name: str, rank: int) -> EngineShard | None:
-        """Return the shard of tensor `name` on rank `rank`, or None if the rank has other experts."""
+    def _shards_of(self, name: str, rank: int) -> list[EngineShard]:
+        """Return the shard of each section of tensor `name` on rank `rank`. The list is empty if the rank has other experts."""
         row = self.row_of[name]
         if row.expert is not None and row.expert // self._experts_per_group != self._expert_group(rank):
-            return None
+            return []
         param, parts = self.engine_names[name]
-        rows_before = 0  # rows of the tensors that precede tensor `name` in a fused parameter
-        for part in parts:
-            if part == name:
-                break
-            rows_before += self._box(part, rank).sizes[0]
-        box = self._box(name, rank)
-        start = (rows_before, *(0,) * (len(box.sizes) - 1))
-        if row.expert is not None:
-            start = (row.expert % self._experts_per_group, *start)
-        return EngineShard(name, box, param, start)
+        expert = () if row.expert is None else (row.expert % self._experts_per_group,)
+        before = parts[: parts.index(name)]  # tensors that precede tensor `name` in a fused parameter
+        first_row, shards = sum(box.sizes[0] for part in before for box in self._boxes(part, rank)), []
+        for box in self._boxes(name, rank):
+            shards.append(EngineShard(name, box, param, (*expert, first_row, *(0,) * (len(box.sizes) - 1))))
+            first_row += box.sizes[0]
+        return shards
 
     @property
     def _experts_per_group(self) -> int:
@@ -201,22 +196,27 @@ class EngineLayout:
     def _expert_group(self, rank: int) -> int:
         return rank // (self.topology.tp // self.topology.ep)
 
-    def _box(self, name: str, rank: int) -> Box:
-        """Return the part of the Hugging Face tensor `name` that rank `rank` holds."""
-        row, whole = self.row_of[name], Box.whole(self._hf_shapes[name])
+    def _boxes(self, name: str, rank: int) -> list[Box]:
+        """Return the part of each section of the Hugging Face tensor `name` that rank `rank` holds."""
+        row = self.row_of[name]
+        sections = row.sections(self.sizes)[name]
+        if row.axis is None or row.whole_in_engine:
+            return sections
         ranks = self._num_shards(row)
         rank %= ranks
-        if row.axis is None:
-            return whole
         if isinstance(row, VocabMapping):
             rows = self._padded_vocab_rows(name, ranks)
-            return whole.narrow(0, rank * rows, (rank + 1) * rows)
-        if name.endswith(KEY_VALUE_SUFFIXES) and ranks > self.kv_heads:  # several ranks then hold a copy of each head
-            rank, ranks = rank // (ranks // self.kv_heads), self.kv_heads
-        size = whole.sizes[row.axis]
-        if size % ranks:
-            raise ValueError(f"rollout.engine_tp={self.topology.tp} does not divide the {size} rows of {name}.")
-        return whole.narrow(row.axis, rank * (size // ranks), (rank + 1) * (size // ranks))
+            return [section.narrow(0, rank * rows, (rank + 1) * rows) for section in sections]
+        boxes = []
+        for index, section in enumerate(sections, start=row.hf.index(name)):
+            part, parts = rank, ranks
+            is_key_or_value = row.shapes[index][row.axis] == "kv"
+            if is_key_or_value and ranks > self.kv_heads:  # several ranks then hold a copy of each head
+                part, parts = rank // (ranks // self.kv_heads), self.kv_heads
+            if (size := section.sizes[row.axis]) % parts:
+                raise ValueError(f"rollout.engine_tp={self.topology.tp} does not divide the {size} rows of {name}.")
+            boxes.append(row.rank_box(section, part, parts))
+        return boxes
 
     def _num_shards(self, row: ParamMapping) -> int:
         """Return the number of ranks over which the tensors of this row are sharded."""

@@ -158,11 +158,13 @@ def trainer_shards(
         stage, group = stage_of(row.megatron), None
         if row.expert is not None:
             group = row.expert * dims.ep // sizes["experts"]
-        for name, boxes in row.split_over_ranks(sizes, dims.expert_tp if row.expert is not None else dims.tp).items():
-            indices = range(len(boxes)) if len(boxes) > 1 else [-1]
+        ranks = row.split_over_ranks(sizes, dims.expert_tp if row.expert is not None else dims.tp)
+        for name, boxes_of in ranks.items():
+            indices = range(len(boxes_of)) if len(boxes_of) > 1 else [-1]
             shards[name] = [
                 TrainerShard(box, ranks_of[stage, group, index])
-                for box, index in zip(boxes, indices, strict=True)
+                for boxes, index in zip(boxes_of, indices, strict=True)
+                for box in boxes
                 if box.numel
             ]
     return shards

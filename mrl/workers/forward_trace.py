@@ -24,6 +24,7 @@ from mrl.workers.actor_critic import MegatronActor
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.parity_trace import forward_outputs
 from mrl.workers.trace_comparison import TensorFile
+from parallel.megatron_layers import rms_norm
 
 Arrays = dict[str, NDArray]
 
@@ -267,9 +268,14 @@ def _with_bias(output: Any) -> Tensor:
 
 
 def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
-    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it."""
+    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it.
+
+    Return the input if the module has no norm.
+    """
+    if not hasattr(module, "layer_norm_weight"):
+        return hidden
     eps = getattr(module, "eps", None) or module.config.layernorm_epsilon
-    return F.rms_norm(hidden, hidden.shape[-1:], module.layer_norm_weight, eps)
+    return rms_norm(hidden, module.layer_norm_weight, eps, module.config.layernorm_zero_centered_gamma)
 
 
 def _halves(heads: Tensor, width: int) -> Tensor:

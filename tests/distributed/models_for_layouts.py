@@ -14,6 +14,13 @@ KINDS = {
     "mixtral": ("mixtral", {}),
     "biased": ("llama_biased", {}),
     "qkv_biased": ("qwen2", {}),
+    "mistral": ("mistral", {}),
+    "gemma": ("gemma3", {}),
+    "minimax": ("minimax_m2", {}),
+    "olmo2": ("olmo2_biased", {}),
+    "olmo3": ("olmo3", {}),
+    "phi": ("phi3_long", {}),
+    "seed": ("seed_oss", {}),
     "glm": ("glm4_moe", {}),
     "deepseek": ("deepseek_v3", {}),
 }

@@ -159,7 +159,9 @@ def test_gradients_of_a_dense_actor(run_ranks, expected, dims):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", [ONE, ParallelDims(tp=2, pp=2)], ids=str)
-@pytest.mark.parametrize("kind", ["tied", "biased", "moe", "glm", "deepseek"])
+@pytest.mark.parametrize(
+    "kind", ["tied", "biased", "moe", "glm", "deepseek", "gemma", "olmo2", "olmo3", "minimax", "phi"]
+)
 def test_gradients_of_other_families(run_ranks, expected, kind, dims):
     from mrl.workers.trace_comparison import StepTrace
 

@@ -159,12 +159,32 @@ def test_mixtral(traced, dims):
     check(reference(traced, "mixtral"), traced("mixtral", dims))
 
 
+FUSED_OR_PLAIN = layouts("tp2", "tp2 sp0", "pp2", "cp2")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dims", FUSED_OR_PLAIN, ids=str)
+@pytest.mark.parametrize("kind", ["mistral", "phi", "seed"])
+def test_mistral_phi_and_seed_oss(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
+POST_NORMS = layouts("tp2", "tp2 sp0", "pp2", "cp2", "pp2 vpp2", "tp2 cp2")
+
+
+@pytest.mark.extended_except("olmo3-tp2 cp2 sp")
+@pytest.mark.parametrize("dims", POST_NORMS, ids=str)
+@pytest.mark.parametrize("kind", ["olmo2", "olmo3", "gemma"])
+def test_norms_of_whole_projections_and_windows(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
 SIGMOID_ROUTED_MOE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", SIGMOID_ROUTED_MOE, ids=str)
-@pytest.mark.parametrize("kind", ["glm", "deepseek"])
+@pytest.mark.parametrize("kind", ["glm", "deepseek", "minimax"])
 def test_sigmoid_and_shared_experts(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 

@@ -101,7 +101,9 @@ def layer_bytes_of(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layer_keeps_the_planned_bytes(run_ranks, tmp_path, name):
     real, planned = layer_bytes_of(run_ranks, tmp_path, name, ParallelDims(), {})
-    assert planned == pytest.approx(real, rel=TOLERANCE)
+    # attention mask of the second layer, which has a window; only CPU kernels keep it
+    mask = 64 * 64 * 4 if name == "olmo3" else 0
+    assert planned + mask == pytest.approx(real, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
@@ -111,7 +113,7 @@ def test_a_dense_layer_of_a_model_with_experts_keeps_the_planned_bytes(run_ranks
 
 
 @pytest.mark.parametrize("axes", [dict(tp=2), dict(tp=2, sp=False), dict(cp=2), dict(tp=2, cp=2)], ids=str)
-@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2_tied_multi_head"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2_tied_multi_head", "olmo2"])
 def test_a_layout_divides_the_kept_bytes_as_planned(run_ranks, tmp_path, name, axes):
     real, planned = layer_bytes_of(run_ranks, tmp_path, name, ParallelDims(**axes), {})
     mask = (

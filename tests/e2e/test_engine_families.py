@@ -30,7 +30,9 @@ def logprob_difference(client: EngineClient, folder) -> float:
     return largest
 
 
-@pytest.mark.parametrize("name", ["llama_attention_biased", "qwen2_tied_multi_head", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["llama_attention_biased", "qwen2_tied_multi_head", "mistral", "olmo2", "phi3", "glm4_moe", "deepseek_v3"]
+)
 def test_an_engine_samples_from_its_model_and_from_pushed_weights(one_rank, tmp_path, name):
     from safetensors.torch import load_file
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import transformers
 from tiny_families import FAMILIES as TINY
-from tiny_families import LLAMA3_ROPE, SIZES, YARN_ROPE
+from tiny_families import GEMMA, LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE, config_class
 
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
 from models.hf_config import IGNORED_FIELDS, HFConfig
+from mrl.planner.model_shape import ModelShape
+from parallel.rope import Rope
 
 PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 
@@ -20,7 +22,7 @@ PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 def saved(folder: Path, prefix: str, **fields) -> dict:
     """Return the config.json that transformers writes."""
     fields = deepcopy(fields)  # some config classes modify their arguments
-    config = getattr(transformers, f"{prefix}Config")(architectures=[f"{prefix}ForCausalLM"], **fields)
+    config = config_class(prefix)(architectures=[f"{prefix}ForCausalLM"], **fields)
     config.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text())
 
@@ -41,14 +43,17 @@ def fields(tmp_path):
     return of
 
 
+# fields of which no family supports the default: half of the head_dim of Glm4Moe, 42, is odd; sliding windows
+NOT_DEFAULT: dict[str, dict] = {"Glm4Moe": dict(head_dim=128), "Mistral": dict(sliding_window=None)}
+
+
 def test_every_family_has_a_tiny_model():
     assert {f"{prefix}ForCausalLM" for prefix in PREFIXES} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_the_default_config_of_transformers_is_accepted(tmp_path, prefix):
-    fields = dict(head_dim=128) if prefix == "Glm4Moe" else {}  # the default head_dim is 42, and half of it is odd
-    found = saved(tmp_path, prefix, **fields)
+    found = saved(tmp_path, prefix, **NOT_DEFAULT.get(prefix, {}))
     assert read(found).num_layers == found["num_hidden_layers"]
 
 
@@ -132,6 +137,35 @@ def test_no_ignored_field_is_read_by_a_family():
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
         ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
+        ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported; expected 'gelu_pytorch"),
+        ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
+        ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
+        ("minimax_m2", dict(use_qk_norm=False), "use_qk_norm=False is not supported; expected True"),
+        ("minimax_m2", dict(attn_type_list=[1, 0]), "attn_type_list=[1, 0] is not supported"),
+        ("minimax_m2", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; expected at least 2"),
+        ("minimax_m2", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not known"),
+        ("olmo2", dict(sliding_window=9), "sliding_window=9 is not known to Olmo2ForCausalLM"),
+        ("olmo3", dict(sliding_window=None), "sliding_window=None is not supported; expected a number of tokens"),
+        ("olmo3", dict(layer_types=["full_attention"]), "sliding_attention or full_attention for each of the 4 layers"),
+        ("olmo3", dict(layer_types=["linear_attention"] * 4), "layer_types=['linear_attention', "),
+        ("olmo3", dict(rope_theta=10000.0), "rope_theta=10000.0 is not supported; expected 500000.0"),
+        ("olmo3", dict(rope_parameters=YARN_ROPE), "expected parameters for full_attention and for sliding_attention"),
+        ("phi3", dict(sliding_window=47), "sliding_window=47 is not supported; expected null, or at least"),
+        ("phi3", dict(resid_pdrop=0.1), "resid_pdrop=0.1 is not supported; expected 0.0"),
+        ("phi3", dict(attention_bias=True), "attention_bias=True is not supported; expected False"),
+        ("phi3", dict(rope_parameters=YARN_ROPE), "a rotary embedding of YarnRope is not supported"),
+        (
+            "phi3_long",
+            dict(rope_parameters=LONG_ROPE["rope_parameters"] | dict(short_factor=[1.0, 2.0])),
+            "short_factor=[1.0, 2.0] of the rotary embedding: expected a list of 3 positive numbers",
+        ),
+        (
+            "phi3_long",
+            dict(rope_parameters=LONG_ROPE["rope_parameters"] | dict(factor=2.0)),
+            "factor=2.0 of the rotary embedding is not supported; expected max_position_embeddings /",
+        ),
+        ("mistral", dict(sliding_window=63), "sliding_window=63 is not supported; expected null, or at least"),
+        ("mistral", dict(attention_bias=True), "attention_bias=True is not known to MistralForCausalLM"),
         ("mixtral", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported"),
     ],
@@ -154,6 +188,20 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
     ("name", "change", "message"),
     [
         ("llama_mlp_biased", {}, "has mlp_bias, which SGLang silently ignores"),
+        ("seed_oss", {}, "SGLang 0.5.23 does not implement SeedOssForCausalLM"),
+        ("gemma3", {}, "has a scaled rotary embedding, which SGLang silently ignores"),
+        ("minimax_m2", dict(rotary_dim=None, partial_rotary_factor=0.25), "has partial_rotary_factor, which SGLang"),
+        ("olmo3", {}, "SGLang 0.5.23 does not implement Olmo3ForCausalLM"),
+        (
+            "phi3",
+            dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)),
+            "has rope_parameters.partial_rotary_factor, which SGLang silently ignores",
+        ),
+        (
+            "phi3_long",
+            dict(rope_parameters=LONG_ROPE["rope_parameters"] | dict(attention_factor=0.8)),
+            "attention_factor=0.8 of the rotary",
+        ),
         ("qwen3", dict(rope_parameters=YARN_ROPE | dict(attention_factor=0.8)), "attention_factor=0.8 of the rotary"),
     ],
 )
@@ -164,7 +212,21 @@ def test_a_config_that_sglang_computes_differently_raises_an_error(fields, name,
         family.check_engine(config, family.read(config))
 
 
-ALIKE = ["llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mixtral", "glm4_moe", "deepseek_v3"]
+ALIKE = [
+    *(
+        "llama",
+        "llama_attention_biased",
+        "qwen2",
+        "qwen3_biased",
+        "minimax_m2",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "phi3",
+        "phi3_long",
+    ),
+    *("glm4_moe", "deepseek_v3"),
+]
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -180,6 +242,58 @@ def test_a_missing_field_that_only_sglang_needs_raises_an_error(fields):
         ValueError, match='SGLang requires fields that transformers omits; add "topk_method": "noaux_tc"'
     ):
         family_of(config).check_engine(config, read(left))
+
+
+def test_a_model_with_longrope_takes_only_sequences_that_use_the_short_factors(fields):
+    known = fields("phi3_long")
+    assert known["max_position_embeddings"] == 64 and read(known).max_position_embeddings == 48
+    assert read(known).rope.factor == 64 / 48
+
+
+def test_the_config_says_which_layers_have_a_window(fields):
+    arch = read(fields("olmo3") | dict(layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"]))
+    assert [arch.has_window(layer) for layer in range(4)] == [False, True, True, False]
+    assert arch.transformer["window_size"] == (8, 0)
+    without = read(fields("olmo3") | dict(layer_types=["full_attention"] * 4, sliding_window=None))
+    assert "window_size" not in without.transformer and not without.has_window(0)
+
+
+def test_layers_with_a_window_have_a_linear_cost(fields):
+    windowed = read(fields("olmo3"))
+    full = read(fields("olmo3") | dict(layer_types=["full_attention"] * 4))
+    (linear, quadratic), (full_linear, full_quadratic) = windowed.multiply_adds(), full.multiply_adds()
+    assert quadratic == full_quadratic / 4 and full_quadratic == 4 * 2 * 32 / 2
+    assert linear - full_linear == 3 * 2 * 32 * 9, "three layers: scores and values of 32 channels, for 9 keys"
+    shape = ModelShape.of(FAMILIES["Olmo3ForCausalLM"], windowed)
+    assert shape.attended_squares(10.0) == 10.0 and shape.attended_squares(100.0) == (3 * 2 * 9 + 100) / 4
+
+
+def test_layers_with_a_window_have_a_rotary_embedding_of_their_own(fields):
+    arch = read(fields("olmo3"))
+    assert (arch.rope.rope_theta, arch.local_rope.rope_theta) == (5000.0, 300.0)
+    old = {name: value for name, value in fields("olmo3").items() if name != "rope_parameters"}
+    scaling = {name: value for name, value in YARN_ROPE.items() if name != "rope_theta"}
+    arch = read(old | dict(rope_theta=500000.0, rope_scaling=scaling))
+    assert arch.rope.factor == 4.0 and arch.local_rope == Rope(rope_theta=500000.0, dim=8)
+
+
+def test_gemma_with_plain_rotary_embeddings_has_an_engine(fields):
+    ropes = GEMMA["rope_parameters"] | dict(full_attention=dict(rope_type="default", rope_theta=1e6))
+    config = HFConfig("config.json", fields("gemma3") | dict(rope_parameters=ropes))
+    family_of(config).check_engine(config, family_of(config).read(config))
+
+
+def test_the_field_rotary_dim_sets_the_rotated_components(fields):
+    known = {name: value for name, value in fields("minimax_m2").items() if name != "partial_rotary_factor"}
+    known |= dict(rope_parameters=SIZES["rope_parameters"])
+    assert read(known | dict(rotary_dim=8)).rope.dim == 8
+    assert read(known | dict(rotary_dim=8, partial_rotary_factor=0.25)).rope.dim == 4
+    assert read(known | dict(rotary_dim=None)).rope.dim == 16
+
+
+def test_seed_oss_has_no_dropout(fields):
+    assert fields("seed_oss")["attention_dropout"] == 0.1
+    assert "attention_dropout" not in read(fields("seed_oss")).transformer
 
 
 def test_a_family_can_rotate_a_part_of_each_head():

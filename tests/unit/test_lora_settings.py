@@ -25,7 +25,7 @@ LORA = LoraConfig(rank=2, alpha=4.0)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """`models[name]` -> folder of a tiny model."""
-    names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral")
+    names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2", "phi3", "olmo2")
     return {name: make_family(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
@@ -60,6 +60,9 @@ def test_the_spec_of_a_trained_actor_has_the_adapters_and_other_models_have_none
     [
         ("qwen3", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         ("mixtral", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("minimax_m2", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("olmo2", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("phi3", {"o_proj", "down_proj"}),
         ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
                          "down_proj"}),
     ],
@@ -80,6 +83,17 @@ def test_linear_layers_outside_the_routed_experts_can_have_adapters(models, name
 def test_an_unknown_target_names_the_known_targets(models):
     with pytest.raises(ValueError, match=r"lora.targets: c_proj is not a linear layer of Qwen3ForCausalLM .* q_proj"):
         check_lora(replace(LORA, targets=["c_proj", "q_proj"]), *read(models["qwen3"]))
+
+
+def test_a_tensor_with_several_matrices_has_no_adapter(models):
+    family, arch = read(models["phi3"])
+    with pytest.raises(
+        ValueError, match=r"lora.targets=\[\] with Phi3ForCausalLM: qkv_proj, gate_up_proj cannot have .*; set"
+    ):
+        check_lora(LORA, family, arch)
+    with pytest.raises(ValueError, match=r"lora.targets: qkv_proj is not a linear layer .* from o_proj, down_proj"):
+        check_lora(replace(LORA, targets=["qkv_proj", "o_proj"]), family, arch)
+    check_lora(replace(LORA, targets=["o_proj", "down_proj"]), family, arch)
 
 
 def test_every_layer_needs_an_adapter(models):

@@ -92,6 +92,19 @@ def test_each_rank_holds_its_gate_shard_then_its_up_shard():
     assert row.to_megatron([gate, up], {}, 1, 2).flatten().tolist() == [2, 3, 12, 13]
 
 
+def test_each_section_of_a_fused_tensor_is_split_over_the_ranks():
+    family = FAMILIES["Phi3ForCausalLM"]
+    qkv, mlp = (next(r for r in family.table if name in r.megatron) for name in ("linear_qkv.weight", "fc1.weight"))
+    sizes = dict(hidden=1, q=4, kv=2, head_dim=1, ffn=4)
+    stored = torch.tensor([0.0, 1, 2, 3, 10, 11, 20, 21])[:, None]
+    assert qkv.hf_shapes(sizes) == {"model.layers.{layer}.self_attn.qkv_proj.weight": (8, 1)}
+    assert qkv.to_megatron([stored], sizes, 0, 1).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert qkv.to_megatron([stored], sizes, 1, 2).flatten().tolist() == [2, 3, 11, 21]
+    assert mlp.to_megatron([stored], sizes, 1, 2).flatten().tolist() == [2, 3, 20, 21]
+    (ranks,) = qkv.split_over_ranks(sizes, 2).values()
+    assert [stored[box.slices].flatten().tolist() for box in ranks[1]] == [[2, 3], [11], [21]]
+
+
 def test_tied_embeddings_have_no_output_row():
     family = FAMILIES["Qwen3ForCausalLM"]
     layers = dict(num_layers=2)

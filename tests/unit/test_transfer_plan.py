@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from models.architecture import Architecture
 from models.conversion.mapping import Box
 from models.families.mixtral import MIXTRAL
+from models.families.phi3 import PHI3
 from models.families.qwen import QWEN3, QWEN3_MOE
 from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineLayout, Topology
 from mrl.weight_sync.transfer_plan import (
@@ -33,7 +34,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def architecture(family, tied=False) -> Architecture:
-    moe = {} if family is QWEN3 else MOE if family is QWEN3_MOE else MOE | dict(moe_layer_freq=[1] * LAYERS)
+    moe = {} if family in (QWEN3, PHI3) else MOE if family is QWEN3_MOE else MOE | dict(moe_layer_freq=[1] * LAYERS)
     transformer = dict(num_layers=LAYERS, num_attention_heads=8, num_query_groups=KV_HEADS, **moe)
     return Architecture(VOCAB, 64, Rope(rope_theta=1e4, dim=4), tied, transformer, SIZES)
 
@@ -70,6 +71,21 @@ def test_each_rank_fuses_its_shards_of_dense_projections(tp):
         both = torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]])
         assert torch.equal(filled["model.layers.1.mlp.gate_up_proj.weight"], both)
         assert torch.equal(filled["model.norm.weight"], tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_rank_holds_its_shards_of_the_sections_of_a_fused_tensor(tp):
+    arch = architecture(PHI3)
+    tensors = tensors_of(PHI3, arch)
+    stored = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
+    q, k, v = tensors[stored[0]].split([SIZES["q"], SIZES["kv"], SIZES["kv"]])
+    gate, up = tensors[stored[1]].chunk(2)
+    layout = EngineLayout.of(PHI3, arch, Topology(tp))
+    for rank in range(tp):
+        filled, heads = engine_parameters(layout, rank, tensors), min(tp, KV_HEADS)
+        mine = [t.chunk(n)[rank * n // tp] for t, n in ((q, tp), (k, heads), (v, heads))]
+        assert torch.equal(filled[stored[0]], torch.cat(mine))
+        assert torch.equal(filled[stored[1]], torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]]))
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
@@ -164,7 +180,7 @@ dims_of = st.builds(
 
 def trainer_dims(axes, family) -> ParallelDims:
     """Return the dims if Megatron accepts these sizes. Hypothesis skips all other sizes."""
-    if family is QWEN3:
+    if family in (QWEN3, PHI3):
         axes = axes | dict(ep=1, etp=None)
     if axes["pp"] == 1:
         axes = axes | dict(vpp=1)
@@ -178,7 +194,7 @@ def trainer_dims(axes, family) -> ParallelDims:
 @settings(max_examples=60)
 @given(
     axes=dims_of,
-    family=st.sampled_from([QWEN3, QWEN3_MOE, MIXTRAL]),
+    family=st.sampled_from([QWEN3, QWEN3_MOE, MIXTRAL, PHI3]),
     topology=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]),
     num_engines=st.integers(1, 3),
     bucket_bytes=st.sampled_from([64, 400, 10_000, 1 << 20]),
