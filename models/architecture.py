@@ -18,10 +18,31 @@ from parallel.rope import LongRope, Rope, YarnRope
 from parallel.trainer_config import LoraConfig, OptimConfig
 
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
+EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"  # Megatron's name of the embedding
+VISION_PREFIX = "visual."  # begins the names of all parameters of the vision tower in Megatron
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """The vision tower of an image model, which is a module of transformers, and how the language model uses its outputs."""
+
+    model_type: str  # of the tower's config in transformers
+    config: dict[str, Any]  # fields of the tower's config
+    image_token: int  # id of the token that an output of the tower replaces
+    merge_size: int  # merge_size**2 patches give one output
+    rope_axes: tuple[int, ...]  # see parallel.rope.rope_axes
+    # Number of repetitions of the tower's parts: "block", and "feature" for further outputs of the tower. Further output i is
+    # added to the output of decoder layer i (DeepStack, arXiv:2406.04334).
+    repeats: dict[str, int]
+
+    @property
+    def num_features(self) -> int:
+        """Number of decoder layers to whose outputs the tower adds features."""
+        return self.repeats.get("feature", 0)
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,7 @@ class Architecture:
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
+    vision: VisionTower | None = None  # None: a language model
 
     @property
     def num_layers(self) -> int:
@@ -73,6 +95,11 @@ class Architecture:
         With `uneven_stages`, the user has set the number of layers of each pipeline stage, and Megatron checks these numbers.
         """
         t = self.transformer
+        if self.vision and self.vision.num_features > self.num_layers // (dims.pp * dims.vpp):
+            raise ValueError(
+                f"parallel.pp={dims.pp}, parallel.vpp={dims.vpp}: the features of the vision tower are added to the outputs of "
+                f"the first {self.vision.num_features} layers, which must be in the first stage; use fewer stages."
+            )
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
         dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
         shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
@@ -157,6 +184,8 @@ class Family:
     )
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
+    # beginning of the name of a Hugging Face tensor -> beginning of the name of its SGLang parameter, if they differ
+    engine_prefixes: Mapping[str, str] = field(default_factory=dict)
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
@@ -229,6 +258,10 @@ class Family:
 
 
 def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]:
+    for name, count in (arch.vision.repeats if arch.vision else {}).items():
+        if f"{{{name}}}" in row.megatron:
+            yield from (row.for_index(name, index) for index in range(count))
+            return
     if "{layer}" not in row.megatron:
         yield row
         return
@@ -255,3 +288,4 @@ class ModelSpec:
     family: str | None = None  # reference to a family outside models/families (see models.families.load_family)
     lora: LoraConfig | None = None  # adapters, which are then all that is trained; None: all weights are trained
     seed: int = 0  # seed of the initial adapters
+    train_vision: bool = False  # whether the vision tower of an image model is trained, too

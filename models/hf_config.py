@@ -113,6 +113,16 @@ class HFConfig:
         """Return a copy with the `defaults` of a family, in which no field is marked as read."""
         return replace(self, defaults=defaults, read_fields=set())
 
+    def nested(self, name: str, defaults: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> "HFConfig":
+        """Return the config that the field `name` contains, with no field marked as read. `fields` replaces its fields.
+
+        Raises ValueError if the field is missing or is not an object.
+        """
+        own = self[name] if fields is None else fields
+        if not isinstance(own, Mapping):
+            raise ValueError(f"{self.path}: {name}={own!r}; expected an object of fields.")
+        return HFConfig(self.path, {**own, "architectures": [self.architecture]}, defaults=defaults)
+
     def check_all_fields_read(self) -> None:
         """Raise ValueError if a field was not read and is not in IGNORED_FIELDS."""
         for name in sorted(self.fields.keys() - self.read_fields - _IGNORED_FIELDS):

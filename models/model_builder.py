@@ -32,6 +32,7 @@ from torch import Tensor
 from models.architecture import Architecture
 from models.families import family_of
 from models.hf_config import HFConfig
+from models.image_model import ImageGPTModel
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from parallel import groups
 from parallel.attention import PackedAttention
@@ -40,6 +41,7 @@ from parallel.dims import ParallelDims
 from parallel.layer_variants import PostNormLayer, VariantSelfAttention
 from parallel.megatron_layers import (
     AmplifiedRotaryEmbedding,
+    MultimodalRotaryEmbedding,
     PackedLatentAttention,
     PackedRotaryEmbedding,
     fuse_rope_of_packs,
@@ -118,6 +120,11 @@ def can_fuse_rope(arch: Architecture) -> bool:
     ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
     has_amplitude = any(rope.amplitude != 1.0 for rope in ropes)
     return capabilities().transformer_engine and not arch.has_latent_attention and not has_amplitude
+
+
+def uses_packed_attention(arch: Architecture, share_prompts: bool) -> bool:
+    """Whether the model uses PackedAttention and positions for each token, and not Transformer Engine's attention."""
+    return share_prompts or arch.vision is not None or not capabilities().transformer_engine
 
 
 def _layout_fields(dims: ParallelDims) -> dict:
@@ -283,7 +290,7 @@ def build_model(
     arch = family_of(hf).read(hf)
     arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
-    packed_attention = share_prompts or not capabilities().transformer_engine
+    packed_attention = uses_packed_attention(arch, share_prompts)
     if arch.window and dims.cp > 1 and not packed_attention:
         raise ValueError(
             f"trainer.share_prompts=false: Transformer Engine's attention has no sliding windows with parallel.cp={dims.cp}; use "
@@ -319,7 +326,8 @@ def _build_stage(
     arch: Architecture, config: TransformerConfig, head: HeadKind, packed_attention: bool, vp_stage: int | None
 ) -> GPTModel:
     is_last = groups.is_last_stage(vp_stage)
-    model = GPTModel(
+    model_class = partial(ImageGPTModel, vision=arch.vision) if arch.vision else GPTModel
+    model = model_class(
         config,
         _block_spec(config, packed_attention, arch, vp_stage),
         padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
@@ -346,7 +354,9 @@ def _build_stage(
 
 def _set_rope(model: GPTModel, arch: Architecture, packed_attention: bool) -> None:
     """Replace Megatron's rotary embedding and its amplitude with those of the model."""
-    if packed_attention:
+    if arch.vision:
+        model.rotary_pos_emb = MultimodalRotaryEmbedding(arch.rope, arch.vision.rope_axes)
+    elif packed_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(arch.rope)
         if model.config.apply_rope_fusion:
             fuse_rope_of_packs()

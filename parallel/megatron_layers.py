@@ -4,6 +4,7 @@ The plain torch modules have the same parameter names as Transformer Engine's mo
 tables are the same on GPUs and CPUs.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -104,6 +105,27 @@ def fuse_rope_of_packs() -> None:
         return kernel(tokens[:, None], angles[:, None], interleaved=interleaved)[:, 0]
 
     rope_utils.fused_apply_rotary_pos_emb = rotate
+
+
+class MultimodalRotaryEmbedding(PackedRotaryEmbedding):
+    """RoPE of image models: the position along one of three axes rotates each pair of components (parallel.rope.rope_axes)."""
+
+    axes: Tensor
+
+    def __init__(self, rope: Rope, axes: Sequence[int]) -> None:
+        """`axes`: for each pair of components, the axis whose position rotates the pair."""
+        super().__init__(rope)
+        self.register_buffer("axes", torch.tensor([*axes, *axes]).view(1, 1, 1, -1), persistent=False)
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> Tensor:
+        """Return the angles [L, 1, d] for the pack that the last call of `get_rotary_seq_len` received."""
+        positions = self._packed.axis_position_ids
+        if positions is None:
+            return super().forward(max_seq_len, offset, packed_seq)
+        if self._angles is None or self._angles[0] is not positions:
+            of_each_axis = self.get_emb(max_seq_len, offset)[positions, 0]  # [3, L, 1, d]
+            self._angles = positions, torch.take_along_dim(of_each_axis, self.axes, 0)[0]
+        return self._angles[1]
 
 
 def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:

@@ -14,6 +14,7 @@ In shapes, S is the number of real tokens in all segments, and L is the number o
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parallel.device import copy_to_device
+
+if TYPE_CHECKING:
+    from parallel.image_packing import PackedImages
 
 Ints = NDArray[np.int64]
 
@@ -88,6 +92,11 @@ class PackedSequences(PackedSeqParams):
     padding: Tensor | None = None  # [L] True at padding tokens; None: no rank has padding
     num_tokens: int = 0  # S
     max_position: int = 0  # largest position in the pack
+    # [3, L] position of each token along time, height and width; None: the pack has no images, and all are equal to position_ids
+    axis_position_ids: Tensor | None = None
+    images: "PackedImages | None" = None
+    # [L, 1, H] each, or [L/tp, 1, H] under sequence parallelism: what is added to the output of layer 0, 1, ... (DeepStack)
+    layer_features: tuple[Tensor, ...] = ()
 
     @property
     def local_index(self) -> Ints:

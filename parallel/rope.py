@@ -11,7 +11,7 @@ This module imports torch only when it computes frequencies.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -233,3 +233,25 @@ def rope_from_parameters(parameters: Mapping[str, Any], dim: int) -> Rope:
     if missing := {name for name, is_needed in known.items() if is_needed} - values.keys():
         raise ValueError(f"{min(missing)} is missing; rope_type={kind!r} needs it.")
     return ROPE_TYPES[kind](**values, dim=dim)
+
+
+def rope_axes(section: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[int, ...]:
+    """Return for each pair of a head's components the axis (0: time, 1: height, 2: width) whose position rotates the pair.
+
+    With `interleaved` (Qwen3-VL), height has the pairs 1, 4, 7, ... and width the pairs 2, 5, 8, ...; time has the others.
+    Without it (Qwen2.5-VL), time has the first pairs, then height, then width. `section` has the number of pairs of each axis.
+
+    Raises ValueError if the sections do not fit the number of pairs.
+    """
+    if len(section) != 3 or sum(section) != num_pairs or min(section) < 0:
+        raise ValueError(f"mrope_section={list(section)}: expected three numbers whose sum is {num_pairs}.")
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
+    axes = [0] * num_pairs
+    for axis in (1, 2):
+        if axis + 3 * (section[axis] - 1) >= num_pairs:
+            raise ValueError(
+                f"mrope_section={list(section)}: interleaved axes need at most {num_pairs // 3} pairs each."
+            )
+        axes[axis : 3 * section[axis] : 3] = [axis] * section[axis]
+    return tuple(axes)

@@ -158,3 +158,83 @@ def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
                 tensor.add_(torch.randn_like(tensor) * (0.05 if "correction" in tensor_name else 0.2))
     model.save_pretrained(folder)
     return Path(folder)
+
+
+IMAGE_TOKEN = 40  # the last token of the vocabulary
+_TOWER = dict(
+    depth=2,
+    hidden_size=32,
+    intermediate_size=24,
+    num_heads=2,
+    patch_size=4,
+    out_hidden_size=32,
+    initializer_range=0.2,
+)
+# name -> (prefix of the class names in transformers, fields of text_config in addition to SIZES, fields of vision_config)
+IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        dict(rope_parameters=SIZES["rope_parameters"] | dict(mrope_section=[1, 1, 2])),
+        _TOWER | dict(window_size=16, fullatt_block_indexes=[1]),  # block 0 attends within windows of 4 x 4 patches
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        dict(
+            head_dim=16,
+            rope_parameters=SIZES["rope_parameters"] | dict(mrope_section=[4, 2, 2], mrope_interleaved=True),
+        ),
+        _TOWER | dict(num_position_embeddings=16, deepstack_visual_indexes=[0]),
+    ),
+}
+
+
+def image_config(name: str, **overrides: Any) -> Any:
+    """Return the transformers config of a model of IMAGE_FAMILIES. `overrides`: fields of the config, except the nested ones."""
+    import transformers
+
+    prefix, text, tower = deepcopy(IMAGE_FAMILIES[name])
+    return getattr(transformers, f"{prefix}Config")(
+        architectures=[f"{prefix}ForConditionalGeneration"],
+        text_config=deepcopy(SIZES) | text | dict(num_hidden_layers=overrides.pop("num_hidden_layers", 2)),
+        vision_config=tower,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=39,
+        vision_start_token_id=37,
+        vision_end_token_id=38,
+        **overrides,
+    )
+
+
+def make_image_family(name: str, folder: str | Path, **overrides: Any) -> Path:
+    """Write a model of IMAGE_FAMILIES to `folder`, and return `folder`. Equal calls write equal weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    config = image_config(name, **overrides)
+    model = getattr(transformers, config.architectures[0])(config)
+    with torch.no_grad():
+        for tensor_name, tensor in model.named_parameters():
+            if any(part in tensor_name for part in ("norm", "bias", "ln_q", "pos_embed")):
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+def prompts_with_images() -> tuple[list[list[int]], list[Any]]:
+    """Return token ids and ImageInputs of four prompts: one image, two images with text between them, no image, one image."""
+    import numpy as np
+
+    from mrl.core.types import ImageInputs
+
+    rng = np.random.default_rng(3)
+    prompts, images = [], []
+    for grids in ([(1, 4, 8)], [(1, 4, 4), (1, 6, 2)], [], [(1, 8, 6)]):
+        prompt = rng.integers(0, 37, 3).tolist()
+        for frames, height, width in grids:
+            prompt += [37, *[IMAGE_TOKEN] * (frames * height * width // 4), 38, *rng.integers(0, 37, 2).tolist()]
+        prompts.append(prompt)
+        patches = sum(frames * height * width for frames, height, width in grids)
+        pixels = rng.normal(size=(patches, 3 * 2 * 4 * 4)).astype(np.float32)
+        images.append(ImageInputs(pixels, np.array(grids, np.int64)) if grids else None)
+    return prompts, images

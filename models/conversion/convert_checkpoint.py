@@ -202,7 +202,7 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
     arch = family_of(config).read(config)
     vocab, num_tokens = arch.vocab_size, min(num_tokens, arch.max_position_embeddings)
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
-    expected = _transformers_logits(config.path.parent, tokens)
+    expected = _transformers_logits(config, tokens)
     actual = _megatron_logits(config, tokens)[:, :vocab]
     largest = expected.abs().max().item()
     difference = (actual - expected).abs().max().item()
@@ -211,13 +211,15 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
 
 
 @torch.no_grad()
-def _transformers_logits(model: Path, tokens: Tensor) -> Tensor:
-    """Return the logits [tokens, vocabulary] of transformers in float32."""
-    from transformers import AutoModelForCausalLM  # takes seconds to import, and only this check needs it
+def _transformers_logits(config: HFConfig, tokens: Tensor) -> Tensor:
+    """Return the logits [tokens, vocabulary] of transformers in float32, for tokens without images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # only this check needs the slow import
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    has_vision = family_of(config).read(config).vision is not None
+    model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    reference = model_class.from_pretrained(config.path.parent, dtype=torch.float32).eval()
     return reference(tokens[None]).logits[0]
 
 

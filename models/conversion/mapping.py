@@ -115,6 +115,11 @@ class ParamMapping:
 
         return replace(self, megatron=fill(self.megatron), hf=tuple(map(fill, self.hf)), expert=expert)
 
+    def for_index(self, name: str, index: int) -> ParamMapping:
+        """Return this row with `{name}` in its names replaced by the index of a repeated block of the vision tower."""
+        hf = tuple(each.replace(f"{{{name}}}", str(index)) for each in self.hf)
+        return replace(self, megatron=self.megatron.replace(f"{{{name}}}", str(index)), hf=hf)
+
     @property
     def is_fused(self) -> bool:
         """Whether one Hugging Face tensor has several sections, which tensor parallelism splits separately."""

@@ -72,7 +72,7 @@ class TensorLocation:
     @property
     def extra_state(self) -> str | None:
         """Key of the extra state that Megatron stores with a linear layer (FP8 statistics); None if there is no extra state."""
-        if not re.search(r"\.linear_\w+\.weight$", self.key):
+        if not re.search(r"^decoder\..*\.linear_\w+\.weight$", self.key):
             return None
         name = self.key.removesuffix("weight") + "_extra_state"
         return f"{name}/shard_{'.'.join(map(str, self.index or (0,)))}_{'.'.join(map(str, self.counts or (1,)))}"

@@ -1,6 +1,7 @@
 """Loads Hugging Face weights into the ranks of a Megatron model and exports them again, according to the family's table."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import lcm
 
 import torch
@@ -9,9 +10,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from models.architecture import OUTPUT_WEIGHT, SCORE_HEAD
+from models.architecture import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SCORE_HEAD, VISION_PREFIX
 from models.conversion.hf_reader import HFWeights
-from models.conversion.mapping import Box, ParamMapping, VocabMapping
+from models.conversion.mapping import Box, ParamMapping
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind
@@ -20,8 +21,6 @@ from parallel.dims import ParallelDims
 from parallel.lora import LoraAdapter
 from parallel.param_names import global_names
 
-# The last pipeline stage has a copy of a tied embedding.
-_TIED_COPY = VocabMapping(OUTPUT_WEIGHT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)
 _HEADS: dict[HeadKind, list[ParamMapping]] = {
     "value": [
         ParamMapping(OUTPUT_WEIGHT, ("value_head.weight",), (("one", "hidden"),)),
@@ -42,8 +41,13 @@ def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup
     family = family_of(config)
     arch = family.read(config)
     rows = {row.megatron: row for row in family.param_mappings(arch)}
-    row = _TIED_COPY if arch.tied_embeddings else rows[OUTPUT_WEIGHT]
+    row = rows[EMBEDDING_WEIGHT if arch.tied_embeddings else OUTPUT_WEIGHT]
     return row.to_megatron([weights[name] for name in row.hf], arch.sizes, group.rank(), group.size()).clone()
+
+
+def _copy_of_embedding(rows: Sequence[ParamMapping]) -> ParamMapping:
+    """Return the row of a tied embedding, of which the last pipeline stage has a copy."""
+    return next(replace(row, megatron=OUTPUT_WEIGHT) for row in rows if row.megatron == EMBEDDING_WEIGHT)
 
 
 class ParamBridge:
@@ -148,11 +152,11 @@ class ParamBridge:
         """Yield (Hugging Face name, whole tensor). Every rank for which `participates_in_export` is true must iterate.
 
         `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` must be the dtype of the tensors
-        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers are not exported, because they
-        have no gradient. The yielded tensors may share memory with the parameters, so the caller must use or copy them before
-        the parameters change.
+        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers and a vision tower that is not
+        trained are not exported, because they have no gradient. The yielded tensors may share memory with the parameters, so the
+        caller must use or copy them before the parameters change.
         """
-        rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
+        rows = [row for row in self.rows if tensor_of is None or self._has_gradient(row)]
         tensor_of = tensor_of or self.current
         for row in rows:
             if row.expert is None:
@@ -161,6 +165,9 @@ class ParamBridge:
             elif row.expert < self.local_experts:
                 # This call also exports the experts with the same local index on the other expert-parallel ranks.
                 yield from self._export_experts(row, tensor_of, dtype)
+
+    def _has_gradient(self, row: ParamMapping) -> bool:
+        return not row.is_buffer
 
     def _export_experts(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
@@ -203,15 +210,21 @@ class WeightBridge(ParamBridge):
     """
 
     def __init__(
-        self, config: HFConfig, chunks: list[GPTModel], dims: ParallelDims, head: HeadKind = "vocabulary"
+        self,
+        config: HFConfig,
+        chunks: list[GPTModel],
+        dims: ParallelDims,
+        head: HeadKind = "vocabulary",
+        train_vision: bool = True,
     ) -> None:
         """`chunks` are this rank's virtual stages without a DistributedDataParallel wrapper.
 
-        Raises AssertionError if the table and the model have different parameters.
+        If `train_vision` is false, the vision tower has no gradients. Raises AssertionError if the table and the model have
+        different parameters.
         """
         family = family_of(config)
         arch = family.read(config)
-        self.family, self.arch = family, arch
+        self.family, self.arch, self.train_vision = family, arch, train_vision
         self.adapters: dict[Tensor, LoraAdapter] = {}  # weight of a linear layer -> its adapter, see models.lora
         rows = family.param_mappings(arch)
         self.own_head = _HEADS.get(head, [])
@@ -219,7 +232,7 @@ class WeightBridge(ParamBridge):
             rows = [row for row in rows if row.megatron != OUTPUT_WEIGHT] + self.own_head
         params = {name: p for chunk in chunks for name, p in global_names(chunk, arch.num_experts // dims.ep)}
         has_copy = head == "vocabulary" and arch.tied_embeddings and OUTPUT_WEIGHT in params
-        copies = [_TIED_COPY] if has_copy else []
+        copies = [_copy_of_embedding(rows)] if has_copy else []
         super().__init__(rows, params, arch.sizes | {"one": 1}, dims, arch.num_experts, copies)
 
     def _stored_row(self, row: ParamMapping, weights: HFWeights) -> ParamMapping | None:
@@ -231,6 +244,9 @@ class WeightBridge(ParamBridge):
             return row
         has_score = row.megatron == OUTPUT_WEIGHT and SCORE_HEAD.hf[0] in weights
         return SCORE_HEAD if has_score else None
+
+    def _has_gradient(self, row: ParamMapping) -> bool:
+        return super()._has_gradient(row) and (self.train_vision or not row.megatron.startswith(VISION_PREFIX))
 
     def current(self, param: Tensor) -> Tensor:
         adapter = self.adapters.get(param)

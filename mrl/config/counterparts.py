@@ -90,7 +90,8 @@ VERL: dict[str, Rule] = {
     "data.sampler.*": Note("name a function in data.sampler._target_ (docs/tutorials/data.md)"),
     "data.custom_cls.*": Note("name a class with rows in data.dataset._target_ (docs/tutorials/data.md)"),
     "data.apply_chat_template_kwargs.*": "data.template_args.*",
-    "data.image_key": Note("mrl has no image models"),
+    "data.image_key": "data.columns.images",
+    "data.video_key": "data.columns.videos",
     "data.trust_remote_code": partial(same_as_default, (False,), "mrl runs no code of a model's folder"),
     **dict.fromkeys(
         (

@@ -87,6 +87,7 @@ class ModelConfig:
     family: str | None = key(
         None, "Your own model family, as package.module:NAME or /path/file.py:NAME (docs/tutorials/model.md)."
     )
+    train_vision: bool = key(False, "Whether the vision tower of an image model is trained, too.")
 
     @property
     def itemsize(self) -> int:

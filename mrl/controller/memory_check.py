@@ -70,7 +70,8 @@ class MemoryEstimator:
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
         """Tensor sizes of each model, by role."""
-        return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
+        trained = self.config.model.train_vision
+        return {role: ModelShape.of(family_of(model.hf), model.arch, trained) for role, model in self.models.items()}
 
     @cached_property
     def adapters(self) -> ModelShape:

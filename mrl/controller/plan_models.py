@@ -115,6 +115,8 @@ def plan_model(
     if config.lora.rank and not section:
         _check_lora(config, hf, arch, head)
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
+    if not section:
+        _check_vision(config, arch)
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
     budgets = token_budgets(config, section.removeprefix("roles.") or "actor")
     packing = Packing(budgets.train, config.trainer.share_prompts, CostModel(*arch.multiply_adds()), budgets.forward)
@@ -144,6 +146,24 @@ def section_of(role: str) -> str:
 def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None:
     """Raise ValueError if the layout cannot shard this model."""
     arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & config.megatron.keys()))
+
+
+def _check_vision(config: Config, arch: Architecture) -> None:
+    """Raise ValueError if the vision tower cannot be trained as the config says."""
+    if not config.model.train_vision:
+        return
+    if arch.vision is None:
+        raise ValueError(f"model.train_vision=true: {config.model.path} has no vision tower; leave it false.")
+    if config.lora.rank:
+        raise ValueError(
+            f"model.train_vision=true with lora.rank={config.lora.rank}: only the adapters are trained, and the vision tower has "
+            "none; set model.train_vision=false, or lora.rank=0."
+        )
+    if arch.vision.num_features and config.megatron.get("recompute_granularity") == "full":
+        raise ValueError(
+            "megatron.recompute_granularity=full: each recomputed layer would run the backward pass of the vision tower again; "
+            "leave the key out, use selective, or set model.train_vision=false."
+        )
 
 
 def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, routing_replay: bool) -> None:
@@ -275,6 +295,11 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
     if sglang.get("enable_dp_lm_head"):
         raise ValueError(
             "sglang.enable_dp_lm_head=true: weight sync does not support engines with a data-parallel output layer."
+        )
+    if config.model.train_vision and config.weight_sync.transport != Transport.disk:
+        raise ValueError(
+            "model.train_vision=true: the weights of the vision tower reach the engines only by disk, not by "
+            f"weight_sync.transport={config.weight_sync.transport}; set weight_sync.transport=disk."
         )
     topology = Topology(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
     if topology.ep > 1 and (not actor.arch.num_experts or actor.arch.num_experts % topology.ep):

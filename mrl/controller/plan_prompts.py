@@ -8,9 +8,11 @@ from typing import Any
 
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
-from mrl.controller.plan_models import ModelPlan, chat_template, max_prompt_length
+from mrl.config.validate import roles_of, teachers_of
+from mrl.controller.plan_models import ModelPlan, chat_template, max_prompt_length, section_of
 from mrl.core.metric_families import name_part
 from mrl.data.columns import PromptExample
+from mrl.data.images import ImagePrompts
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources, train_sources
 from mrl.rewards.pass_at_k import MAX_SAMPLES
@@ -159,9 +161,31 @@ def find_unscored(reward: Reward) -> Callable[[PromptExample], str]:
     return find_fault
 
 
+def check_readers_of_images(config: Config, models: Mapping[str, ModelPlan], *data: PromptDataset | None) -> None:
+    """Raise ValueError if a part of the run cannot read the images of the prompts in `data`."""
+    if not any(prompts is not None and prompts.has_images for prompts in data):
+        return
+    if config.rollout.agent:
+        raise ValueError("rollout.agent: agents do not support prompts with images; remove the agent, or these rows.")
+    for name in teachers_of(config):
+        if roles_of(config)[name].is_served:
+            raise ValueError(f"roles.{name}: served teachers get no images; use a teacher on trainer ranks.")
+    own = models["actor"].arch.vision
+    for name, model in models.items():
+        other = model.arch.vision
+        if own is None or other is None or (own.image_token, own.merge_size) != (other.image_token, other.merge_size):
+            raise ValueError(
+                f"{section_of(name)}.path={model.model_path}: the model does not read the images of the actor's prompts; use an "
+                "image model of the same family."
+            )
+
+
 def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource], name: str) -> PromptDataset:
     constraints = PromptConstraints(
-        max_prompt_length(config, actor.context), actor.arch.vocab_size, chat_template(config)
+        max_prompt_length(config, actor.context),
+        actor.arch.vocab_size,
+        chat_template(config),
+        ImagePrompts.of(actor.model_path, actor.arch.vision),
     )
     data = PromptDataset.load(sources, actor.model_path, constraints)
     bad_rows = Path(config.run.dir) / f"bad_rows_{name}.jsonl"

@@ -28,7 +28,7 @@ from mrl.controller.plan_models import (
     make_input_files,
     plan_models,
 )
-from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
+from mrl.controller.plan_prompts import check_readers_of_images, load_prompt_datasets, plan_evaluations
 from mrl.controller.plan_step_data import (
     check_epochs,
     check_sampling,
@@ -160,6 +160,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_sampling(config, sampling, evaluations, actor.arch.vocab_size)
     warn_of_sampling(config, algorithm.objective)
     train, test = load_prompt_datasets(config, actor, reward, evaluations)
+    check_readers_of_images(config, models, train, test)
     sources = [train.data_source(row) for row in range(len(train))] + ([OFFLINE] if config.data.offline.path else [])
     check_taught_sources(config, algorithm, sources)
     check_step_sources(step, sources)
@@ -183,7 +184,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_server_args(config, actor.context, sampling, evaluations),
+        server_args=_image_args(actor) | _server_args(config, actor.context, sampling, evaluations),
         sampling=sampling,
         rules=rules,
         offline=plan_offline(config, actor, algorithm),
@@ -452,6 +453,11 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
         )
     agent.prepare(load_tokenizer(actor.model_path, chat_template(config)), config.data.template_args)
     return agent
+
+
+def _image_args(actor: ModelPlan) -> dict[str, Any]:
+    """Return server arguments of an image model, with which SGLang interpolates position embeddings as transformers does."""
+    return dict(enable_precise_embedding_interpolation=True) if actor.arch.vision else {}
 
 
 def _server_args(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.data.columns import read_messages
+from mrl.data.images import refuse_images
 from mrl.data.row_files import Row, RowError, column_value, read_all
 from mrl.data.supervised_dataset import ResponseMessages, SftDataset, check_lengths, encode_responses, read_response
 from mrl.data.tokenizer import ChatTemplate, Messages, encode_messages, encode_texts, load_tokenizer, render
@@ -77,6 +78,7 @@ def load_preferences(
 
 def _read_pair(number: int, row: Row) -> PreferenceRow:
     """Return a pair. Its prompt is the column `prompt`, or the common beginning of both responses."""
+    refuse_images(row)
     chosen, rejected = column_value(row, "chosen"), column_value(row, "rejected")
     if "prompt" in row and not _has_prompt(chosen):
         prompt = read_messages(row["prompt"], "prompt")
@@ -125,6 +127,7 @@ def _common_length(sequences: Sequence[Sequence[Any]]) -> int:
 
 
 def _read_labelled(number: int, row: Row) -> PreferenceRow:
+    refuse_images(row)
     prompt = read_messages(column_value(row, "prompt"), "prompt")
     response, label = read_response(column_value(row, "completion"), "completion"), column_value(row, "label")
     if label not in (0, 1):  # also true and false

@@ -12,6 +12,7 @@ import numpy as np
 
 from mrl.core.types import TokenBlock
 from mrl.data.columns import read_messages
+from mrl.data.images import refuse_images
 from mrl.data.row_files import Row, RowError, column_value, read_all
 from mrl.data.tokenizer import ChatTemplate, Messages, check_vocabulary, encode_messages, encode_texts, load_tokenizer
 from mrl.data.tool_template import ToolTemplate, encode_text
@@ -88,6 +89,7 @@ ResponseMessages = str | list[dict[str, str]]  # a text, or the messages of seve
 
 
 def _read(number: int, row: Row) -> tuple[int, Messages, ResponseMessages]:
+    refuse_images(row)
     prompt = read_messages(column_value(row, "prompt"), "prompt")
     return number, prompt, read_response(column_value(row, "response"), "response")
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from models.architecture import Architecture, Family
+from models.architecture import VISION_PREFIX, Architecture, Family
 from models.conversion.lora_mapping import RANK, adapted_matrices, adapter_mappings, can_have_adapter
 from models.conversion.mapping import ParamMapping, VocabMapping
 from parallel.trainer_config import LoraConfig
@@ -20,8 +20,8 @@ from parallel.trainer_config import LoraConfig
 ParameterLocation = Literal["first", "layer", "expert", "last"]
 """Location of a parameter in the model.
 
-first: in the embedding. layer: once in each layer. expert: once in each expert of each layer. last: in the final norm or the
-output layer.
+first: in the embedding, or in a vision tower that is trained. layer: once in each layer. expert: once in each expert of each
+layer. last: in the final norm or the output layer.
 """
 HeadKind = Literal["vocabulary", "value"]
 """Output for each token: logits of the vocabulary, or one value (critic)."""
@@ -119,11 +119,19 @@ class ModelShape:
     dropout: bool = False  # whether layers have dropout
     parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
     buffers: tuple[ParameterShape, ...] = ()  # float32 correction biases of routers, which no optimizer updates
+    frozen_weights: int = (
+        0  # number of weights of a vision tower that is not trained; they are on the first pipeline stage
+    )
 
     @classmethod
-    def of(cls, family: Family, arch: Architecture) -> ModelShape:
-        """Return the sizes of the model `arch`. `family`: model family, which has the table of the model's parameters."""
-        t, rows = arch.transformer, family.rows(arch)
+    def of(cls, family: Family, arch: Architecture, train_vision: bool = False) -> ModelShape:
+        """Return the sizes of the model `arch`. `family`: model family, which has the table of the model's parameters.
+
+        `train_vision`: whether the vision tower of an image model is trained.
+        """
+        t, rows = arch.transformer, [row for row in family.rows(arch) if not row.megatron.startswith(VISION_PREFIX)]
+        of_tower = [row for row in family.param_mappings(arch) if row.megatron.startswith(VISION_PREFIX)]
+        rows += of_tower if train_vision else []
         return cls(
             moe=tuple(map(arch.is_moe, range(arch.num_layers))),
             hidden=t["hidden_size"],
@@ -153,6 +161,7 @@ class ModelShape:
             gated=t["gated_linear_unit"],
             parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
             buffers=_parameter_shapes([row for row in rows if row.is_buffer], arch),
+            frozen_weights=0 if train_vision else sum(_parameter_shape(row, arch).numel for row in of_tower),
         )
 
     @classmethod
@@ -162,7 +171,7 @@ class ModelShape:
         targets = adapted_matrices(rows, lora)
         mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
         parameters = _parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
-        return replace(cls.of(family, arch), parameters=parameters, buffers=(), vocab=0)
+        return replace(cls.of(family, arch), parameters=parameters, buffers=(), frozen_weights=0, vocab=0)
 
     @property
     def num_layers(self) -> int:
@@ -180,18 +189,18 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """Number of trainable parameters of the model, without padding."""
-        return self.num_weights - sum(self.moe) * sum(p.numel for p in self.buffers)
+        return self.num_weights - self.frozen_weights - sum(self.moe) * sum(p.numel for p in self.buffers)
 
     @cached_property
     def num_weights(self) -> int:
-        """Number of parameters and correction biases of the model, without padding. Engines receive all of them."""
+        """Number of all weights of the model, without padding: parameters, correction biases, and frozen weights."""
         return self.dense_weights + self.expert_parameters
 
     @cached_property
     def dense_weights(self) -> int:
         """Number of weights of the model, without the weights of routed experts."""
         ends = sum(p.numel for p in self.parameters if p.location in ("first", "last"))
-        return ends + sum(map(self.layer_weights, self.moe))
+        return ends + self.frozen_weights + sum(map(self.layer_weights, self.moe))
 
     def layer_weights(self, moe: bool) -> int:
         """Return the number of weights of one layer, without routed experts.
@@ -253,7 +262,7 @@ def _parameter_shapes(rows: Sequence[ParamMapping], arch: Architecture) -> tuple
 
 def _buffer_order(p: ParameterShape) -> tuple[int, int]:
     if p.location not in ("layer", "expert"):
-        return (0 if p.location == "first" else 2, 0)
+        return (0 if p.location == "first" else 2, int(not p.is_vocabulary))
     return 1, next(n for n, start in enumerate(MODULE_ORDER) if p.name.startswith(start))
 
 
@@ -262,7 +271,7 @@ def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
     name = row.megatron.removeprefix("decoder.layers.{layer}.")
     location: ParameterLocation = "expert" if "{expert}" in name else "layer"
     if "{layer}" not in row.megatron:
-        location = "first" if name.startswith("embedding.") else "last"
+        location = "first" if name.startswith(("embedding.", VISION_PREFIX)) else "last"
     assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: its {len(shapes)} tensors must be stacked along dim 0"
     fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
     present_in = {"dense_layers": "dense", "moe_layers": "moe"}.get(row.present_in, "always")

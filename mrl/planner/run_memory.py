@@ -445,7 +445,8 @@ def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) ->
     """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
     moe = sum(shape.moe)
     layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
-    dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES, 0
+    # SGLang shards most of a vision tower over the ranks; the plan counts the whole tower on each rank.
+    dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES + shape.frozen_weights * itemsize, 0
     for p in shape.parameters:
         if p.location == "expert":
             local_experts = shape.num_experts // topology.ep

@@ -81,7 +81,8 @@ def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
     `trained`: shapes of the trained models. Megatron's distributed optimizer writes an fp32 main weight for every parameter, even
     if the weights are fp32.
     """
-    return sum(shape.num_parameters for shape in trained) * (itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES)
+    per_parameter = itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES
+    return sum(shape.num_parameters * per_parameter + shape.frozen_weights * itemsize for shape in trained)
 
 
 def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
@@ -146,7 +147,7 @@ def state_of_rank(
     """
     coords = dims.coords(rank)
     stage = pipeline_stages(shape.num_layers, dims, uneven)[coords.pp]
-    weights = sum(_module_buffer_bytes(shape, virtual, itemsize) for virtual in stage)
+    weights = sum(_other_weight_bytes(shape, virtual, itemsize) for virtual in stage)
     gradients = optimizer = 0
     for virtual in stage:
         for sizes, replicas, replica in _buckets(shape, dims, rank, virtual, head):
@@ -227,6 +228,11 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
     return [*norm, -(-shape.vocab // tp) * shape.hidden]
 
 
+def _other_weight_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
+    """Return the bytes of weights outside the flat buffers: buffers of routers, and a vision tower that is not trained."""
+    return _module_buffer_bytes(shape, virtual, itemsize) + virtual.is_first * shape.frozen_weights * itemsize
+
+
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
     """Return the bytes of torch buffers of the routers: correction biases in fp32, and token counts in the model's dtype."""
     return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.buffers) * (BIAS_BYTES + itemsize)
@@ -303,7 +309,7 @@ def largest_state(
     weights = gradients = optimizer = 0
     for virtual in stage:
         dense, experts = buffer_numel(shape, virtual, dims.tp, dims.ep, dims.expert_tp, head)
-        weights += _module_buffer_bytes(shape, virtual, itemsize) if shape.buffers else 0
+        weights += _other_weight_bytes(shape, virtual, itemsize)
         shared, replicas_of_dense = _padded(_shared_numel(shape, dims, virtual, head)), dims.dp * dims.cp
         buckets = (
             (shared, replicas_of_dense),

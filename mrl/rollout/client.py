@@ -19,6 +19,7 @@ import orjson
 from numpy.typing import NDArray
 
 from mrl.config.secrets import authorization
+from mrl.data.images import RequestImages
 from mrl.weight_sync.engine_control import EngineControl, EngineError
 from parallel.spans import is_recording, record
 
@@ -188,6 +189,7 @@ class EngineClient(EngineControl):
         *,
         logprobs: bool = True,
         routed_experts: bool = False,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
         """Sample one response to each prompt, with one HTTP request, and wait for the responses.
 
@@ -200,6 +202,7 @@ class EngineClient(EngineControl):
             logprobs: whether to return the log-probabilities of the sampled tokens.
             routed_experts: whether to return the experts of each token. The model must then be a mixture of experts, and the
                 server must have been started with `enable_return_routed_experts`.
+            images: images of each prompt, or nothing if no prompt has images.
 
         Returns:
             The completions in the order of the prompts.
@@ -209,8 +212,9 @@ class EngineClient(EngineControl):
         """
         if not input_ids:
             return []
-        body = _generate_body(input_ids, sampling, logprobs, routed_experts)
+        body = _generate_body(input_ids, sampling, logprobs, routed_experts, images)
         answers = self._parse("/generate", self._post("/generate", body))
+        self._check_images(answers, input_ids, images)
         return [
             self._completion(answer, prompt, routed_experts) for prompt, answer in zip(input_ids, answers, strict=True)
         ]
@@ -223,14 +227,17 @@ class EngineClient(EngineControl):
         *,
         logprobs: bool = True,
         routed_experts: bool = False,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
         """Sample like `generate`, but asynchronously and without a deadline. Use this method for many concurrent requests.
 
         Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
         """
-        body, started_at = orjson.dumps(_generate_body(input_ids, sampling, logprobs, routed_experts)), time.time()
+        body = orjson.dumps(_generate_body(input_ids, sampling, logprobs, routed_experts, images))
+        started_at = time.time()
         status, content, _ = await self.post_async(http, "/generate", body)
         answers = self._read("/generate", status, content)
+        self._check_images(answers, input_ids, images)
         pairs = zip(answers, input_ids, strict=True)
         completions = [self._completion(answer, prompt, routed_experts) for answer, prompt in pairs]
         if aborted := [
@@ -326,6 +333,20 @@ class EngineClient(EngineControl):
         except (KeyError, TypeError, ValueError):
             return time.monotonic()
 
+    def _check_images(
+        self,
+        answers: Sequence[Mapping[str, Any]],
+        input_ids: Sequence[Sequence[int]],
+        images: Sequence[RequestImages | None],
+    ) -> None:
+        """Raise EngineError if SGLang has read another number of tokens of a prompt with images than the trainer will read."""
+        for answer, prompt, files in zip(answers, input_ids, images or [None] * len(input_ids), strict=True):
+            if files and (found := answer["meta_info"]["prompt_tokens"]) != len(prompt):
+                raise EngineError(
+                    f"{self.url} read {found} tokens of a prompt with images that has {len(prompt)} tokens; its image processor "
+                    "differs from the one in the folder model.path."
+                )
+
     def _completion(self, answer: Mapping[str, Any], prompt: Sequence[int], routed_experts: bool) -> Completion:
         """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt."""
         info = answer["meta_info"]
@@ -375,8 +396,14 @@ def _generate_body(
     sampling: SamplingParams | Sequence[SamplingParams],
     logprobs: bool,
     routed_experts: bool,
+    images: Sequence[RequestImages | None] = (),
 ) -> dict[str, Any]:
     """Return the JSON body of a request to SGLang's /generate."""
     params = sampling.body() if isinstance(sampling, SamplingParams) else [each.body() for each in sampling]
-    body = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
+    body: dict[str, Any] = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
+    if any(images):
+        pairs = list(zip(images, input_ids, strict=True))
+        body["input_ids"] = [each.request_tokens(prompt) if each else prompt for each, prompt in pairs]
+        # SGLang 0.5.23 expects [None] for a prompt without images.
+        body["image_data"] = [list(each.files) if each else [None] for each in images]
     return body | {"return_routed_experts": True} if routed_experts else body

@@ -31,6 +31,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from mrl.data.images import RequestImages
 from mrl.rollout.agents.tool_agent import ConcurrencyLimits, Conversation, GenerateTurn, run_conversations
 from mrl.rollout.client import (
     Completion,
@@ -175,12 +176,14 @@ class EnginePool:
         cache: CompletionCache | None = None,
         session: StickySession | None = None,
         expected_work: float | None = None,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
         """Sample one completion of each prompt, with one HTTP request. Returns the completions in the order of the prompts.
 
         Must run in the pool's event loop (see `submit`). Completions that `cache` holds are not sampled again. `numbers`:
         serial numbers of the responses, under which `cache` stores completions. `session` selects the engine; without a session,
         the least busy engine is used. `expected_work`: work that this request adds to the engine; default: number of responses.
+        `images`: images of each prompt; empty: no prompt has images.
         Raises NoEngineError if no engine is left. Raises EngineError if an engine refuses the request, or if the request fails
         `fault_tolerance.max_response_attempts` times.
         """
@@ -192,7 +195,9 @@ class EnginePool:
         if missing:
             inputs, params = [prompts[index] for index in missing], [sampling[index] for index in missing]
             work = float(len(inputs)) if expected_work is None else expected_work
-            options = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
+            options: dict[str, Any] = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
+            if images:
+                options["images"] = [images[index] for index in missing]
             request = partial(EngineClient.generate_async, input_ids=inputs, sampling=params, **options)
             completions = await self._retrying(self._send, session or self.open_session(), request, len(inputs), work)
             sampled = [numbers[index] for index in missing]
@@ -337,15 +342,24 @@ class EnginePool:
         return await run_conversations(conversation, generate_turn_of, prompts, sampling, self._limits)
 
     def generate_all(
-        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], cache: CompletionCache | None = None
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        cache: CompletionCache | None = None,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
         """Sample like `generate`, but spread the prompts evenly over the engines, and wait for the completions."""
+
+        def pick[T](values: Sequence[T], indices: Sequence[int]) -> list[T]:
+            return [values[index] for index in indices] if values else []
 
         async def run() -> list[Completion]:
             engines = self._in_service()
             parts = await asyncio.gather(
                 *(
-                    self.generate(part, [prompts[i] for i in part], [sampling[i] for i in part], cache, session)
+                    self.generate(
+                        part, pick(prompts, part), pick(sampling, part), cache, session, images=pick(images, part)
+                    )
                     for session, part in (
                         (StickySession(engines[engine]), part)
                         for engine, part in _even_parts(len(prompts), len(engines))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.architecture import VISION_PREFIX
 from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
@@ -176,10 +177,12 @@ class ExpectedChecksums:
     def compare(self, reported: Sequence[Mapping[str, Any]], engine: str) -> None:
         """Raise WeightMismatchError if the checksums in `reported`, by rank, differ from the expected checksums.
 
-        `engine` is the URL of the engine that reported them, for the error message.
+        The vision tower of an image model is not compared. `engine` is the URL of the engine that reported the checksums, for the
+        error message.
         """
         for rank, (expected, actual) in enumerate(zip(self._checksums, reported, strict=True)):
-            wrong = sorted(name for name in expected | dict(actual) if actual.get(name) != expected.get(name))
+            names = [name for name in expected | dict(actual) if not name.startswith(VISION_PREFIX)]
+            wrong = sorted(name for name in names if actual.get(name) != expected.get(name))
             if wrong:
                 raise WeightMismatchError(
                     f"{engine} rank {rank} does not hold the weights that were written: {', '.join(wrong[:MAX_NAMES])}. The "

@@ -6,19 +6,19 @@ parameter. This module derives the shards of each rank from the table, without S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from models.architecture import Architecture, Family
+from models.architecture import EMBEDDING_WEIGHT, VISION_PREFIX, Architecture, Family
 from models.conversion.mapping import Box, ParamMapping, VocabMapping
 
 VOCAB_PADDING = 64
 """SGLang appends rows of zeros to the embedding and to the output layer, up to a multiple of this number of rows."""
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-"""Names of the embedding and of the output layer, the same in a Hugging Face folder and in SGLang."""
+"""SGLang's names of the embedding and of the output layer. In the Hugging Face folder of a language model, they are the same."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check_heads(arch: Architecture, topology: Topology) -> None:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The shards of one model on every rank of an engine."""
+    """The shards of one model on every rank of an engine. The vision tower of an image model has no shards, and is not sent."""
 
     rows: Sequence[ParamMapping]  # the family's table, expanded to all layers and experts of the model
     sizes: dict[str, int]  # sizes of the model by name, see Architecture.sizes
@@ -85,18 +85,20 @@ class EngineLayout:
     kv_heads: int  # number of key/value heads of the model
     num_experts: int
     output_copy: bool = False  # whether the engine stores a copy of the embedding as its output layer
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_prefixes
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
         """Return the layout of a model in an engine with this topology."""
         check_heads(arch, topology)
         return cls(
-            family.param_mappings(arch),
+            [row for row in family.param_mappings(arch) if not row.megatron.startswith(VISION_PREFIX)],
             arch.sizes,
             family.fusions(arch),
             topology,
             arch.transformer["num_query_groups"],
             arch.num_experts,
+            prefixes=family.engine_prefixes,
         )
 
     def with_output_copy(self) -> EngineLayout:
@@ -126,6 +128,14 @@ class EngineLayout:
         return {name: self._engine_name(name) for name in self.row_of}
 
     def _engine_name(self, name: str) -> tuple[str, tuple[str, ...]]:
+        param, parts = self._fused_name(name)
+        for prefix, own in self.prefixes.items():
+            if param.startswith(prefix):
+                return own + param.removeprefix(prefix), parts
+        return param, parts
+
+    def _fused_name(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """Return the two parts of `engine_names`, but with the Hugging Face prefix of the parameter."""
         expert = self.row_of[name].expert
         path = name.split(".")
         if expert is not None:
@@ -161,7 +171,7 @@ class EngineLayout:
     def _derive_shards(self, rank: int) -> list[EngineShard]:
         shards = [shard for row in self.rows for name in row.hf for shard in self._shards_of(name, rank)]
         if self.output_copy:
-            shards += [replace(shard, param=OUTPUT) for shard in shards if shard.name == EMBEDDING]
+            shards += [replace(shard, param=OUTPUT) for shard in shards if shard.param == EMBEDDING]
         return shards
 
     def _derive_param_shapes(self, shards: Sequence[EngineShard]) -> dict[str, tuple[int, ...]]:
@@ -222,7 +232,7 @@ class EngineLayout:
         """Return the number of ranks over which the tensors of this row are sharded."""
         if row.expert is not None:
             return self.topology.tp // self.topology.ep
-        in_attention = ".self_attention." in row.megatron or row.hf == (EMBEDDING,)
+        in_attention = ".self_attention." in row.megatron or row.megatron == EMBEDDING_WEIGHT
         return self.topology.tp // self.topology.dp if in_attention else self.topology.tp
 
     def _padded_vocab_rows(self, name: str, ranks: int) -> int:
@@ -239,11 +249,11 @@ def check_engine_parameters(
 ) -> None:
     """Raise ValueError if the names or shapes of an engine rank's parameters differ from the layout.
 
-    `parameters` maps the name of each parameter to the (shape, dtype) that the engine rank reported. `engine_rank` names this
-    rank in the error message.
+    `parameters` maps the name of each parameter to the (shape, dtype) that the engine rank reported. Parameters of a vision tower
+    are not compared. `engine_rank` names this rank in the error message.
     """
     expected = layout.param_shapes(tp_rank)
-    reported = {name: tuple(shape) for name, (shape, _) in parameters.items()}
+    reported = {name: tuple(shape) for name, (shape, _) in parameters.items() if not name.startswith(VISION_PREFIX)}
     problems = [f"{name} {list(reported[name])} is not in the table" for name in reported.keys() - expected.keys()]
     problems += [f"{name} {list(expected[name])} is missing" for name in expected.keys() - reported.keys()]
     problems += [

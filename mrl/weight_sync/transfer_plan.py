@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from models.architecture import VISION_PREFIX
 from models.conversion.mapping import Box, ParamMapping
 from mrl.config.process_schema import Transport
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard
@@ -180,7 +181,7 @@ def even_pipeline_stages(num_layers: int, dims: ParallelDims) -> Callable[[str],
     def stage_of(name: str) -> int:
         if name.startswith("decoder.layers."):
             return int(name.split(".")[2]) // layers_per_virtual_stage % dims.pp
-        return 0 if name.startswith("embedding.") else dims.pp - 1
+        return 0 if name.startswith(("embedding.", VISION_PREFIX)) else dims.pp - 1
 
     return stage_of
 

@@ -24,8 +24,9 @@ from models.conversion.peft_folder import write_peft
 from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
+from models.image_model import tower_parameters
 from models.lora import add_adapters
-from models.model_builder import HeadKind, build_model
+from models.model_builder import HeadKind, build_model, uses_packed_attention
 from mrl.algorithms.objective import Objective
 from mrl.config.process_schema import Transport, WeightSyncConfig
 from mrl.core.run_errors import NonFiniteGradientError
@@ -93,17 +94,21 @@ class MegatronModel:
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
         self.hf = HFConfig.load(spec.model_path, spec.family)
-        self.vocab_size = family_of(self.hf).read(self.hf).vocab_size
+        self.arch = family_of(self.hf).read(self.hf)
+        self.vocab_size = self.arch.vocab_size
         options = dict(head=head, share_prompts=spec.share_prompts)
         chunks = build_model(self.hf, spec.dims, getattr(torch, spec.dtype), **options, **spec.overrides)
         chunks = [chunk.to(device()) for chunk in chunks]
-        self.bridge = WeightBridge(self.hf, chunks, spec.dims, head)
+        self.bridge = WeightBridge(self.hf, chunks, spec.dims, head, spec.train_vision)
         self.bridge.load(HFWeights(spec.model_path))
         # bridge between the adapters and PEFT's tensors; None: all weights are trained
         self.adapters = add_adapters(chunks, self.bridge, spec.lora, spec.seed) if spec.lora else None
         if spec.optimizer is None:
             for chunk in chunks:
                 chunk.requires_grad_(False)  # then Megatron allocates no gradient buffers
+        elif not spec.train_vision:
+            for parameter in tower_parameters(chunks):
+                parameter.requires_grad_(False)
         overlap = capabilities().cuda if spec.overlap_grad_reduce is None else spec.overlap_grad_reduce
         self.chunks = wrap_ddp(chunks, overlap, spec.ddp)
         if spec.optimizer is not None:
@@ -119,7 +124,7 @@ class MegatronModel:
             cp_size=spec.dims.cp,
             multiple=(spec.dims.tp if spec.dims.sequence_parallel else 1)
             * (FP8_MULTIPLE if spec.overrides.get("fp8") else 1),
-            cu_seqlens=capabilities().transformer_engine and not spec.share_prompts,
+            cu_seqlens=not uses_packed_attention(self.arch, spec.share_prompts),
             in_order=supports_varlen(device(), getattr(torch, spec.dtype)),
         )
 
@@ -128,7 +133,8 @@ class MegatronModel:
     def micro_batches(self, block: TokenBlock, batch: RankBatch) -> list[MicroBatch]:
         """Build this rank's part of each micro-batch in `batch`."""
         reduce = partial(all_reduce_sum, group=groups.cp_group())
-        return [MicroBatch.build(block, rows, batch, self._pack, reduce) for rows in batch.micro_batches]
+        vision = self.arch.vision
+        return [MicroBatch.build(block, rows, batch, self._pack, reduce, vision) for rows in batch.micro_batches]
 
     def compute_outputs(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
         """Run a forward pass without gradients. Returns the head's output for each micro-batch: [number of outputs, R].

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 from tiny_families import FAMILIES as TINY
-from tiny_families import GEMMA, LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE, config_class
+from tiny_families import GEMMA, IMAGE_FAMILIES, LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE, config_class
 
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
@@ -48,7 +48,8 @@ NOT_DEFAULT: dict[str, dict] = {"Glm4Moe": dict(head_dim=128), "Mistral": dict(s
 
 
 def test_every_family_has_a_tiny_model():
-    assert {f"{prefix}ForCausalLM" for prefix in PREFIXES} == FAMILIES.keys()
+    of_images = {f"{prefix}ForConditionalGeneration" for prefix, *_ in IMAGE_FAMILIES.values()}
+    assert {f"{prefix}ForCausalLM" for prefix in PREFIXES} | of_images == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

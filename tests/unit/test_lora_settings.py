@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_families import make_family
+from tiny_families import IMAGE_FAMILIES, image_config, make_family
 
 from models.conversion.lora_mapping import adapter_mappings, can_have_adapter, check_lora
 from models.conversion.peft_folder import check_peft, write_peft
@@ -78,6 +78,18 @@ def test_linear_layers_outside_the_routed_experts_can_have_adapters(models, name
         (name_a, a), (name_b, b) = (m.hf_shapes(arch.sizes | {"lora_rank": 2}).popitem() for m in (of_a, of_b))
         weight = name_a.removeprefix("base_model.model.").replace("lora_A.", "")
         assert name_b == name_a.replace("lora_A", "lora_B") and (b[0], a[1]) == shapes[weight] and a[0] == b[1] == 2
+
+
+@pytest.mark.parametrize("name", IMAGE_FAMILIES)
+def test_the_vision_tower_of_an_image_model_has_no_adapters(tmp_path, name):
+    image_config(name).save_pretrained(tmp_path)
+    family, arch = read(tmp_path)
+    check_lora(LORA, family, arch)
+    adapted = {row.megatron for row in family.param_mappings(arch) if can_have_adapter(row)}
+    linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    assert adapted == {f"decoder.layers.{layer}.{name}.weight" for layer in range(arch.num_layers) for name in linears}
+    shape = ModelShape.of_adapters(family, arch, LORA)
+    assert shape.frozen_weights == 0 and shape.num_parameters == shape.num_weights
 
 
 def test_an_unknown_target_names_the_known_targets(models):
