@@ -183,6 +183,8 @@ class Family:
         True  # whether SGLang implements the architecture, so that mrl can send weights to its parameters
     )
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
+    # suffixes of SGLang parameters that SGLang stores in float32 whatever the dtype of the engine; buffers are float32 anyway
+    engine_float32: tuple[str, ...] = ()
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
     # beginning of the name of a Hugging Face tensor -> beginning of the name of its SGLang parameter, if they differ
     engine_prefixes: Mapping[str, str] = field(default_factory=dict)

@@ -71,6 +71,13 @@ LAYOUT_FIELDS = UNEVEN_STAGE_FIELDS | {"moe_token_dispatcher_type", "microbatch_
 """Fields that depend on the parallel layout, and that have no meaning for a single process."""
 
 
+FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+"""Values of fp8_recipe with which each rank computes its scales alone, or with the other ranks of its tensor-parallel group."""
+
+FP8_MULTIPLE = 32
+"""With FP8, a number of tokens must be a multiple of this: 32 for mxfp8, 16 for other recipes (Megatron's get_fp8_align_size)."""
+
+
 @cache
 def transformer_config_fields() -> frozenset[str]:
     """Return every field of Megatron's TransformerConfig, including inherited ones."""
@@ -92,12 +99,35 @@ def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
         )
 
 
+def check_fp8_recipe(overrides: Mapping[str, Any]) -> None:
+    """Raise ValueError if FP8 would use a recipe that does not work when ranks have different numbers of micro-batches.
+
+    Transformer Engine reduces the largest absolute values (amax) of the recipe `delayed` over ranks in each forward and backward
+    pass. If a rank has fewer passes than another rank, the other rank waits forever. `delayed` is Megatron's default.
+    """
+    recipe = overrides.get("fp8_recipe")
+    if not overrides.get("fp8") or recipe in FP8_RECIPES:
+        return
+    found = (
+        f"megatron.fp8_recipe={recipe}" if recipe else "megatron.fp8_recipe is unset, and Megatron's default is delayed"
+    )
+    why = (
+        "this recipe reduces statistics over ranks in each forward and backward pass, so a run hangs when replicas have "
+        "different numbers of micro-batches"
+        if recipe in (None, "delayed")
+        else "mrl does not support this recipe"
+    )
+    raise ValueError(f"{found}: {why}; set megatron.fp8_recipe to {', '.join(FP8_RECIPES[:-1])} or {FP8_RECIPES[-1]}.")
+
+
 def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[str] = frozenset()) -> None:
     """Raise ValueError if a user cannot set one of the fields in `overrides`.
 
-    There are five reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
-    sizes, the field changes the dtype in which weights are stored, or the field needs a library that cannot be used.
+    There are six reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
+    sizes, the field changes the dtype in which weights are stored, the field needs a library that cannot be used, or FP8 has a
+    recipe that does not work.
     """
+    check_fp8_recipe(overrides)
     known = transformer_config_fields()
     for name in overrides:
         if name in derived:

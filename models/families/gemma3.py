@@ -24,6 +24,7 @@ from models.hf_config import HFConfig
 from parallel.rope import Rope
 
 _SCALED_ROPE = "a scaled rotary embedding"
+_OWN_OUTPUT = "an output layer of its own"  # SGLang always computes logits with the embedding
 
 
 def translate(config: HFConfig) -> Architecture:
@@ -33,9 +34,12 @@ def translate(config: HFConfig) -> Architecture:
     config.read_fields.add("_sliding_window_pattern")  # transformers writes this field, but does not read it
     rope, local_rope = config.rope_by_layer(config["head_dim"], config["rope_theta"], config["rope_local_base_freq"])
     is_scaled = type(rope) is not Rope or type(local_rope) is not Rope
+    unsupported = {_SCALED_ROPE: is_scaled, _OWN_OUTPUT: not config["tie_word_embeddings"]}
     arch = read_decoder(
         config,
-        parts=attention_parts(config) | {"post_norms"} | ({_SCALED_ROPE} if is_scaled else set()),
+        parts=attention_parts(config)
+        | {"post_norms"}
+        | {part for part, is_present in unsupported.items() if is_present},
         rope=rope,
         qk_layernorm=True,
         layernorm_zero_centered_gamma=True,
@@ -49,7 +53,8 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     translate=translate,
     table=(
-        *(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS, *POST_NORMS),
+        replace(EMBEDDINGS[0], whole_in_engine=True),
+        *(*EMBEDDINGS[1:], *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS, *POST_NORMS),
         replace(DENSE_MLP[0], hf=("model.layers.{layer}.pre_feedforward_layernorm.weight",)),
         *DENSE_MLP[1:],
     ),
@@ -71,5 +76,5 @@ GEMMA3 = Family(
         final_logit_softcapping=None,
         use_bidirectional_attention=False,
     ),
-    engine_unsupported_parts=frozenset([_SCALED_ROPE]),
+    engine_unsupported_parts=frozenset([_SCALED_ROPE, _OWN_OUTPUT]),
 )

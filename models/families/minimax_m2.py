@@ -77,6 +77,7 @@ MINIMAX_M2 = Family(
         shared_intermediate_size=0,
         attn_type_list=None,
     ),
+    engine_float32=(f"{_BLOCK}.gate.weight",),  # the router
     engine_required_fields=("use_qk_norm", "use_routing_bias", "scoring_func"),
     engine_unsupported_parts=frozenset([_FRACTION]),
     has_mtp_layers=True,

@@ -21,6 +21,7 @@ from mrl.controller.plan_models import chat_template
 from mrl.data.images import ImagePrompts
 from mrl.data.prompts import mean_prompt_tokens
 from mrl.data.sources import train_sources
+from mrl.planner.engine_memory import DEFAULT_MEM_FRACTION
 from mrl.planner.layout_search import (
     LayoutSearch,
     RunCandidate,
@@ -31,7 +32,7 @@ from mrl.planner.layout_search import (
 )
 from mrl.planner.layout_space import GpuCluster, LayoutSpace
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, kv_itemsize, trainer_settings
+from mrl.planner.run_memory import kv_itemsize, trainer_settings
 from mrl.planner.run_trace import read_lengths, read_run
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import WEIGHT_BYTES

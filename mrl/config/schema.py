@@ -68,9 +68,7 @@ class RunConfig:
     """Name, folder and seed of the run."""
 
     name: str = key("run", "Name of the run, in wandb and in the path of the default run directory.")
-    dir: str = key(
-        MISSING, "Run directory: the folder for metrics, logs, checkpoints, rollouts and the learning curve."
-    )
+    dir: str = key(MISSING, "Run directory: metrics, logs, checkpoints, rollouts and the learning curve.")
     seed: int = key(0, "Seed for the order of the prompts, for sampling and for random model weights.", least=0)
 
 
@@ -497,5 +495,5 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    sglang: Node = key(dict, "Arguments of the SGLang servers: any field of ServerArgs.")
+    sglang: Node = key(dict, "Arguments of the SGLang servers: any field of ServerArgs (FP8: docs/how_to/fp8.md).")
     megatron: Node = key(dict, "Model settings of Megatron-Core: any field of TransformerConfig.")

@@ -28,6 +28,7 @@ from mrl.config.instantiate import instantiate_callable
 from mrl.config.process_schema import RoleConfig, Transport
 from mrl.config.schema import Config
 from mrl.config.validate import roles_of, teachers_of, token_budgets
+from mrl.controller.plan_fp8 import check_fp8_engines, is_fp8
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
@@ -274,6 +275,9 @@ def build_pools(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
 def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
     """Return how the engines shard the model. Raises ValueError if SGLang or weight sync does not support this layout."""
     layout = EngineLayout.of(family_of(actor.hf), actor.arch, engine_topology(config, actor))
+    if is_fp8(config):
+        layout = layout.with_block_scales()
+        check_fp8_engines(config, actor.arch, layout, actor.dims)
     layout.shards(0)  # raises ValueError for a tensor that cannot be sharded
     return layout
 

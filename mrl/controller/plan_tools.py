@@ -11,6 +11,7 @@ from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from mrl.checkpoint.run_dir import check_unused
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
+from mrl.controller.plan_fp8 import is_fp8
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -25,7 +26,7 @@ from mrl.controller.plan_supervised import SupervisedObjective, check_supervised
 from mrl.controller.plan_train import algorithm_of
 from mrl.placement.resource_pools import Pools
 from mrl.rollout.engines.server_args import check_server_args
-from mrl.weight_sync.engine_layout import EngineLayout
+from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout
 from mrl.weight_sync.transfer_plan import (
     RelayStep,
     TransferPlan,
@@ -73,6 +74,11 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
             "computes; leave the key out."
         )
     check_server_args(config.sglang)
+    if is_fp8(config):
+        raise ValueError(
+            f"sglang.quantization={config.sglang['quantization']}: mrl certify engine compares only engines with weights in "
+            "model.dtype; leave the key out."
+        )
     plan = plan_parity(config)
     longest = config.certify.prompt_tokens + config.certify.response_tokens
     if longest >= plan.context:
@@ -112,9 +118,15 @@ def plan_sync(config: Config) -> SyncPlan:
             "mrl plan sync assumes pipeline stages of equal size; leave out the megatron fields that change the sizes of stages."
         )
     shards = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(model.arch.num_layers, dims))
-    dtype = (config.model.dtype, config.model.itemsize)
+    chosen = config.sglang.get("dtype")
+    engine_dtype = chosen if chosen in ITEM_BYTES else str(config.model.dtype)
+
+    def dtype_of(param: str) -> tuple[str, int]:
+        dtype = layout.dtype_of(param, engine_dtype)
+        return dtype, ITEM_BYTES[dtype]
+
     transfer_plan = compile_transfer_plan(
-        shards, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes
+        shards, layout, config.rollout.num_engines, dtype_of, config.weight_sync.bucket_bytes
     )
     if (devices := planned_gpus(config, plan_placement(config))) is None:
         return SyncPlan(model, transfer_plan, None, [])

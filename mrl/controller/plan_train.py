@@ -20,6 +20,7 @@ from mrl.config.schema import Config, SftConfig
 from mrl.config.validate import REFERENCE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
 from mrl.controller.plan_distillation import check_distillation, check_taught_sources
+from mrl.controller.plan_fp8 import check_fp8_device, is_fp8
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
@@ -57,6 +58,7 @@ from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines.server_args import (
     DETERMINISTIC,
     REWARD_MODELS,
+    block_fp8_args,
     check_server_args,
     check_synced_args,
     default_server_args,
@@ -203,6 +205,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
 def _check_whole_plan(plan: TrainPlan) -> None:
     """Raise ValueError if parts of the plan do not fit together. Warn of keys that are not used."""
     config, algorithm = plan.config, plan.algorithm
+    check_fp8_device(plan.server_args, plan.arch)
     check_profile(config, max(model.dims.world_size for model in plan.models.values()), plan.num_steps)
     check_time_sharing(config, plan.colocated_roles)
     rewards = {"reward": plan.reward}
@@ -473,6 +476,7 @@ def _server_args(
             raise ValueError(f"sglang.{DETERMINISTIC}=false contradicts rollout.deterministic=true; leave it out.")
         defaults[DETERMINISTIC] = True
     defaults |= tokenizer_args(config, sampling, evaluations)
+    defaults |= block_fp8_args() if is_fp8(config) else {}
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
     # pause_mode=in_place keeps the KV cache that older weights computed. New requests must not reuse it.

@@ -144,7 +144,8 @@ class ExpectedChecksums:
     """The checksums that SGLang should report for all parameters of an engine, computed from whole tensors."""
 
     def __init__(self, layout: EngineLayout, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        """`dtype`: the dtype in which the engine computes. Some of its parameters have other dtypes, as `layout` says."""
+        self._layout, self._dtype = layout, str(dtype).removeprefix("torch.")
         ranks = range(layout.topology.tp)
         self._shapes = [layout.param_shapes(rank) for rank in ranks]
         self._shards: list[dict[str, list[EngineShard]]] = [{} for _ in ranks]  # by rank, by Hugging Face name
@@ -167,7 +168,8 @@ class ExpectedChecksums:
 
     def _add(self, rank: int, shard: EngineShard, tensor: Tensor) -> None:
         shape, incomplete = self._shapes[rank][shard.param], self._incomplete[rank]
-        param = incomplete.setdefault(shard.param, torch.zeros(shape, dtype=self._dtype))
+        dtype = getattr(torch, self._layout.dtype_of(shard.param, self._dtype))
+        param = incomplete.setdefault(shard.param, torch.zeros(shape, dtype=dtype))
         box = shard.box_in_param(shard.box)
         param[box.slices].copy_(tensor[shard.box.slices].view(box.sizes))
         self._missing[rank][shard.param] -= 1

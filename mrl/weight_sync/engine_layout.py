@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from models.architecture import EMBEDDING_WEIGHT, VISION_PREFIX, Architecture, Family
+from models.conversion.fp8_blocks import BLOCK, SCALE_DTYPE, SCALE_SUFFIX, VALUE_DTYPE, block_box, is_quantized
 from models.conversion.mapping import Box, ParamMapping, VocabMapping
 
 VOCAB_PADDING = 64
@@ -19,6 +20,10 @@ VOCAB_PADDING = 64
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 """SGLang's names of the embedding and of the output layer. In the Hugging Face folder of a language model, they are the same."""
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+"""Dtype of an SGLang parameter, without "torch." -> bytes per element."""
+KV_CACHE_SCALES = (".attn.k_scale", ".attn.v_scale")
+"""Suffixes of parameters that an FP8 engine has for its KV cache. They are constants, and trainers do not send them."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,9 @@ class EngineLayout:
     topology: Topology
     kv_heads: int  # number of key/value heads of the model
     num_experts: int
+    float32_suffixes: tuple[str, ...] = ()  # suffixes of SGLang parameters that are float32 in every engine
     output_copy: bool = False  # whether the engine stores a copy of the embedding as its output layer
+    block_scales: bool = False  # whether the engine stores matrices in FP8 with block scales
     prefixes: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_prefixes
 
     @classmethod
@@ -98,12 +105,17 @@ class EngineLayout:
             topology,
             arch.transformer["num_query_groups"],
             arch.num_experts,
+            family.engine_float32,
             prefixes=family.engine_prefixes,
         )
 
     def with_output_copy(self) -> EngineLayout:
         """Return the layout of an engine that stores tied embeddings twice: as embedding and as output layer."""
         return replace(self, output_copy=True)
+
+    def with_block_scales(self) -> EngineLayout:
+        """Return the layout of an engine that stores matrices in FP8 with block scales."""
+        return replace(self, block_scales=True)
 
     @cached_property
     def row_of(self) -> dict[str, ParamMapping]:
@@ -159,6 +171,22 @@ class EngineLayout:
         """Return the shape of every parameter of rank `rank` that receives weights."""
         return self._param_shapes_by_rank[rank]
 
+    def dtype_of(self, param: str, dtype: str) -> str:
+        """Return the dtype of an SGLang parameter in an engine that computes in `dtype`. Dtypes are without "torch."."""
+        return SCALE_DTYPE if param.endswith(SCALE_SUFFIX) else self._fixed_dtypes.get(param, dtype)
+
+    @cached_property
+    def _fixed_dtypes(self) -> dict[str, str]:
+        """SGLang parameter whose dtype does not depend on the dtype of the engine -> its dtype."""
+        fixed: dict[str, str] = {}
+        for name, row in self.row_of.items():
+            param = self.engine_names[name][0]
+            if self.block_scales and is_quantized(row.megatron):
+                fixed[param] = VALUE_DTYPE
+            elif row.is_buffer or param.endswith(self.float32_suffixes):
+                fixed[param] = "float32"
+        return fixed
+
     @cached_property
     def _shards_by_rank(self) -> dict[int, tuple[EngineShard, ...]]:
         """Cache of `shards`, because deriving the shards of a model with many experts takes seconds."""
@@ -169,7 +197,12 @@ class EngineLayout:
         return [self._derive_param_shapes(self.shards(rank)) for rank in range(self.topology.tp)]
 
     def _derive_shards(self, rank: int) -> list[EngineShard]:
-        shards = [shard for row in self.rows for name in row.hf for shard in self._shards_of(name, rank)]
+        shards: list[EngineShard] = []
+        for name, row in self.row_of.items():
+            for shard in self._shards_of(name, rank):
+                shards.append(shard)
+                if self.block_scales and is_quantized(row.megatron):
+                    shards.append(self._scale_shard(shard))
         if self.output_copy:
             shards += [replace(shard, param=OUTPUT) for shard in shards if shard.param == EMBEDDING]
         return shards
@@ -181,7 +214,7 @@ class EngineLayout:
             ends = tuple(start + size for start, size in zip(box.starts, box.sizes, strict=True))
             shapes[shard.param] = tuple(map(max, shapes.get(shard.param, (0,) * len(ends)), ends))
             # The last rows of a vocabulary may be padding, which no shard covers.
-            if isinstance(row := self.row_of[shard.name], VocabMapping):
+            if isinstance(row := self.row_of.get(shard.name), VocabMapping) and not row.whole_in_engine:
                 shapes[shard.param] = (self._padded_vocab_rows(shard.name, self._num_shards(row)), *ends[1:])
         return shapes
 
@@ -198,6 +231,23 @@ class EngineLayout:
             shards.append(EngineShard(name, box, param, (*expert, first_row, *(0,) * (len(box.sizes) - 1))))
             first_row += box.sizes[0]
         return shards
+
+    def _scale_shard(self, shard: EngineShard) -> EngineShard:
+        """Return the shard of the block scales of a matrix's shard. Raises ValueError if SGLang cannot store it in blocks."""
+        try:
+            box = block_box(shard.box, self._hf_shapes[shard.name])
+            rows_before, num_columns = shard.start[-2], shard.box.sizes[1]
+            if rows_before % BLOCK:
+                raise ValueError(f"{shard.param} has {rows_before} rows before this tensor, not a multiple of {BLOCK}")
+            if num_columns % BLOCK:  # SGLang quantizes activations in groups of this size
+                raise ValueError(f"an engine rank has {num_columns} columns, not a multiple of {BLOCK}")
+        except ValueError as error:
+            raise ValueError(
+                f"sglang.quantization=fp8 with rollout.engine_tp={self.topology.tp}: {shard.name} does not fit the blocks of "
+                f"{BLOCK} x {BLOCK} weights: {error}; use a smaller rollout.engine_tp or engines without quantization."
+            ) from None
+        start = (*shard.start[:-2], rows_before // BLOCK, 0)
+        return EngineShard(shard.name + SCALE_SUFFIX, box, shard.param + SCALE_SUFFIX, start)
 
     @property
     def _experts_per_group(self) -> int:
@@ -247,22 +297,40 @@ class EngineLayout:
 def check_engine_parameters(
     layout: EngineLayout, tp_rank: int, parameters: dict[str, tuple[tuple[int, ...], str]], engine_rank: str
 ) -> None:
-    """Raise ValueError if the names or shapes of an engine rank's parameters differ from the layout.
+    """Raise ValueError if names, shapes or dtypes of an engine rank's parameters differ from the layout.
 
     `parameters` maps the name of each parameter to the (shape, dtype) that the engine rank reported. Parameters of a vision tower
-    are not compared. `engine_rank` names this rank in the error message.
+    are not compared. The dtype of the embedding is the dtype in which the engine computes. `engine_rank` names this rank in the
+    error message.
     """
-    expected = layout.param_shapes(tp_rank)
-    reported = {name: tuple(shape) for name, (shape, _) in parameters.items() if not name.startswith(VISION_PREFIX)}
-    problems = [f"{name} {list(reported[name])} is not in the table" for name in reported.keys() - expected.keys()]
-    problems += [f"{name} {list(expected[name])} is missing" for name in expected.keys() - reported.keys()]
+    shapes = layout.param_shapes(tp_rank)
+    engine_dtype = parameters[EMBEDDING][1] if EMBEDDING in parameters else ""
+    expected = {name: (shape, layout.dtype_of(name, engine_dtype)) for name, shape in shapes.items()}
+    not_sent = KV_CACHE_SCALES if layout.block_scales else ()
+    reported = {
+        name: (tuple(shape), dtype)
+        for name, (shape, dtype) in parameters.items()
+        if not name.startswith(VISION_PREFIX) and not name.endswith(not_sent)
+    }
+    problems = [f"{name} {_describe(reported[name])} is not in the table" for name in reported.keys() - expected.keys()]
+    problems += [f"{name} {_describe(expected[name])} is missing" for name in expected.keys() - reported.keys()]
     problems += [
-        f"{name} is {list(reported[name])}, the table says {list(expected[name])}"
+        f"{name} is {_describe(reported[name])}, the table says {_describe(expected[name])}"
         for name in expected.keys() & reported.keys()
         if expected[name] != reported[name]
     ]
     if problems:
+        remedy = (
+            "Choose kernels that keep the form of the checkpoint, such as sglang.fp8_gemm_runner_backend=triton."
+            if layout.block_scales
+            else "Use weight_sync.transport=disk, which needs no table."
+        )
         raise ValueError(
             f"{engine_rank} stores {len(problems)} parameters differently from the family's table: "
-            f"{'; '.join(sorted(problems)[:5])}. Nothing was sent. Use weight_sync.transport=disk, which needs no table."
+            f"{'; '.join(sorted(problems)[:5])}. Nothing was sent. {remedy}"
         )
+
+
+def _describe(parameter: tuple[tuple[int, ...], str]) -> str:
+    shape, dtype = parameter
+    return f"{list(shape)} {dtype}".rstrip()

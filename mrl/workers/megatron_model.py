@@ -26,6 +26,7 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from models.image_model import tower_parameters
 from models.lora import add_adapters
+from models.megatron_overrides import FP8_MULTIPLE
 from models.model_builder import HeadKind, build_model, uses_packed_attention
 from mrl.algorithms.objective import Objective
 from mrl.config.process_schema import Transport, WeightSyncConfig
@@ -47,8 +48,6 @@ from parallel.packing import pack
 from parallel.schedule import LossFunction, OutputHead, run_forward_backward
 from parallel.spans import span
 from parallel.trainer_config import OffloadLevel, OptimConfig
-
-FP8_MULTIPLE = 16  # in fp8, the number of tokens must be a multiple of this
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,7 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
         ("llama_mlp_biased", {}, "has mlp_bias, which SGLang silently ignores"),
         ("seed_oss", {}, "SGLang 0.5.23 does not implement SeedOssForCausalLM"),
         ("gemma3", {}, "has a scaled rotary embedding, which SGLang silently ignores"),
+        ("gemma3", dict(tie_word_embeddings=False), "has a scaled rotary embedding, an output layer of its own, which"),
         ("minimax_m2", dict(rotary_dim=None, partial_rotary_factor=0.25), "has partial_rotary_factor, which SGLang"),
         ("olmo3", {}, "SGLang 0.5.23 does not implement Olmo3ForCausalLM"),
         (

@@ -85,6 +85,14 @@ def test_a_trained_tower_has_restrictions(inputs, tmp_path, overrides, message):
         engine_layout(config, actor)
 
 
+def test_engines_in_fp8_cannot_get_the_vision_tower(inputs, tmp_path):
+    config, actor, _ = plan(inputs, tmp_path, "sglang.quantization=fp8")
+    with pytest.raises(
+        ValueError, match=r"sglang.quantization=fp8 with model.path=.* do not send the vision tower of an image"
+    ):
+        engine_layout(config, actor)
+
+
 def test_a_language_model_has_no_tower_to_train(tmp_path, tiny_qwen3):
     argv = [f"model.path={tiny_qwen3()}", "model.train_vision=true", "run.dir=out", "model.dtype=float32"]
     config = hydra_entry.compose_config(hydra_entry.check_overrides(argv))

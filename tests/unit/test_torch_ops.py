@@ -1,4 +1,4 @@
-"""Experts on a CPU give the results of SGLang's own version."""
+"""Experts on a CPU give the results of SGLang's own version, and matrices in FP8 give those of a float64 reference."""
 
 from types import SimpleNamespace
 
@@ -64,3 +64,24 @@ def test_the_sum_over_ranks_with_some_experts_each_is_the_result_of_all(layer):
         )
         total += run(mine, x, weights, local)
     assert torch.allclose(total, stock(layer, x, weights, ids), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 256), (2, 3, 128)], ids=str)
+def test_a_product_with_a_matrix_in_fp8_rounds_both_factors(shape):
+    """The reference rounds the input in groups of 128 columns, and multiplies in float64."""
+    from models.conversion.fp8_blocks import dequantize_blocks, quantize_blocks
+    from mrl.rollout.cpu.torch_ops import block_fp8_linear
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).mul(6).exp()
+    weight, bias = (torch.randn(*size, generator=generator) for size in ((200, shape[-1]), (200,)))
+    values, scales = quantize_blocks(weight)
+    groups = x.view(-1, 128).double()
+    largest = groups.abs().amax(1, keepdim=True)
+    rounded = (groups * 448 / largest).float().to(torch.float8_e4m3fn).double() * largest / 448
+    expected = rounded.view(shape) @ dequantize_blocks(values, scales).double().T + bias.double()
+    found = block_fp8_linear(x, values, [128, 128], scales, bias=bias)
+    assert found.dtype == torch.float32 and found.shape == (*shape[:-1], 200)
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    unrounded = x.double() @ weight.double().T + bias.double()
+    assert 1e-3 < (found - unrounded).abs().max() / unrounded.abs().max() < 0.1

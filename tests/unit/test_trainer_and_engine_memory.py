@@ -11,11 +11,11 @@ from tiny_families import FAMILIES, SIZES
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.planner.activation_bytes import MicroBatchShape, Recompute, layer_bytes, virtual_stage_bytes
+from mrl.planner.engine_memory import engine_memory, engine_weights, kv_bytes
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import engine_memory, engine_weights, kv_bytes
 from mrl.planner.trainer_memory import TrainerSettings, in_flight, trainer_memory
 from mrl.planner.trainer_state_bytes import pipeline_stages
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout, Topology
 from parallel.dims import ParallelDims
 
 FULL = Recompute("full", "uniform", 1)
@@ -132,6 +132,16 @@ def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
     shapes = EngineLayout.of(family, arch, topology).param_shapes(topology.tp - 1)
     exact = sum(prod(s) * (4 if "correction_bias" in param else 2) for param, s in shapes.items())
     assert engine_weights(ModelShape.of(family, arch), topology, 2) == exact
+
+
+@pytest.mark.parametrize("fields", [QWEN3_8B, QWEN3_30B_A3B], ids=["dense", "moe"])
+def test_an_engine_in_fp8_holds_a_byte_for_each_weight_of_a_matrix_and_the_scales(fields):
+    shape, config = published(fields)
+    family = family_of(config)
+    layout = EngineLayout.of(family, family.read(config), Topology(2)).with_block_scales()
+    exact = sum(prod(s) * ITEM_BYTES[layout.dtype_of(param, "bfloat16")] for param, s in layout.param_shapes(1).items())
+    assert engine_weights(shape, Topology(2), 2, fp8=True) == exact
+    assert 0.5 < exact / engine_weights(shape, Topology(2), 2) < 0.6
 
 
 def test_the_kv_cache_of_a_token_has_the_published_size():

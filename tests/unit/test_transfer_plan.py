@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from models.architecture import Architecture
 from models.conversion.mapping import Box
+from models.families.gemma3 import GEMMA3
+from models.families.minimax_m2 import MINIMAX_M2
 from models.families.mixtral import MIXTRAL
 from models.families.phi3 import PHI3
 from models.families.qwen import QWEN3, QWEN3_MOE
@@ -31,10 +33,11 @@ LAYERS, KV_HEADS, EXPERTS, VOCAB = 4, 2, 4, 41
 SIZES = dict(vocab=VOCAB, hidden=8, ffn=16, q=8 * 4, kv=KV_HEADS * 4, head_dim=4, experts=EXPERTS, moe_ffn=8)
 MOE = dict(num_moe_experts=EXPERTS, moe_layer_freq=[0, 1, 1, 1])
 BYTES = {"float32": 4, "bfloat16": 2}
+DENSE = (QWEN3, PHI3, GEMMA3)
 
 
 def architecture(family, tied=False) -> Architecture:
-    moe = {} if family in (QWEN3, PHI3) else MOE if family is QWEN3_MOE else MOE | dict(moe_layer_freq=[1] * LAYERS)
+    moe = {} if family in DENSE else MOE if family is QWEN3_MOE else MOE | dict(moe_layer_freq=[1] * LAYERS)
     transformer = dict(num_layers=LAYERS, num_attention_heads=8, num_query_groups=KV_HEADS, **moe)
     return Architecture(VOCAB, 64, Rope(rope_theta=1e4, dim=4), tied, transformer, SIZES)
 
@@ -131,6 +134,22 @@ def test_each_data_parallel_attention_group_holds_the_whole_attention():
         mine = engine_parameters(layout, rank, tensors)
         assert torch.equal(mine[whole], engine_parameters(alone, rank % 2, tensors)[whole])
         assert torch.equal(mine[mlp], tensors[mlp].chunk(4, 1)[rank])
+
+
+def test_the_embedding_of_gemma_3_is_whole_on_every_rank():
+    arch, name = architecture(GEMMA3, tied=True), "model.embed_tokens.weight"
+    tensors = tensors_of(GEMMA3, arch)
+    layout = EngineLayout.of(GEMMA3, arch, Topology(2))
+    assert all(torch.equal(engine_parameters(layout, rank, tensors)[name], tensors[name]) for rank in range(2))
+
+
+def test_the_router_of_minimax_is_float32():
+    layout, block = EngineLayout.of(MINIMAX_M2, architecture(MINIMAX_M2), Topology()), "model.layers.1.block_sparse_moe"
+    dtypes = {name: layout.dtype_of(name, "bfloat16") for name in layout.param_shapes(0) if name.startswith(block)}
+    assert {name.removeprefix(f"{block}.") for name, dtype in dtypes.items() if dtype == "float32"} == {
+        "gate.weight",
+        "e_score_correction_bias",
+    }
 
 
 def test_vocabulary_rows_are_padded_before_they_are_sharded():

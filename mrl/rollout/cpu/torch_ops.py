@@ -1,5 +1,7 @@
 """RMS norm, rotary embedding and experts for SGLang on a CPU, with fewer passes over memory than SGLang's torch versions.
 
+SGLang has no torch version of the product with a matrix in FP8, so this module also has this function.
+
 `register` adds these functions to SGLang's operator registry, for the platform `CpuPlatform`. The functions compute the common
 float32 cases, and call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the results of
 `forward_native` by float32 rounding.
@@ -13,10 +15,13 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
+from sglang.srt.layers.quantization import fp8_utils
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from torch import Tensor
 from torch.nn.functional import linear, silu
+
+from models.conversion.fp8_blocks import BLOCK, dequantize_blocks
 
 _TABLE_ATTRIBUTE = "_mrl_rotation"
 """Attribute of a RotaryEmbedding in which `_rotation_table` stores (the embedding's cos_sin_cache, the table made from it)."""
@@ -110,8 +115,32 @@ def _is_plain(config: MoeRunnerConfig) -> bool:
     )
 
 
+def block_fp8_linear(
+    input: Tensor,
+    weight: Tensor,
+    block_size: list[int],
+    weight_scale: Tensor,
+    input_scale: None = None,
+    bias: Tensor | None = None,
+    act_scale_ue8m0: bool = False,
+) -> Tensor:
+    """Return `input @ weight.T + bias`, [..., out], in the dtype of `input`, [..., in]. Both factors are rounded to FP8.
+
+    As in SGLang's Triton kernel, 128 consecutive numbers of a row of `input` share a scale. `weight`: [out, in], float8_e4m3fn,
+    with the scales of its blocks, [ceil(out / 128), ceil(in / 128)]. The last argument and `input_scale` are not used.
+    """
+    assert block_size == [BLOCK, BLOCK] and input_scale is None and not act_scale_ue8m0, "the form that mrl chooses"
+    largest = torch.finfo(weight.dtype).max
+    groups = input.float().unflatten(-1, (-1, BLOCK))
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / largest
+    rounded = (groups / scales).clamp(-largest, largest).to(weight.dtype).float() * scales
+    output = linear(rounded.flatten(-2), dequantize_blocks(weight, weight_scale)).to(input.dtype)
+    return output if bias is None else output + bias
+
+
 def register(platform_key: str) -> None:
     """Register the functions of this module for the platform with the dispatch key `platform_key`."""
+    fp8_utils.triton_w8a8_block_fp8_linear = block_fp8_linear  # SGLang has no registry for this function
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
     BaseFusedOp.register_oot_forward(RotaryEmbedding, rotary, platform_key)
     BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)

@@ -3,12 +3,14 @@
 import ast
 import ctypes
 import difflib
+import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from models.conversion.fp8_blocks import QUANTIZATION_CONFIG
 from mrl.rollout.cpu import ATTENTION_BACKEND
 from mrl.weight_sync.engine_control import WEIGHT_LOADER
 
@@ -33,8 +35,11 @@ RESERVED_ARGS: dict[str, str] = {
 """Argument that mrl sets -> what a user must do instead."""
 
 
+BLOCK_FP8 = "fp8"
+"""Value of the argument `quantization` with which trainers send weights in FP8 with block scales."""
+
 UNSYNCED_ARGS: dict[str, str] = {
-    "quantization": "engines that quantize their weights cannot take new weights from the trainers",
+    "quantization": "trainers can quantize weights only to fp8, so engines cannot take other quantized weights from the trainers",
     "speculative_algorithm": "a draft model gets no new weights from the trainers",
 }
 """Argument that an engine of a training run cannot have -> the reason."""
@@ -84,8 +89,23 @@ def check_server_args(overrides: Mapping[str, Any], section: str = "sglang") -> 
 def check_synced_args(overrides: Mapping[str, Any]) -> None:
     """Raise ValueError if the config section `sglang` has an argument with which engines cannot take new weights."""
     for name, reason in UNSYNCED_ARGS.items():
-        if value := overrides.get(name):
+        value = overrides.get(name)
+        if value and (name, value) != ("quantization", BLOCK_FP8):
             raise ValueError(f"sglang.{name}={value}: {reason}; remove this argument.")
+
+
+def block_fp8_args() -> dict[str, Any]:
+    """Return the arguments of an engine that gets weights in FP8 with block scales from trainers.
+
+    SGLang (0.5.23) has block scales only for models whose config.json says so. The files of the model are not in FP8, so the
+    engine starts with random weights. Trainers push weights before the first request.
+    """
+    return dict(
+        quantization=BLOCK_FP8,
+        load_format="dummy",
+        json_model_override_args=json.dumps({"quantization_config": QUANTIZATION_CONFIG}),
+        moe_runner_backend="triton",  # on some GPUs, SGLang would choose kernels that reorder weights
+    )
 
 
 NCCL_VARIABLES = {
