@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from models.architecture import Architecture
@@ -235,19 +234,13 @@ def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     from parallel import groups
     from parallel.packing import Segment, pack
 
-    dims, creates_group = ParallelDims(), not dist.is_initialized()
-    if creates_group:
-        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1)
-        groups.initialize(dims, seed=0)
-    (gpt,) = build_model(config, dims, torch.float32)
-    gpt = gpt.to(device.device()).eval()
-    WeightBridge(config, [gpt], dims).load(HFWeights(config.path.parent))
-    packed = pack([Segment(len(tokens))], device.device())
-    positions = packed.position_ids[None]
-    logits = gpt(tokens[None].to(device.device()), positions, None, packed_seq_params=packed)[0].float().cpu()
-    if creates_group:
-        dist.destroy_process_group()
-    return logits
+    with groups.one_process():
+        (gpt,) = build_model(config, ParallelDims(), torch.float32)
+        gpt = gpt.to(device.device()).eval()
+        WeightBridge(config, [gpt], ParallelDims()).load(HFWeights(config.path.parent))
+        packed = pack([Segment(len(tokens))], device.device())
+        positions = packed.position_ids[None]
+        return gpt(tokens[None].to(device.device()), positions, None, packed_seq_params=packed)[0].float().cpu()
 
 
 def is_bit_equal(a: Tensor, b: Tensor) -> bool:

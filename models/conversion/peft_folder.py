@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # the driver checks folders without importing torch
     from torch import Tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FOLDER = "adapter"
+"""PEFT folder in an exported Hugging Face folder, which has the merged weights."""
 _DEFAULTS: dict[str, Any] = dict(
     bias="none",
     use_dora=False,
@@ -61,6 +63,11 @@ def write_peft(tensors: Iterable[tuple[str, "Tensor"]], lora: LoraConfig, model_
 def _target_modules(names: Iterable[str]) -> list[str]:
     """Return the modules with adapters by their whole names, because an expert has matrices with the same short names."""
     return sorted({name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in names})
+
+
+def base_model(folder: str | Path) -> str:
+    """Return the folder of the base model of a PEFT folder that mrl has written."""
+    return json.loads((Path(folder) / CONFIG).read_text())["base_model_name_or_path"]
 
 
 def check_peft(lora: LoraConfig, family: Family, arch: Architecture) -> None:

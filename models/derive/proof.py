@@ -1,15 +1,12 @@
 """Proves a family on a tiny model: bytes of the conversion, logits, and gradients of every tensor, in one process."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -34,8 +31,10 @@ def prove(models: list[tuple[str, dict[str, Any]]], family: str) -> list[Convers
     `family`: reference to the family file, see `models.families.load_family`. Initializes and destroys a process group.
     """
     device.patch_megatron_for_cpu()
+    from parallel import groups  # imports Megatron
+
     checks = []
-    with _one_process():
+    with groups.one_process():
         for title, fields in models:
             with TemporaryDirectory() as folder:
                 try:
@@ -140,22 +139,6 @@ def _megatron(config: HFConfig) -> tuple[Tensor, dict[str, Tensor]]:
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     return logits.detach(), {name: tensor.cpu().clone() for name, tensor in bridge.export(gradient)}
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """A process group with this process only, unless there is a process group already."""
-    from parallel import groups
-
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        groups.initialize(ParallelDims(), seed=0)
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def write_model(fields: dict[str, Any], folder: Path) -> None:

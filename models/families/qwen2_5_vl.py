@@ -12,6 +12,7 @@ from models.families.vision_blocks import (
     ATTENTION,
     MERGED,
     PATCH_EMBEDDING,
+    TOWER_DEFAULTS,
     WIDTH,
     in_block,
     read_tower,
@@ -26,20 +27,14 @@ _TEXT_DEFAULTS: dict[str, Any] = (
     | decoder.FULL_ATTENTION_DEFAULTS
     | dict(head_dim=None, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
 )
-_TOWER_DEFAULTS: dict[str, Any] = dict(
+_TOWER_DEFAULTS: dict[str, Any] = TOWER_DEFAULTS | dict(
     depth=32,
     hidden_size=3584,
     hidden_act="silu",
     intermediate_size=3420,
-    num_heads=16,
-    in_channels=3,
     patch_size=14,
-    spatial_merge_size=2,
-    temporal_patch_size=2,
     window_size=112,
-    out_hidden_size=3584,
     fullatt_block_indexes=[7, 15, 23, 31],
-    rope_parameters=None,
 )
 _OWN_FIELDS = (  # fields at the top level that do not belong to the language model
     *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),

@@ -12,6 +12,7 @@ from models.families.vision_blocks import (
     ATTENTION,
     MERGED,
     PATCH_EMBEDDING,
+    TOWER_DEFAULTS,
     WIDTH,
     in_block,
     read_tower,
@@ -25,20 +26,14 @@ from models.hf_config import HFConfig
 _TEXT_DEFAULTS: dict[str, Any] = decoder.DEFAULTS | dict(
     head_dim=128, num_key_value_heads=32, attention_bias=False, rope_theta=5e5
 )
-_TOWER_DEFAULTS: dict[str, Any] = dict(
+_TOWER_DEFAULTS: dict[str, Any] = TOWER_DEFAULTS | dict(
     depth=27,
     hidden_size=1152,
     hidden_act="gelu_pytorch_tanh",
     intermediate_size=4304,
-    num_heads=16,
-    in_channels=3,
     patch_size=16,
-    spatial_merge_size=2,
-    temporal_patch_size=2,
-    out_hidden_size=3584,
     num_position_embeddings=2304,
     deepstack_visual_indexes=[8, 16, 24],
-    rope_parameters=None,
 )
 
 

@@ -15,6 +15,15 @@ from parallel.rope import rope_axes
 
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 
+TOWER_DEFAULTS: dict[str, Any] = dict(
+    num_heads=16,
+    in_channels=3,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    out_hidden_size=3584,
+    rope_parameters=None,
+)
+"""Defaults of transformers for fields of vision_config that the families have in common."""
 # Shapes of the tensors of the tower, as keys of Architecture.sizes. `tower_merged` is the width of merge_size**2 patches together
 WIDTH, QKV, MERGED = ("tower_hidden",), ("tower_qkv",), ("tower_merged",)
 PATCH_EMBEDDING = ("tower_hidden", "channels", "frames", "patch", "patch")

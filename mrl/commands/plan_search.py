@@ -184,7 +184,8 @@ def make_search(config: Config) -> LayoutSearch:
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
-    trained = [trainer_settings(config, arch.max_position_embeddings)]
+    adapters = ModelShape.of_adapters(family, arch, config.lora) if config.lora.rank else None
+    trained = [trainer_settings(config, arch.max_position_embeddings, adapters=adapters)]
     if work.critic:
         trained.append(trainer_settings(config, arch.max_position_embeddings, "critic", head="value"))
     if config.rollout.max_staleness is not None:

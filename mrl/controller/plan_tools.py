@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from models.conversion.peft_folder import ADAPTER_FOLDER, base_model
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from mrl.checkpoint.run_dir import check_unused
 from mrl.config.process_schema import Transport
@@ -79,7 +80,17 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
             f"sglang.quantization={config.sglang['quantization']}: mrl certify engine compares only engines with weights in "
             "model.dtype; leave the key out."
         )
+    if config.lora.path:
+        raise ValueError(
+            f"lora.path={config.lora.path}: mrl certify engine starts an engine with the weights in model.path, without "
+            "adapters; leave the key out."
+        )
     plan = plan_parity(config)
+    if plan.arch.vision is not None:
+        raise ValueError(
+            f"model.path={config.model.path}: mrl certify engine compares only language models; for an image model, look at "
+            "mismatch/logprob_abs_max of a run."
+        )
     longest = config.certify.prompt_tokens + config.certify.response_tokens
     if longest >= plan.context:
         raise ValueError(
@@ -90,7 +101,15 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
 
 
 def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_dims: ParallelDims) -> ModelPlan:
-    """Check the config of `mrl replay`, and return its plan. Both layouts must be able to shard the model in `model_path`."""
+    """Check the config of `mrl replay`, and return its plan. Both layouts must be able to shard the model in `model_path`.
+
+    If the run has adapters and has exported the folder `model_path`, the plan has the base model and the exported adapters.
+    """
+    adapters = Path(model_path) / ADAPTER_FOLDER
+    is_base = Path(model_path).resolve() == Path(config.model.path).resolve()
+    if config.lora.rank and adapters.is_dir() and not is_base:
+        config = replace(config, lora=replace(config.lora, path=str(adapters)))
+        model_path = base_model(adapters)
     model = plan_model(config, model_path)
     for layout in (dims, reference_dims):
         model.arch.check_layout(layout, uneven_stages=bool(UNEVEN_STAGE_FIELDS & config.megatron.keys()))

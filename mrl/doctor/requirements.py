@@ -33,7 +33,11 @@ def requirements_of(config: Config) -> Requirements:
         role: ModelShape.of(family_of(model.hf), model.arch, config.model.train_vision)
         for role, model in models.items()
     }
-    trained = {role: shapes[role] for role, model in models.items() if model.optimizer}
+    trained = {
+        role: ModelShape.of_adapters(family_of(model.hf), model.arch, model.lora) if model.lora else shapes[role]
+        for role, model in models.items()
+        if model.optimizer
+    }
     num_parameters = shapes["actor"].num_parameters
     needed = checkpoint_disk_bytes(config, trained)
     return Requirements(

@@ -69,6 +69,11 @@ class SampledModel:
 
 def find_model(config: Config) -> SampledModel:
     """Return the model at model.path. Raises ValueError if there is no model. The message suggests another path."""
+    if config.lora.path:
+        raise ValueError(
+            f"lora.path={config.lora.path}: engines load no adapters; leave the key out, and set model.path to an exported "
+            "folder with merged weights, such as hf/ of a run."
+        )
     path, base = Path(config.model.path), config.generate.base
     if (path / ".metadata").is_file() and not (path / "config.json").is_file():
         if not base:

@@ -20,7 +20,7 @@ from torch import Tensor
 from models.architecture import ModelSpec
 from models.conversion.hf_reader import HFWeights
 from models.conversion.hf_writer import write_export
-from models.conversion.peft_folder import write_peft
+from models.conversion.peft_folder import ADAPTER_FOLDER, write_peft
 from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
@@ -357,7 +357,7 @@ class MegatronModel:
         """
         self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
         if self.adapters is not None:
-            self.export_adapters(Path(folder) / "adapter")
+            self.export_adapters(Path(folder) / ADAPTER_FOLDER)
 
     def export_adapters(self, folder: str | Path) -> None:
         """Write the adapters as a PEFT folder, which must not exist. All ranks call this."""

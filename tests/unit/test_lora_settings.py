@@ -9,14 +9,17 @@ from safetensors.torch import load_file, save_file
 from tiny_families import IMAGE_FAMILIES, image_config, make_family
 
 from models.conversion.lora_mapping import adapter_mappings, can_have_adapter, check_lora
-from models.conversion.peft_folder import check_peft, write_peft
+from models.conversion.peft_folder import ADAPTER_FOLDER, check_peft, write_peft
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config import hydra_entry
 from mrl.controller.plan_models import plan_model
 from mrl.controller.plan_supervised import check_warm_start
+from mrl.controller.plan_tools import plan_engine_check, plan_replay
 from mrl.controller.worker_groups import model_spec
+from mrl.evaluation.generation_plan import find_model
 from mrl.planner.model_shape import ModelShape
+from parallel.dims import ParallelDims
 from parallel.trainer_config import LoraConfig
 
 LORA = LoraConfig(rank=2, alpha=4.0)
@@ -124,16 +127,45 @@ def test_settings_that_contradict_frozen_weights_are_refused(models, tmp_path):
         check_warm_start(config_of(folder, tmp_path, "sft.output=there"))
 
 
-@pytest.fixture
-def peft(models, tmp_path):
-    """Return a PEFT folder for the Qwen3 model."""
-    family, arch = read(models["qwen3"])
+def write_adapters(model, target):
+    """Write a PEFT folder for the Qwen3 model in the folder `model`, and return `target`."""
+    family, arch = read(model)
     rows = [row for row in family.param_mappings(arch) if can_have_adapter(row)]
     mappings = [mapping for row in rows for mapping in adapter_mappings(row, {"q_proj", "down_proj"})]
     shapes = {n: s for mapping in mappings for n, s in mapping.hf_shapes(arch.sizes | {"lora_rank": 2}).items()}
     tensors = ((name, torch.randn(shape)) for name, shape in shapes.items())
-    write_peft(tensors, LORA, "base", tmp_path / "peft")
-    return tmp_path / "peft"
+    write_peft(tensors, LORA, str(model), target)
+    return target
+
+
+@pytest.fixture
+def peft(models, tmp_path):
+    """Return a PEFT folder for the Qwen3 model."""
+    return write_adapters(models["qwen3"], tmp_path / "peft")
+
+
+def test_commands_that_load_no_adapters_refuse_them(models, peft, tmp_path):
+    config = config_of(models["qwen3"], tmp_path, f"lora.path={peft}")
+    with pytest.raises(ValueError, match=r"lora.path=.*: mrl certify engine starts an engine .*; leave the key out"):
+        plan_engine_check(config)
+    with pytest.raises(ValueError, match=r"lora.path=.*: engines load no adapters; .* set model.path to an exported"):
+        find_model(config)
+
+
+def test_a_replay_from_an_exported_folder_has_the_base_model_and_its_adapters(models, tmp_path):
+    """The folder has merged weights, to which adapters must not be added again."""
+    export = tmp_path / "export"
+    export.mkdir()
+    adapters = write_adapters(models["qwen3"], export / ADAPTER_FOLDER)
+    config, one = config_of(models["qwen3"], tmp_path, "lora.targets=[q_proj,down_proj]"), ParallelDims()
+    spec = model_spec(plan_replay(config, str(export), one, one))
+    assert spec.model_path == str(models["qwen3"]) and spec.lora is not None and spec.lora.path == str(adapters)
+    (models["qwen3"] / ADAPTER_FOLDER).symlink_to(adapters)  # as if another run had exported the base model
+    try:
+        spec = model_spec(plan_replay(config, str(models["qwen3"]), one, one))
+    finally:
+        (models["qwen3"] / ADAPTER_FOLDER).unlink()
+    assert spec.model_path == str(models["qwen3"]) and spec.lora is not None and spec.lora.path is None
 
 
 def test_a_peft_folder_is_accepted_and_each_difference_is_named(models, peft):
