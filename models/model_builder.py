@@ -291,11 +291,7 @@ def build_model(
     arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
     packed_attention = uses_packed_attention(arch, share_prompts)
-    if arch.window and dims.cp > 1 and not packed_attention:
-        raise ValueError(
-            f"trainer.share_prompts=false: Transformer Engine's attention has no sliding windows with parallel.cp={dims.cp}; use "
-            "trainer.share_prompts=true."
-        )
+    assert not arch.window or dims.cp == 1 or packed_attention, "Transformer Engine has no sliding windows with cp > 1"
     config.apply_rope_fusion = can_fuse_rope(arch)
     stages = range(dims.vpp) if dims.vpp > 1 else [None]
     build = partial(_build_stage, arch, config, head, packed_attention)

@@ -113,6 +113,11 @@ def plan_model(
             "language model. `mrl sft objective=reward_model` trains a reward model."
         )
     check_layout(config, arch, dims)
+    if arch.window and dims.cp > 1 and not config.trainer.share_prompts:
+        raise ValueError(
+            f"trainer.share_prompts=false with parallel.cp={dims.cp}: Transformer Engine's attention has no sliding windows with "
+            "context parallelism; set trainer.share_prompts=true, or parallel.cp=1."
+        )
     if config.lora.rank and not section:
         _check_lora(config, hf, arch, head)
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())

@@ -3,6 +3,7 @@
 import json
 import re
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tiny_families import GEMMA, IMAGE_FAMILIES, LLAMA3_ROPE, LONG_ROPE, SIZES, 
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
 from models.hf_config import IGNORED_FIELDS, HFConfig
+from mrl.config import hydra_entry
+from mrl.controller.plan_models import plan_model
 from mrl.planner.model_shape import ModelShape
 from parallel.rope import Rope
 
@@ -283,6 +286,16 @@ def test_gemma_with_plain_rotary_embeddings_has_an_engine(fields):
     ropes = GEMMA["rope_parameters"] | dict(full_attention=dict(rope_type="default", rope_theta=1e6))
     config = HFConfig("config.json", fields("gemma3") | dict(rope_parameters=ropes))
     family_of(config).check_engine(config, family_of(config).read(config))
+
+
+def test_windows_under_context_parallelism_need_shared_prompts(fields, tmp_path):
+    fields("olmo3")  # writes config.json
+    keys = ["model.dtype=float32", "run.dir=out", "parallel.cp=2", "trainer.share_prompts=false"]
+    config = hydra_entry.compose_config(hydra_entry.check_overrides([f"model.path={tmp_path}", *keys]))
+    why = r"trainer.share_prompts=false with parallel.cp=2: .* set trainer.share_prompts=true, or parallel.cp=1"
+    with pytest.raises(ValueError, match=why):
+        plan_model(config, str(tmp_path), weights=False)
+    plan_model(replace(config, trainer=replace(config.trainer, share_prompts=True)), str(tmp_path), weights=False)
 
 
 def test_the_field_rotary_dim_sets_the_rotated_components(fields):
