@@ -179,9 +179,7 @@ class Family:
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
-    engine_is_native: bool = (
-        True  # whether SGLang implements the architecture, so that mrl can send weights to its parameters
-    )
+    engine_is_native: bool = True  # whether SGLang implements the architecture
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
     # suffixes of SGLang parameters that SGLang stores in float32 whatever the dtype of the engine; buffers are float32 anyway
     engine_float32: tuple[str, ...] = ()

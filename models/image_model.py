@@ -34,9 +34,8 @@ class ImageGPTModel(GPTModel):
             f"{vision.num_features} layers get features of the vision tower, but the first stage has {len(self.decoder.layers)}"
         )
         self.visual = _build_tower(vision)
-        for name in [
-            name for name in self._modules if name != _TOWER
-        ]:  # so that parameters are in the order of their use
+        # so that parameters are in the order of their use
+        for name in [name for name in self._modules if name != _TOWER]:
             self._modules[name] = self._modules.pop(name)
         for layer in range(vision.num_features):
             self.decoder.layers[layer].register_forward_hook(partial(_add_features, layer), with_kwargs=True)

@@ -45,11 +45,8 @@ def multimodal_positions(is_image: NDArray[np.bool_], grids: Ints, merge_size: i
     assert is_image.sum() == sizes.prod(1).sum(), f"{is_image.sum()} image tokens for images of {sizes.tolist()} tokens"
     positions = np.empty((3, len(is_image)), np.int64)
     tokens = np.flatnonzero(is_image)
-    start, first, position = (
-        0,
-        0,
-        0,
-    )  # first token of the next text, first entry of `tokens` of the next image, next position
+    # first token of the next text, first entry of `tokens` of the next image, next position
+    start, first, position = 0, 0, 0
     for frames, height, width in sizes.tolist():
         begin, count = int(tokens[first]), frames * height * width
         positions[:, start:begin] = position + np.arange(begin - start)

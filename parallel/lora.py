@@ -56,9 +56,8 @@ class LinearSplit:
     """How the linear layer of an adapter is split over tensor-parallel ranks."""
 
     axis: int | None  # dim of the weight [out, in] that is split; None: every rank has the whole weight
-    rows: Mapping[
-        str, int
-    ]  # matrix of Hugging Face -> its output rows on this rank, in the order in which `merge` needs them
+    # matrix of Hugging Face -> number of its output rows on this rank, in the order in which `merge` needs them
+    rows: Mapping[str, int]
     merge: Callable[[Sequence[Tensor]], Tensor]  # combines the rows of the matrices to the rows of the linear layer
     sequence_parallel: bool
     is_expert: bool = False  # whether the layer belongs to a routed expert

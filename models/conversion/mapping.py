@@ -102,9 +102,7 @@ class ParamMapping:
     present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter
-    whole_in_engine: bool = (
-        False  # every engine rank has the whole tensor, although tensor-parallel trainer ranks split it
-    )
+    whole_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
     expert: int | None = None  # index of the expert, set by `for_layer`; None: the parameter belongs to no expert
 
     def for_layer(self, layer: int, expert: int | None = None) -> ParamMapping:

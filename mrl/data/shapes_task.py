@@ -13,10 +13,8 @@ from parallel.durable_files import apply_umask, atomic_folder
 
 COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
 SHAPES = ("circle", "square", "triangle")
-CELLS, CELL_PIXELS = (
-    3,
-    16,
-)  # a picture has CELLS x CELLS cells of CELL_PIXELS x CELL_PIXELS pixels, with at most one shape each
+# A picture has CELLS x CELLS cells of CELL_PIXELS x CELL_PIXELS pixels, with at most one shape each.
+CELLS, CELL_PIXELS = 3, 16
 SHAPES_NUM_TRAIN, SHAPES_NUM_TEST = 2048, 128  # number of problems in train.parquet and in test.parquet
 CONTEXT_TOKENS = 128  # largest number of tokens of prompt and response together
 

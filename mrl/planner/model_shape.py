@@ -67,9 +67,7 @@ class ParameterShape:
     shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
     is_sharded: bool  # whether tensor parallelism (for experts: expert tensor parallelism) shards the parameter
     present_in: str  # the layers that have the parameter: "always" (all layers), "dense" or "moe"
-    whole_in_engine: bool = (
-        False  # whether every engine rank has the whole parameter, although it is sharded in the trainer
-    )
+    whole_in_engine: bool = False  # whether every engine rank has the whole parameter, although trainers shard it
     is_vocabulary: bool = False  # dim 0 is the vocabulary, padded to a multiple of the number of tensor-parallel ranks
 
     @property
@@ -119,9 +117,7 @@ class ModelShape:
     dropout: bool = False  # whether layers have dropout
     parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
     buffers: tuple[ParameterShape, ...] = ()  # float32 correction biases of routers, which no optimizer updates
-    frozen_weights: int = (
-        0  # number of weights of a vision tower that is not trained; they are on the first pipeline stage
-    )
+    frozen_weights: int = 0  # number of weights of a vision tower that is not trained, on the first pipeline stage
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, train_vision: bool = False) -> ModelShape:
