@@ -183,6 +183,8 @@ def make_search(config: Config) -> LayoutSearch:
     shape = ModelShape.of(family, arch, config.model.train_vision)
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
+    if arch.window and not config.trainer.share_prompts:  # see plan_model
+        fixed = dict(cp=1) | fixed
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
     adapters = ModelShape.of_adapters(family, arch, config.lora) if config.lora.rank else None
     trained = [trainer_settings(config, arch.max_position_embeddings, adapters=adapters)]

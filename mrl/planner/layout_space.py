@@ -175,6 +175,9 @@ class LayoutSpace:
         """Yield all possible layouts without recomputation, in a fixed order. Also updates `excluded`."""
         for tp in self._tensor_sizes():
             for pp, vpp, last in self._pipeline_sizes():
+                if self._features > self.shape.num_layers // (pp * vpp):
+                    self.excluded["features of the vision tower for several pipeline stages"] += 1
+                    continue
                 for cp in self._context_sizes():
                     for ep, etp in self._expert_sizes(tp):
                         layout = ReplicaLayout(tp, pp, vpp, cp, ep, etp, last)
@@ -182,6 +185,11 @@ class LayoutSpace:
                             self.excluded["needs more GPUs than there are"] += 1
                         else:
                             yield layout
+
+    @property
+    def _features(self) -> int:
+        """Number of first layers that get features of the vision tower. They must be in the first stage."""
+        return self.arch.vision.num_features if self.arch.vision else 0
 
     def engine_tps(self) -> list[int]:
         """Return the possible numbers of GPUs of one engine.
