@@ -11,7 +11,7 @@ from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from models.architecture import Architecture
+from models.architecture import Architecture, Family
 from models.conversion.hf_reader import check_hf_folder
 from models.conversion.lora_mapping import check_lora
 from models.conversion.peft_folder import check_peft
@@ -317,7 +317,19 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
         )
     family_of(actor.hf).check_engine(actor.hf, actor.arch)
     check_heads(actor.arch, topology)
+    _check_key_norms(family_of(actor.hf), actor.arch, topology)
     return topology
+
+
+def _check_key_norms(family: Family, arch: Architecture, topology: Topology) -> None:
+    """Raise ValueError if engine ranks that hold the same key head would have to normalize the keys of all heads together."""
+    heads = arch.transformer["num_query_groups"]
+    has_norm = any(row.whole_in_engine and row.shapes == (("kv",),) for row in family.rows(arch))
+    if has_norm and topology.tp // topology.dp > heads:
+        raise ValueError(
+            f"rollout.engine_tp={topology.tp}: SGLang normalizes the keys of all ranks together, and several ranks would hold "
+            f"the same of the {heads} key/value heads of {family.architecture}; use at most {heads}."
+        )
 
 
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:

@@ -5,6 +5,7 @@ import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -15,7 +16,7 @@ from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
 from models.hf_config import IGNORED_FIELDS, HFConfig
 from mrl.config import hydra_entry
-from mrl.controller.plan_models import plan_model
+from mrl.controller.plan_models import engine_topology, plan_model
 from mrl.planner.model_shape import ModelShape
 from parallel.rope import Rope
 
@@ -286,6 +287,22 @@ def test_gemma_with_plain_rotary_embeddings_has_an_engine(fields):
     ropes = GEMMA["rope_parameters"] | dict(full_attention=dict(rope_type="default", rope_theta=1e6))
     config = HFConfig("config.json", fields("gemma3") | dict(rope_parameters=ropes))
     family_of(config).check_engine(config, family_of(config).read(config))
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("olmo2", True), ("qwen3", False)])
+def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(fields, tmp_path, name, is_refused):
+    """Both models have two key/value heads."""
+    hf = HFConfig("config.json", fields(name))
+    keys = [f"model.path={tmp_path}", "model.dtype=float32", "run.dir=out", "rollout.engine_tp=4"]
+    config = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
+    actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))
+    if not is_refused:
+        assert engine_topology(config, actor).tp == 4
+        return
+    with pytest.raises(
+        ValueError, match=r"rollout.engine_tp=4: .* 2 key/value heads of Olmo2ForCausalLM; use at most 2"
+    ):
+        engine_topology(config, actor)
 
 
 def test_windows_under_context_parallelism_need_shared_prompts(fields, tmp_path):
