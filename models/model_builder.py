@@ -354,10 +354,10 @@ def _set_rope(model: GPTModel, arch: Architecture, packed_attention: bool) -> No
         model.rotary_pos_emb = MultimodalRotaryEmbedding(arch.rope, arch.vision.rope_axes)
     elif packed_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(arch.rope)
-        if model.config.apply_rope_fusion:
-            fuse_rope_of_packs()
     else:
         model.rotary_pos_emb.inv_freq = arch.rope.inv_freq()
+    if packed_attention and model.config.apply_rope_fusion:
+        fuse_rope_of_packs()
     for module in model.modules():
         if isinstance(module, SelfAttention):  # Megatron 0.19 has no public parameter for the amplitude
             is_local = isinstance(module, VariantSelfAttention) and module.rotary is not None

@@ -164,7 +164,10 @@ def test_mrl_config_describes_keys(capsys):
     ("overrides", "message"),
     [
         ({"tp_comm_overlap": True}, "its buffers have a fixed size"),
-        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "megatron.fp8=hybrid: needs Transformer Engine, which is not installed"),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
+            "megatron.fp8=hybrid: needs Transformer Engine, which is not installed",
+        ),
         (
             {"fp8": "hybrid"},
             "megatron.fp8_recipe is unset, and Megatron's default is delayed: this recipe reduces statistics",
