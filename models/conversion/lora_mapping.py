@@ -69,6 +69,14 @@ def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
         )
 
 
+def adapter_shapes(lora: LoraConfig, family: Family, arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each matrix A and B of a model, by its name in PEFT."""
+    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row, lora.experts)]
+    targets, sizes = adapted_matrices(rows, lora), arch.sizes | {RANK: lora.rank}
+    mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
+    return {name: shape for mapping in mappings for name, shape in mapping.hf_shapes(sizes).items()}
+
+
 def adapter_mappings(row: ParamMapping, targets: set[str]) -> Iterator[ParamMapping]:
     """Yield the conversion rules of A and B for each matrix in `targets` that the linear layer `row` combines."""
     megatron_prefix = row.megatron.removesuffix("weight") + "lora."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.architecture import Architecture, Family
 from models.conversion.hf_reader import ITEM_BYTES, read_header
-from models.conversion.lora_mapping import RANK, adapted_matrices, adapter_mappings, can_have_adapter
+from models.conversion.lora_mapping import adapter_shapes
 from parallel.durable_files import atomic_folder
 from parallel.trainer_config import LoraConfig
 
@@ -41,23 +41,33 @@ def write_peft(tensors: Iterable[tuple[str, "Tensor"]], lora: LoraConfig, model_
     """
     from safetensors.torch import save_file  # imports torch
 
-    matrices = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    matrices = on_host(tensors)
+    fields = peft_config(matrices, lora, model_path)
+    with atomic_folder(target) as folder:
+        assert folder is not None, f"{target} exists already"
+        (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        save_file(matrices, folder / WEIGHTS, {"format": "pt"})
+
+
+def on_host(tensors: Iterable[tuple[str, "Tensor"]]) -> dict[str, "Tensor"]:
+    """Copy tensors to the CPU. Each copy has memory of its own."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+
+
+def peft_config(names: Iterable[str], lora: LoraConfig, model_path: str) -> dict[str, Any]:
+    """Return the fields of adapter_config.json. `names`: names of the matrices A and B in PEFT."""
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
-    fields = dict(
+    return dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
         base_model_name_or_path=model_path,
         r=lora.rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
-        target_modules=_target_modules(matrices),
+        target_modules=_target_modules(names),
         inference_mode=True,
         **_DEFAULTS,
     )
-    with atomic_folder(target) as folder:
-        assert folder is not None, f"{target} exists already"
-        (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-        save_file(matrices, folder / WEIGHTS, {"format": "pt"})
 
 
 def _target_modules(names: Iterable[str]) -> list[str]:
@@ -88,10 +98,7 @@ def check_peft(lora: LoraConfig, family: Family, arch: Architecture) -> None:
 
 
 def _check_matrices(lora: LoraConfig, family: Family, arch: Architecture, path: Path) -> None:
-    rows = [row for row in family.param_mappings(arch) if can_have_adapter(row, lora.experts)]
-    targets, sizes = adapted_matrices(rows, lora), arch.sizes | {RANK: lora.rank}
-    mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
-    expected = {name: shape for mapping in mappings for name, shape in mapping.hf_shapes(sizes).items()}
+    expected = adapter_shapes(lora, family, arch)
     entries = read_header(path)
     found = {name: entry.shape for name, entry in entries.items()}
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

@@ -53,6 +53,10 @@ class EngineHost(Protocol):
         """Return a context in which the engines are paused on purpose."""
         ...
 
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        ...
+
 
 class ActorRanks(Protocol):
     """The actor's trainer ranks."""
@@ -209,6 +213,8 @@ class EngineLifecycle:
         paused = self.host.paused() if self.marks_pushes_as_pauses else nullcontext()
         with paused, self.scheduler.during_push() as engines_were_offloaded:
             reports = self.actor.call(TrainWorker.push_weights, version, engines_were_offloaded)
+            if (name := reports[0].adapter) is not None:
+                self.host.set_adapter(name, [url for url in self._engines if url not in reports[0].failed])
         for url, engine in self._engines.items():
             if url not in reports[0].failed:
                 engine.weight_version = version

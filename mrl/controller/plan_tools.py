@@ -12,6 +12,7 @@ from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from mrl.checkpoint.run_dir import check_unused
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
+from mrl.controller.plan_adapters import AdapterPush, check_adapter_sync, plan_adapter_push, syncs_adapters
 from mrl.controller.plan_fp8 import is_fp8
 from mrl.controller.plan_models import (
     ModelPlan,
@@ -121,7 +122,8 @@ class SyncPlan:
     """Plan of the weight sync of a run."""
 
     model: ModelPlan
-    transfers: TransferPlan
+    adapters: AdapterPush | None  # what weight_sync.lora=adapter sends; None: the weight sync sends all weights
+    transfers: TransferPlan  # of all weights
     steps: list[list[RelayStep]] | None  # for each trainer rank; None: no relays, senders send directly to engine ranks
     hosts: list[str]  # node of each trainer rank; empty without GPUs
     engine_hosts: list[str] | None = None  # node of each engine rank, if trainer ranks send to them through NCCL
@@ -131,6 +133,8 @@ def plan_sync(config: Config) -> SyncPlan:
     """Compile the transfer plan of the run's weight sync. Assumes pipeline stages with equal numbers of layers."""
     make_input_files(config)
     model = plan_model(config, config.model.path)
+    check_adapter_sync(config, model)
+    adapters = plan_adapter_push(config, model) if syncs_adapters(config) else None
     layout, dims = engine_layout(config, model), model.dims
     if UNEVEN_STAGE_FIELDS & config.megatron.keys():
         raise ValueError(
@@ -148,14 +152,16 @@ def plan_sync(config: Config) -> SyncPlan:
         shards, layout, config.rollout.num_engines, dtype_of, config.weight_sync.bucket_bytes
     )
     if (devices := planned_gpus(config, plan_placement(config))) is None:
-        return SyncPlan(model, transfer_plan, None, [])
+        return SyncPlan(model, adapters, transfer_plan, None, [])
     transport, senders, receivers = gpu_transport(config, devices)
     hosts = [location.host for location in senders]
     if transport is not Transport.cuda_ipc:
         grouped = transport is Transport.process_group
         engine_hosts = [location.host for location in receivers] if grouped else None
-        return SyncPlan(model, transfer_plan, None, hosts, engine_hosts)
-    return SyncPlan(model, transfer_plan, relay_steps(transfer_plan, relay_ranks(senders, receivers), hosts), hosts)
+        return SyncPlan(model, adapters, transfer_plan, None, hosts, engine_hosts)
+    return SyncPlan(
+        model, adapters, transfer_plan, relay_steps(transfer_plan, relay_ranks(senders, receivers), hosts), hosts
+    )
 
 
 def plan_placement(config: Config, weights: bool = True) -> Pools:

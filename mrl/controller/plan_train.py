@@ -19,6 +19,7 @@ from mrl.config.process_schema import RoleConfig
 from mrl.config.schema import Config, SftConfig
 from mrl.config.validate import REFERENCE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
+from mrl.controller.plan_adapters import adapter_server_args, check_adapter_sync, check_shared_devices
 from mrl.controller.plan_distillation import check_distillation, check_taught_sources
 from mrl.controller.plan_fp8 import check_fp8_device, is_fp8
 from mrl.controller.plan_models import (
@@ -172,6 +173,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     if warm_start:
         check_warm_start(config)
         check_supervised_data(config, actor)
+    check_adapter_sync(config, actor)
     if not config.rollout.replay:
         engine_layout(config, actor)
     others = {role: model for role, model in models.items() if role != "actor"}
@@ -186,7 +188,9 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_image_args(actor) | _server_args(config, actor.context, sampling, evaluations),
+        server_args=_image_args(actor)
+        | adapter_server_args(config, actor)
+        | _server_args(config, actor.context, sampling, evaluations),
         sampling=sampling,
         rules=rules,
         offline=plan_offline(config, actor, algorithm),
@@ -208,6 +212,7 @@ def _check_whole_plan(plan: TrainPlan) -> None:
     check_fp8_device(plan.server_args, plan.arch)
     check_profile(config, max(model.dims.world_size for model in plan.models.values()), plan.num_steps)
     check_time_sharing(config, plan.colocated_roles)
+    check_shared_devices(config, plan.colocated_roles)
     rewards = {"reward": plan.reward}
     rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(plan.evaluations).items()}
     teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()

@@ -19,6 +19,7 @@ from mrl.config.validate import roles_of
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.loop_parts import State
+from mrl.controller.plan_adapters import syncs_adapters
 from mrl.controller.plan_distillation import output_layer_folders
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
 from mrl.controller.plan_train import TrainPlan
@@ -169,6 +170,9 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
     """Return the spec from which the rollout worker is built."""
     config, rollout = plan.config, plan.config.rollout
     engines_are_colocated = any(ENGINES in roles for roles in plan.colocated_roles)
+    saver = memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}
+    if saver and syncs_adapters(config):
+        saver |= dict(enable_weights_cpu_backup=True)  # no push sends the base model again
     return RolloutSpec(
         model_path=str(Path(plan.model_path).resolve()),
         run_dir=run_dir,
@@ -206,7 +210,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         record=rollout.record,
         replay=str(Path(rollout.replay).resolve()) if rollout.replay else None,
         served=served_groups(config, run_dir, plan.colocated_roles),
-        server_args=(memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}) | plan.server_args,
+        server_args=saver | plan.server_args,
     )
 
 

@@ -476,6 +476,8 @@ class SyncReport:
     engine_seconds: float = 0.0  # the part of `seconds` in which the sender waited for engines
     failed: dict[str, str] = field(default_factory=dict)  # URL of a failed engine -> reason of the failure
     must_repeat: bool = False  # True: the engines did not accept the version, so the driver pushes it again
+    # LoRA adapters that the engines have loaded, by the name that requests must give; None: requests give no name
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,11 @@ class PoolSettings(Protocol):
         """Whether the engines return the experts of each token."""
         ...
 
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether an engine gets requests only after a push has loaded LoRA adapters into it."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
@@ -87,6 +92,7 @@ class EngineSettings:
     has_stop_texts: bool = False
     logprobs: bool = True
     routed_experts: bool = False
+    uses_adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,11 @@ class RolloutSpec:
             timeline=self.timeline,
             slots=self.slots,
         )
+
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether an engine gets requests only after a push has loaded LoRA adapters into it."""
+        return bool(self.server_args.get("enable_lora"))
 
     @property
     def has_stop_texts(self) -> bool:

@@ -158,6 +158,10 @@ class RolloutWorker:
         """Record whether the driver has paused the engines. A paused engine that computes nothing does not count as failed."""
         self.engines.paused = paused
 
+    def set_adapter(self, name: str, urls: list[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        self.engines.set_adapter(name, urls)
+
     def sample(self, first_number: int, rows: NDArray[np.int64], step: int, sizes: Sequence[int] | None = None) -> int:
         """Add prompts to the staleness buffer, and wait for the groups on which `step` trains.
 

@@ -41,6 +41,16 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
+def adapter_name(version: int) -> str:
+    """Return a name for the LoRA adapters of weight version `version`. No two calls return the same name."""
+    return f"version_{version}_{time.time_ns()}"
+
+
+def adapter_version(name: str) -> int:
+    """Return the weight version of the adapters that `adapter_name` has named."""
+    return int(name.split("_")[1])
+
+
 class EngineError(RuntimeError):
     """An engine refused a request."""
 
@@ -113,6 +123,28 @@ class EngineControl:
     def update_weights_from_disk(self, folder: str) -> None:
         """Have the engine load a Hugging Face folder that the engine can read. No weight update session is needed."""
         self._call("/update_weights_from_disk", model_path=folder, flush_cache=False)
+
+    def adapters(self) -> list[str]:
+        """Return the names of the loaded LoRA adapters."""
+        return [card["id"] for card in self._get("/v1/models")["data"] if card["parent"] is not None]
+
+    def load_adapter(
+        self, name: str, config: Mapping[str, Any], payloads: Sequence[str], checksums: Mapping[str, str]
+    ) -> None:
+        """Load a LoRA adapter in addition to the loaded ones. A request uses it if `lora_path` in the request is `name`.
+
+        Args:
+            name: name that no loaded adapter has.
+            config: fields of PEFT's adapter_config.json.
+            payloads: for each tensor-parallel rank, the matrices A and B by their names in PEFT: a pickled dict, in base64.
+            checksums: SHA-256 of the bytes of each matrix. An engine that gets other bytes ends.
+        """
+        body = dict(lora_name=name, config_dict=config, serialized_named_tensors=payloads, expected_checksums=checksums)
+        self._call("/load_lora_adapter_from_tensors", **body)
+
+    def unload_adapter(self, name: str) -> None:
+        """Wait until no request uses this LoRA adapter, and unload it."""
+        self._call("/unload_lora_adapter", lora_name=name)
 
     def set_weight_version(self, version: str) -> None:
         """Set the version of the weights that the engine serves."""
@@ -198,11 +230,21 @@ def _message(content: Any) -> str:
     if not isinstance(content, dict):
         return str(content)
     error = content.get("error")
-    return str(content.get("message") or (error.get("message") if isinstance(error, dict) else error) or content)
+    text = content.get("message") or content.get("error_message")  # the second key is that of requests about adapters
+    return str(text or (error.get("message") if isinstance(error, dict) else error) or content)
 
 
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
+
+
+def read_server_info(url: str, timeout_s: float) -> dict[str, Any]:
+    """Return the /server_info of the first engine of a weight sync. Raises WeightSyncError if the engine does not answer."""
+    try:
+        with EngineControl(url, timeout_s) as engine:
+            return engine.server_info()
+    except httpx.HTTPError as error:
+        raise WeightSyncError(f"{url} does not answer: {error!r}", {url: repr(error)}) from error
 
 
 class WeightSyncError(RuntimeError):

@@ -29,10 +29,11 @@ from models.lora import add_adapters
 from models.megatron_overrides import FP8_MULTIPLE
 from models.model_builder import HeadKind, build_model, uses_packed_attention
 from mrl.algorithms.objective import Objective
-from mrl.config.process_schema import Transport, WeightSyncConfig
+from mrl.config.process_schema import LoraSync, Transport, WeightSyncConfig
 from mrl.core.run_errors import NonFiniteGradientError
 from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
 from mrl.core.user_code import describe_plug_in
+from mrl.weight_sync.adapter_sync import AdapterSync
 from mrl.weight_sync.disk_sync import DiskSync, NamedTensors
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync
@@ -369,8 +370,17 @@ class MegatronModel:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
         write_export(tensors, self.exported_config, folder, notes or {})
 
-    def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
+    def connect_engines(
+        self, urls: list[str], settings: WeightSyncConfig, folder: str
+    ) -> LiveSync | DiskSync | AdapterSync:
         """Open a weight sync session with these engines. All ranks call this. Only the disk transport writes to `folder`."""
+        if settings.lora == LoraSync.adapter:
+            lora, adapters = self.spec.lora, self.adapters
+            assert lora is not None and adapters is not None, (
+                "the plan refuses weight_sync.lora=adapter without lora.rank"
+            )
+            gather = partial(self.consume_on_rank_0, export=adapters.export)
+            return AdapterSync(urls, gather, lora, self.spec.model_path, settings.timeout_s)
         layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
         if settings.transport == Transport.disk:
             return DiskSync(urls, Path(folder), self, layout_of, settings.timeout_s)

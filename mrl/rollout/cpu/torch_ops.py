@@ -1,4 +1,6 @@
-"""RMS norm, rotary embedding and experts for SGLang on a CPU, with fewer passes over memory than SGLang's torch versions.
+"""RMS norm, rotary embedding, experts and LoRA for SGLang on a CPU.
+
+The norm, the rotary embedding and the experts need fewer passes over memory than SGLang's torch versions.
 
 SGLang has no torch version of the product with a matrix in FP8, so this module also has this function.
 
@@ -9,6 +11,8 @@ float32 cases, and call SGLang's torch version (`forward_native`) in all other c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.layernorm import RMSNorm
@@ -18,6 +22,8 @@ from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, Standar
 from sglang.srt.layers.quantization import fp8_utils
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.lora import layers
+from sglang.srt.lora.backend import torch_backend
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -138,9 +144,32 @@ def block_fp8_linear(
     return output if bias is None else output + bias
 
 
+class UnpinnedTorch:
+    """The module torch, but `tensor` and `zeros` ignore the argument `pin_memory`, which needs a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return torch.tensor(*args, **options)
+
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return torch.zeros(*args, **options)
+
+
+def unpin_lora() -> None:
+    """Let SGLang's LoRA layers and its backend torch_native run without a GPU. SGLang (0.5.23) always pins index tensors."""
+    for module in (layers, torch_backend):
+        module.torch = UnpinnedTorch()  # type: ignore[bad-assignment]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[bad-assignment]
+
+
 def register(platform_key: str) -> None:
     """Register the functions of this module for the platform with the dispatch key `platform_key`."""
     fp8_utils.triton_w8a8_block_fp8_linear = block_fp8_linear  # SGLang has no registry for this function
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
     BaseFusedOp.register_oot_forward(RotaryEmbedding, rotary, platform_key)
     BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)
+    unpin_lora()

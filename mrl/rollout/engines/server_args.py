@@ -4,7 +4,7 @@ import ast
 import ctypes
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +92,12 @@ def check_synced_args(overrides: Mapping[str, Any]) -> None:
         value = overrides.get(name)
         if value and (name, value) != ("quantization", BLOCK_FP8):
             raise ValueError(f"sglang.{name}={value}: {reason}; remove this argument.")
+    for name in ADAPTER_ARGS:
+        if name in overrides:
+            raise ValueError(
+                f"sglang.{name}={overrides[name]}: mrl sets the arguments about LoRA adapters; use lora.rank and "
+                "weight_sync.lora=adapter."
+            )
 
 
 def block_fp8_args() -> dict[str, Any]:
@@ -107,6 +113,16 @@ def block_fp8_args() -> dict[str, Any]:
         moe_runner_backend="triton",  # on some GPUs, SGLang would choose kernels that reorder weights
     )
 
+
+ADAPTER_ARGS = (
+    "enable_lora",
+    "lora_paths",
+    "max_lora_rank",
+    "lora_target_modules",
+    "max_loras_per_batch",
+    "max_loaded_loras",
+)
+"""Arguments about LoRA adapters that an engine of a training run cannot have in the config section `sglang`."""
 
 NCCL_VARIABLES = {
     "NCCL_CUMEM_ENABLE": ("enable_symm_mem",),
@@ -153,6 +169,23 @@ def memory_saver_args(device: str | None = None) -> dict[str, Any]:
     if (device or ("cuda" if has_cuda() else "cpu")) != "cuda":
         return {}
     return dict(enable_memory_saver=True, cuda_graph_backend_prefill="disabled")
+
+
+def adapter_args(rank: int, matrices: Iterable[str], max_adapters: int, device: str | None = None) -> dict[str, Any]:
+    """Return the ServerArgs fields of an engine that applies LoRA adapters to its weights.
+
+    `matrices`: Hugging Face names of the adapted matrices, such as q_proj. `max_adapters`: how many weight versions of the
+    adapters the engine can apply at the same time. `device`: see `memory_saver_args`.
+    """
+    cpu = (device or ("cuda" if has_cuda() else "cpu")) != "cuda"
+    return dict(
+        enable_lora=True,
+        max_lora_rank=rank,
+        lora_target_modules=sorted(matrices),
+        max_loras_per_batch=max_adapters,
+        # The other backends of SGLang (0.5.23) need Triton. mrl.rollout.cpu.torch_ops lets this one run on a CPU.
+        **(dict(lora_backend="torch_native") if cpu else {}),
+    )
 
 
 def releases_cuda_graphs(server_args: Mapping[str, Any]) -> bool:
