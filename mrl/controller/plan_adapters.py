@@ -89,19 +89,20 @@ def check_shared_devices(config: Config, colocated_roles: ColocatedRoles) -> Non
             "only adapters; leave one of the two keys out."
         )
     # An offloaded engine cannot finish the requests that use old adapters, so a push would wait for them in vain.
-    for key in ("staleness", "over_sample_rate"):
-        if value := getattr(config.rollout, key):
-            raise ValueError(
-                f"{KEY} with rollout.{key}={value} on colocated engines: requests would still use old adapters while the "
-                f"engines are offloaded; set it to 0, use weight_sync.lora=merged, or give the engines a pool of their own."
-            )
+    rollout = config.rollout
+    if rollout.staleness or rollout.over_sample_rate:
+        raise ValueError(
+            f"{KEY} with rollout.mode={rollout.mode} and rollout.over_sample_rate={rollout.over_sample_rate:g} on colocated "
+            "engines: requests would still use old adapters while the engines are offloaded; use rollout.mode=sync without "
+            "over_sample_rate, weight_sync.lora=merged, or a pool of their own for the engines."
+        )
 
 
 def adapter_server_args(config: Config, actor: ModelPlan) -> dict[str, Any]:
     """Return the server arguments with which engines apply adapters; {} if the weight sync sends all weights.
 
     A request uses the newest adapters of the time at which it begins. A step takes only responses that are at most
-    rollout.staleness weight versions old. So a push may unload all but the newest staleness + 1 adapters before it loads one.
+    config.rollout.staleness weight versions old. So a push may first unload all but the newest staleness + 1 adapters.
     """
     if not syncs_adapters(config):
         return {}
