@@ -126,7 +126,7 @@ class EngineControl:
 
     def adapters(self) -> list[str]:
         """Return the names of the loaded LoRA adapters."""
-        return [card["id"] for card in self._get("/v1/models")["data"] if card["parent"] is not None]
+        return [card["id"] for card in self._get("/v1/models")["data"] if card.get("parent")]
 
     def load_adapter(
         self, name: str, config: Mapping[str, Any], payloads: Sequence[str], checksums: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Experts and adapters on a CPU give the results of SGLang and of the formula, and matrices in FP8 those of a float64 reference."""
+"""Experts and adapters on a CPU give the results of SGLang and of the formula; FP8 gives those of a float64 reference."""
 
 from types import SimpleNamespace
 
