@@ -25,7 +25,7 @@ from models.conversion.peft_folder import on_host, peft_config
 from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, adapter_name, read_server_info
+from mrl.weight_sync.engine_control import EngineControl, adapter_name, adapter_request, read_server_info
 from parallel.trainer_config import LoraConfig
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -72,10 +72,11 @@ class AdapterSync:
         start, name, num_engines = time.perf_counter(), adapter_name(version), len(engines.alive)
         matrices = on_host(tensors)
         payloads = [b64encode(pickle.dumps(matrices)).decode()] * engines.tp
-        config, checksums = peft_config(matrices, self._lora, self._model_path), sha256_of(matrices)
+        config = peft_config(matrices, self._lora, self._model_path)
+        request = adapter_request(name, config, payloads, sha256_of(matrices))
         gathered = time.perf_counter()
         engines.call_all(self._unload_old_adapters)
-        engines.call_all(lambda engine: engine.load_adapter(name, config, payloads, checksums))
+        engines.call_all(lambda engine: engine.load_adapter(request))
         engines.call_all(lambda engine: engine.set_weight_version(str(version)))
         self._version, done = version, time.perf_counter()
         sent = sum(matrix.nbytes for matrix in matrices.values()) * engines.tp * num_engines

@@ -51,6 +51,21 @@ def adapter_version(name: str) -> int:
     return int(name.split("_")[1])
 
 
+def adapter_request(
+    name: str, config: Mapping[str, Any], payloads: Sequence[str], checksums: Mapping[str, str]
+) -> bytes:
+    """Return the body of a request that loads a LoRA adapter.
+
+    Args:
+        name: name that no loaded adapter has.
+        config: fields of PEFT's adapter_config.json.
+        payloads: for each tensor-parallel rank, the matrices A and B by their names in PEFT: a pickled dict, in base64.
+        checksums: SHA-256 of the bytes of each matrix. An engine that gets other bytes ends.
+    """
+    body = dict(lora_name=name, config_dict=config, serialized_named_tensors=payloads, expected_checksums=checksums)
+    return orjson.dumps(body)
+
+
 class EngineError(RuntimeError):
     """An engine refused a request."""
 
@@ -128,19 +143,13 @@ class EngineControl:
         """Return the names of the loaded LoRA adapters."""
         return [card["id"] for card in self._get("/v1/models")["data"] if card.get("parent")]
 
-    def load_adapter(
-        self, name: str, config: Mapping[str, Any], payloads: Sequence[str], checksums: Mapping[str, str]
-    ) -> None:
-        """Load a LoRA adapter in addition to the loaded ones. A request uses it if `lora_path` in the request is `name`.
+    def load_adapter(self, request: bytes) -> None:
+        """Load a LoRA adapter in addition to the loaded ones. `request`: see `adapter_request`.
 
-        Args:
-            name: name that no loaded adapter has.
-            config: fields of PEFT's adapter_config.json.
-            payloads: for each tensor-parallel rank, the matrices A and B by their names in PEFT: a pickled dict, in base64.
-            checksums: SHA-256 of the bytes of each matrix. An engine that gets other bytes ends.
+        Requests use the adapter if their field `lora_path` is its name.
         """
-        body = dict(lora_name=name, config_dict=config, serialized_named_tensors=payloads, expected_checksums=checksums)
-        self._call("/load_lora_adapter_from_tensors", **body)
+        path = "/load_lora_adapter_from_tensors"
+        self._parse(path, self._post(path, request))
 
     def unload_adapter(self, name: str) -> None:
         """Wait until no request uses this LoRA adapter, and unload it."""
@@ -207,9 +216,9 @@ class EngineControl:
         """Send a POST request, and never send it twice. Raises EngineError if the engine refuses it."""
         return self._parse(path, self._post(path, body))
 
-    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> httpx.Response:
-        headers = {"content-type": "application/json"}
-        return self._http.post(path, content=orjson.dumps(body), headers=headers, timeout=timeout_s or self.timeout_s)
+    def _post(self, path: str, body: Mapping[str, Any] | bytes, timeout_s: float | None = None) -> httpx.Response:
+        headers, content = {"content-type": "application/json"}, body if isinstance(body, bytes) else orjson.dumps(body)
+        return self._http.post(path, content=content, headers=headers, timeout=timeout_s or self.timeout_s)
 
     def _parse(self, path: str, answer: httpx.Response) -> Any:
         return self._read(path, answer.status_code, answer.content)
