@@ -52,7 +52,7 @@ def push_twice(rank: int, spec: ModelSpec, url: str) -> list[SyncReport]:
         ("dense", ONE),
         ("dense", ParallelDims(tp=2, pp=2)),
         ("dense", ParallelDims(pp=2, vpp=2, dp=2)),
-        ("moe", ParallelDims(tp=2, dp=2, ep=2)),
+        ("moe", ParallelDims(tp=2, ep=2, etp=1)),
     ],
     ids=str,
 )
