@@ -51,9 +51,9 @@ def serve():
 def test_each_request_names_the_adapters_and_its_completion_has_their_version(serve):
     server = serve()
     with EngineClient(server.url, 20) as client:
-        assert client.generate(PROMPTS[:1], PARAMS[0])[0].weight_version == "3", "as the server reports"
+        assert client.generate(PROMPTS[:1], PARAMS[:1])[0].weight_version == "3", "as the server reports"
         client.adapter = adapter_name(7)
-        (done,) = client.generate(PROMPTS[:1], PARAMS[0])
+        (done,) = client.generate(PROMPTS[:1], PARAMS[:1])
     assert server.lora_paths == [None, client.adapter]
     assert done.weight_version == "7" and done.versions == ()
 
