@@ -15,7 +15,6 @@ import pickle
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,13 +30,11 @@ from parallel.trainer_config import LoraConfig
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
-class GatherAdapters(Protocol):
-    """Function that gathers the matrices A and B by their names in PEFT, and passes them to `consume` on rank 0.
+GatherAdapters = Callable[[Callable[[NamedTensors], SyncReport]], SyncReport | None]
+"""Function that gathers the matrices A and B, and passes them to its argument on rank 0, by their names in PEFT.
 
-    All ranks call it. Rank 0 returns the result of `consume`, the other ranks None.
-    """
-
-    def __call__[T](self, consume: Callable[[NamedTensors], T], /) -> T | None: ...
+All ranks call it. Rank 0 returns the result of the argument, the other ranks None.
+"""
 
 
 class AdapterSync:
