@@ -79,7 +79,8 @@ def _build_adapter(
     pairs, mappings = {}, adapter_mappings(row, adapted_matrices([row], lora))
     for of_a, of_b in zip(mappings, mappings, strict=True):  # each matrix has two mappings, one after the other
         (shape_of_a,), (shape_of_b,) = (mapping.hf_shapes(sizes).values() for mapping in (of_a, of_b))
-        whole = initial_a(of_a.hf[0], *shape_of_a, seed), torch.zeros(shape_of_b)
+        rank, width = shape_of_a
+        whole = initial_a(of_a.hf[0], rank, width, seed), torch.zeros(shape_of_b)
         a, b = (
             mapping.to_megatron([tensor], sizes, group.rank(), group.size()).to(weight, copy=True).contiguous()
             for mapping, tensor in zip((of_a, of_b), whole, strict=True)
