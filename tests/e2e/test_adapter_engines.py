@@ -147,18 +147,27 @@ def test_a_corrupted_matrix_ends_the_engine(qwen3_folder, one_rank, tmp_path, mo
 ADAPTERS = ["lora.rank=8", "lora.alpha=16", "weight_sync.lora=adapter", "optim.lr=5e-3", "trainer.max_steps=3"]
 
 
-@pytest.mark.parametrize("mode", [[], ["rollout.mode=async", "rollout.max_staleness=1"]], ids=["sync", "async"])
+MODES = {
+    "sync": [],
+    "colocated": ["placement=colocated"],
+    "two engines": ["rollout.num_engines=2"],
+    "async": ["rollout.mode=async", "rollout.max_staleness=1"],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_of_three_steps_samples_from_the_adapters_of_each_version(start_mrl, quickstart, mode):
-    run = start_mrl("train", *quickstart, *ADAPTERS, *mode).finish()
+    run = start_mrl("train", *quickstart, *ADAPTERS, *MODES[mode]).finish()
     assert run.process.returncode == 0 and run.leftovers() == [], run.output()
     steps = run.metrics()
     assert [step["step"] for step in steps] == [1, 2, 3]
     stored = load_file(run.folder / "hf/adapter/adapter_model.safetensors")
     assert any(tensor.abs().max() > 1e-3 for name, tensor in stored.items() if "lora_B" in name), "B has left 0"
+    num_engines = 2 if mode == "two engines" else 1
     for step in steps:
-        assert step["weight_sync/bytes"] == sum(tensor.nbytes for tensor in stored.values())
+        assert step["weight_sync/bytes"] == num_engines * sum(tensor.nbytes for tensor in stored.values())
         assert step["weight_sync/version"] == step["step"] and step["weight_sync/replaced_engines"] == 0
-        assert step["mismatch/logprob_abs_max"] <= 1e-4 or mode, "trainer and engine use the same adapters"
+        assert step["mismatch/logprob_abs_max"] <= 1e-4 or mode == "async", "trainer and engine use the same adapters"
         assert step["rollout/weight_version"] <= step["step"] - 1
 
 
