@@ -24,6 +24,8 @@ SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),)
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
+# Megatron's field: [layers] 1 if the layer is recurrent, 0 if it has attention
+_RECURRENT_LAYERS = "linear_attention_freq"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,15 @@ class Architecture:
         """Whether the layer has experts instead of one MLP."""
         return bool(self.num_experts and self.transformer["moe_layer_freq"][layer])
 
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether some layers have a gated delta net in place of attention."""
+        return _RECURRENT_LAYERS in self.transformer
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether the layer has a gated delta net in place of attention."""
+        return self.has_recurrent_layers and bool(self.transformer[_RECURRENT_LAYERS][layer])
+
     def check_layout(self, dims: ParallelDims, uneven_stages: bool = False) -> None:
         """Raise ValueError if the layout cannot split this model. The message names the possible sizes.
 
@@ -103,7 +114,8 @@ class Architecture:
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
         dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
         shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
-        _check_divides("tp", dims.tp, heads | dense | shared)
+        names = ("linear_num_key_heads", "linear_num_value_heads") if self.has_recurrent_layers else ()
+        _check_divides("tp", dims.tp, heads | dense | shared | {name: t[name] for name in names})
         if dims.pp * dims.vpp > 1 and not uneven_stages:
             _check_divides(
                 "pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers)
@@ -131,14 +143,17 @@ class Architecture:
         projections, per_pair = (
             _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         )
-        linear, num_full = 0.0, 0  # num_full: layers without a window
+        linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
         for layer in range(self.num_layers):
-            linear += per_pair * self.window if self.has_window(layer) else 0
-            num_full += not self.has_window(layer)
             ffn_width = t["ffn_hidden_size"]
             if self.is_moe(layer):
                 ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
-            linear += projections + 3 * width * ffn_width
+            linear += 3 * width * ffn_width
+            if self.is_recurrent(layer):
+                linear += recurrent_multiply_adds(t)
+                continue
+            linear += projections + (per_pair * self.window if self.has_window(layer) else 0)
+            num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
         return linear + width * self.vocab_size, num_full * per_pair * attended
 
@@ -146,7 +161,25 @@ class Architecture:
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     """Return (multiply-adds of the projections per token, multiply-adds of the attention per query-key pair) of one layer."""
     d, heads = t["kv_channels"], t["num_attention_heads"]
-    return t["hidden_size"] * 2 * (heads + t["num_query_groups"]) * d, 2 * heads * d
+    gates = heads * t.get("attention_output_gate", False)
+    return t["hidden_size"] * (2 * (heads + t["num_query_groups"]) + gates) * d, 2 * heads * d
+
+
+def recurrent_multiply_adds(t: dict[str, Any]) -> float:
+    """Return the multiply-adds of a gated delta net per token: matrices, convolution and recurrence.
+
+    The recurrence reads and writes the state, which is one matrix of keys x values for each head. For each token, it computes the
+    value that the state predicts, adds the correction to the state, and reads the output.
+    """
+    keys, values = t["linear_num_key_heads"] * t["linear_key_head_dim"], recurrent_value_width(t)
+    matrices = t["hidden_size"] * (2 * keys + 3 * values + 2 * t["linear_num_value_heads"])
+    convolution = (2 * keys + values) * t["linear_conv_kernel_dim"]
+    return matrices + convolution + 3 * values * t["linear_key_head_dim"]
+
+
+def recurrent_value_width(t: dict[str, Any]) -> int:
+    """Return the number of elements of the values of all heads of a gated delta net."""
+    return t["linear_num_value_heads"] * t["linear_value_head_dim"]
 
 
 def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
@@ -186,6 +219,7 @@ class Family:
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
     # beginning of the name of a Hugging Face tensor -> beginning of the name of its SGLang parameter, if they differ
     engine_prefixes: Mapping[str, str] = field(default_factory=dict)
+    engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
@@ -243,7 +277,8 @@ class Family:
     def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
         """Whether the Hugging Face tensor `name` belongs to an MTP layer. Such tensors are neither loaded nor exported."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return self.has_mtp_layers and layer is not None and int(layer[1]) >= arch.num_layers
+        is_extra = name.startswith("mtp.") or (layer is not None and int(layer[1]) >= arch.num_layers)
+        return self.has_mtp_layers and is_extra
 
     def rows(self, arch: Architecture) -> list[ParamMapping]:
         """Return the rows of the table that apply to this model, before they are repeated for layers and experts."""
@@ -265,9 +300,11 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
     if "{layer}" not in row.megatron:
         yield row
         return
-    is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(row.present_in, [False, True])
+    kind = row.present_in
+    is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(kind, [False, True])
+    is_recurrent_values = {"attention_layers": [False], "recurrent_layers": [True]}.get(kind, [False, True])
     for layer in range(arch.num_layers):
-        if arch.is_moe(layer) in is_moe_values:
+        if arch.is_moe(layer) in is_moe_values and arch.is_recurrent(layer) in is_recurrent_values:
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
             yield from (row.for_layer(layer, expert) for expert in experts)
 

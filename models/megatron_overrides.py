@@ -52,6 +52,15 @@ FIELDS_SET_BY_MRL = frozenset(
         "softmax_scale",
         "layernorm_zero_centered_gamma",
         "window_attn_skip_freq",
+        "attention_output_gate",
+        "experimental_attention_variant",
+        "linear_attention_freq",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "moe_shared_expert_gate",
     ]
 )
 """Fields that mrl derives from the model, the layout or the machine. A user cannot set them."""

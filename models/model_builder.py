@@ -38,6 +38,7 @@ from parallel import groups
 from parallel.attention import PackedAttention
 from parallel.device import capabilities, has_cuda
 from parallel.dims import ParallelDims
+from parallel.gated_delta_net import PackedGatedDeltaNet, PlanOfLastPack
 from parallel.layer_variants import PostNormLayer, VariantSelfAttention
 from parallel.megatron_layers import (
     AmplifiedRotaryEmbedding,
@@ -195,6 +196,17 @@ def _attention(
     )
 
 
+def _gated_delta_net(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    return ModuleSpec(
+        module=PackedGatedDeltaNet,
+        params={
+            "input_linear": provider.column_parallel_layer_norm_linear(),
+            "output_linear": provider.row_parallel_linear(),
+            "plans": PlanOfLastPack(config.linear_conv_kernel_dim),
+        },
+    )
+
+
 def _first_linear(provider: BackendSpecProvider, parts: frozenset[str]) -> type:
     """Return the class of the first matrix of a block, which contains the norm before the block, if there is one."""
     has_norm = "no_pre_norms" not in parts
@@ -253,6 +265,9 @@ def _block_spec(
         rotary = _rotary_embedding(arch.local_rope, packed_attention)
         local_attention = _attention(config, provider, packed_attention, arch.parts, rotary)
     attention_of = [local_attention if arch.has_window(layer) else attention for layer in range(config.num_layers)]
+    if arch.has_recurrent_layers:
+        recurrent = _gated_delta_net(config, provider)
+        attention_of = [recurrent if arch.is_recurrent(n) else spec for n, spec in enumerate(attention_of)]
     is_moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))

@@ -58,6 +58,17 @@ LONG_ROPE = dict(
     ),
     original_max_position_embeddings=48,
 )
+# two value heads for each key head; keys and values have different numbers of channels; every second layer has attention
+RECURRENT = dict(
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+    full_attention_interval=2,
+    rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.5),
+)
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # the defaults are not in the vocabulary
 
 SIGMOID_ROUTED_MOE = dict(
@@ -127,6 +138,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("Olmo3", NO_TOKENS | WINDOWED),  # layers 0 to 2 have a window
     "phi3": ("Phi3", NO_TOKENS),
     "phi3_long": ("Phi3", NO_TOKENS | dict(partial_rotary_factor=0.75, tie_word_embeddings=True) | LONG_ROPE),
+    "qwen3_5": ("Qwen3_5", RECURRENT),
+    "qwen3_5_biased": (
+        "Qwen3_5",
+        RECURRENT
+        | dict(attention_bias=True, linear_num_value_heads=2, linear_conv_kernel_dim=3, tie_word_embeddings=True)
+        | dict(layer_types=["full_attention", "linear_attention"], num_key_value_heads=4),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        RECURRENT
+        | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20),
+    ),
     "seed_oss": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_out_bias=True, attention_dropout=0.1)),
     "seed_oss_plain": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_bias=False, mlp_bias=True)),
     "mistral": ("Mistral", dict(head_dim=16, sliding_window=None)),
@@ -135,10 +158,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_class(prefix: str) -> Any:
-    """Return the config class of a language model. The class Gemma3Config is for models with images."""
+    """Return the config class of a language model. The classes Gemma3Config and Qwen3_5Config are for models with images."""
     import transformers
 
-    return getattr(transformers, "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
+    return getattr(transformers, f"{prefix}{'Text' * (prefix in ('Gemma3', 'Qwen3_5'))}Config")
 
 
 def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:

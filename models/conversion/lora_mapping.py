@@ -25,9 +25,10 @@ def matrix_name(hf_name: str) -> str:
 def can_have_adapter(row: ParamMapping, experts: bool = False) -> bool:
     """Whether the row is a linear layer that can have an adapter. The output layer and the router have none.
 
-    A tensor that contains several matrices has none, either. Routed experts have adapters only if `experts` is true.
+    A tensor that contains several matrices has none, either, nor have the other tensors of its row. Routed experts have adapters
+    only if `experts` is true.
     """
-    return _is_linear(row, experts) and not row.is_fused
+    return _is_linear(row, experts) and row.num_sections == 1
 
 
 def _is_linear(row: ParamMapping, experts: bool) -> bool:
@@ -49,11 +50,11 @@ def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
     linears = [row for row in family.param_mappings(arch) if _is_linear(row, lora.experts)]
     rows = [row for row in linears if can_have_adapter(row, lora.experts)]
     known = list(dict.fromkeys(matrix_name(name) for row in rows for name in row.hf))
-    fused = {matrix_name(name): None for row in linears if row.is_fused for name in row.hf}
+    fused = {matrix_name(name): None for row in linears if row.num_sections > 1 for name in row.hf}
     if fused and not lora.targets:
         raise ValueError(
-            f"lora.targets=[] with {family.architecture}: {', '.join(fused)} cannot have adapters, because each of these tensors "
-            f"contains several matrices; set lora.targets to names from {', '.join(known)}."
+            f"lora.targets=[] with {family.architecture}: {', '.join(fused)} cannot have adapters, because trainers store these "
+            f"tensors together and one of them contains several matrices; set lora.targets to names from {', '.join(known)}."
         )
     if unknown := [name for name in lora.targets if name not in known]:
         raise ValueError(

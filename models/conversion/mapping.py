@@ -94,12 +94,14 @@ class ParamMapping:
 
     megatron: str  # parameter name; {layer} and {expert} are indices in the whole model, not indices on a rank
     hf: tuple[str, ...]  # Hugging Face tensor names, in the order in which `merge` needs the tensors
-    # Shapes of the Hugging Face tensors, as keys of Architecture.sizes. If `hf` has one name and `shapes` has several entries,
-    # the tensor has several sections, one after another along dim 0, such as the queries, keys and values in Phi-3.
+    # Shapes of the Hugging Face tensors, as keys of Architecture.sizes. If there are more shapes than names, the first tensor has
+    # several sections, one after another along dim 0, such as the queries, keys and values in Phi-3.
     shapes: tuple[tuple[str, ...], ...]
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
     # which models or layers have this parameter; untied models have separate embedding and output weights
-    present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = "all"
+    present_in: Literal[
+        "all", "untied_models", "dense_layers", "moe_layers", "attention_layers", "recurrent_layers"
+    ] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter
     whole_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
@@ -119,26 +121,36 @@ class ParamMapping:
         return replace(self, megatron=self.megatron.replace(f"{{{name}}}", str(index)), hf=hf)
 
     @property
-    def is_fused(self) -> bool:
-        """Whether one Hugging Face tensor has several sections, which tensor parallelism splits separately."""
-        return len(self.shapes) > len(self.hf) == 1
+    def num_sections(self) -> int:
+        """Number of sections of the first Hugging Face tensor, which tensor parallelism splits separately."""
+        return 1 + len(self.shapes) - len(self.hf)
+
+    def first_section(self, name: str) -> int:
+        """Return the index in `shapes` of the first section of the Hugging Face tensor `name`."""
+        index = self.hf.index(name)
+        return index + self.num_sections - 1 if index else 0
 
     def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each Hugging Face tensor by name."""
         shapes = [tuple(sizes[s] for s in shape) for shape in self.shapes]
-        if self.is_fused:
-            shapes = [(sum(shape[0] for shape in shapes), *shapes[0][1:])]
-        return dict(zip(self.hf, shapes, strict=True))
+        first, others = shapes[: self.num_sections], shapes[self.num_sections :]
+        if len(first) > 1:
+            first = [(sum(shape[0] for shape in first), *first[0][1:])]
+        return dict(zip(self.hf, first + others, strict=True))
 
     def sections(self, sizes: dict[str, int]) -> dict[str, list[Box]]:
         """Return the sections of each Hugging Face tensor by name. Most tensors have one section, the whole tensor."""
         boxes = {name: [Box.whole(shape)] for name, shape in self.hf_shapes(sizes).items()}
-        if self.is_fused:
+        if self.num_sections > 1:
             assert self.axis == 0, f"{self.megatron}: a tensor with several sections is split along dim 0"
-            ((whole,),) = boxes.values()
-            ends = accumulate(sizes[shape[0]] for shape in self.shapes)
+            (whole,) = boxes[self.hf[0]]
+            ends = accumulate(self._section_rows(sizes))
             boxes[self.hf[0]] = [whole.narrow(0, start, end) for start, end in pairwise([0, *ends])]
         return boxes
+
+    def _section_rows(self, sizes: dict[str, int]) -> list[int]:
+        """Return the number of rows of each section of the first Hugging Face tensor."""
+        return [sizes[shape[0]] for shape in self.shapes[: self.num_sections]]
 
     def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[list[Box]]]:
         """Return for each Hugging Face tensor the boxes of each tensor-parallel rank, one box for each section.
@@ -170,8 +182,8 @@ class ParamMapping:
 
     def to_megatron(self, tensors: Sequence[Tensor], sizes: dict[str, int], tp_rank: int, tp_size: int) -> Tensor:
         """Convert whole Hugging Face tensors to the Megatron tensor of tensor-parallel rank `tp_rank`."""
-        if self.is_fused:
-            tensors = tensors[0].split([sizes[shape[0]] for shape in self.shapes])
+        if self.num_sections > 1:
+            tensors = [*tensors[0].split(self._section_rows(sizes)), *tensors[1:]]
         padded = [self._padded(t, tp_size) for t in tensors]
         if self.axis is None or tp_size == 1:
             return self.merge(padded, sizes)
@@ -185,8 +197,8 @@ class ParamMapping:
         hf_tensors = [
             _cat(pieces, self.axis or 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)
         ]
-        if self.is_fused:
-            hf_tensors = [_cat(hf_tensors)]
+        if self.num_sections > 1:
+            hf_tensors = [_cat(hf_tensors[: self.num_sections]), *hf_tensors[self.num_sections :]]
         shapes = self.hf_shapes(sizes)
         return {name: self._unpadded(t, shapes[name]) for name, t in zip(self.hf, hf_tensors, strict=True)}
 
@@ -222,10 +234,50 @@ class QKVMapping(ParamMapping):
         return _cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
-        d, per_group = sizes["head_dim"], sizes["q"] // sizes["kv"]
+        return self._split_groups(tensor, sizes["head_dim"], sizes["q"] // sizes["kv"])
+
+    def _split_groups(self, tensor: Tensor, d: int, per_group: int) -> list[Tensor]:
+        """Split groups of `per_group` query heads (or query heads and gates), a key head and a value head of `d` rows."""
         grouped = tensor.reshape(-1, (per_group + 2) * d, *tensor.shape[1:])
         parts = grouped.split([per_group * d, d, d], dim=1)
         return [p.reshape(-1, *tensor.shape[1:]) for p in parts]
+
+
+@dataclass(frozen=True)
+class GatedQKVMapping(QKVMapping):
+    """Query, key and value projections of attention with an output gate.
+
+    In the Hugging Face tensor, each query head is followed by its gate. In a group of the Megatron tensor, the query heads come
+    before the gates of all these heads.
+    """
+
+    def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
+        d, (query, key, value) = sizes["head_dim"], parts
+        heads = query.unflatten(0, (key.size(0) // d, -1, 2, d)).transpose(1, 2).flatten(0, 3)
+        return super().merge([heads, key, value], sizes)
+
+    def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
+        per_group = sizes["q_and_gate"] // sizes["kv"]
+        query, key, value = self._split_groups(tensor, sizes["head_dim"], per_group)
+        heads = query.unflatten(0, (key.size(0) // sizes["head_dim"], 2, -1, sizes["head_dim"])).transpose(1, 2)
+        return [heads.flatten(0, 3), key, value]
+
+
+@dataclass(frozen=True)
+class HeadGroupsMapping(ParamMapping):
+    """Tensors with rows for each group of heads `[groups * rows, ...]`, which Megatron stores in one tensor, group after group.
+
+    A group has the rows of the first tensor or section, then those of the second one, and so on. The number of groups is the size
+    `head_groups`.
+    """
+
+    def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
+        groups = parts[0].size(0) * sizes["head_groups"] // sizes[self.shapes[0][0]]
+        return _cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+
+    def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
+        rows = [sizes[shape[0]] // sizes["head_groups"] for shape in self.shapes]
+        return [part.flatten(0, 1) for part in tensor.unflatten(0, (-1, sum(rows))).split(rows, 1)]
 
 
 @dataclass(frozen=True)

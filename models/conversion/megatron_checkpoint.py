@@ -79,8 +79,13 @@ class TensorLocation:
 
 
 def layers_are_stacked(arch: Architecture) -> bool:
-    """Whether Megatron 0.19 stacks the layers of this model. It stacks no layers if moe_layer_freq has one entry per layer."""
-    return not isinstance(arch.transformer.get("moe_layer_freq", 1), list)
+    """Whether Megatron 0.19 stacks the layers of this model.
+
+    It stacks no layers if moe_layer_freq or linear_attention_freq has one entry per layer.
+    """
+    return not any(
+        isinstance(arch.transformer.get(name, 1), list) for name in ("moe_layer_freq", "linear_attention_freq")
+    )
 
 
 def merged_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:

@@ -132,7 +132,7 @@ class ParamBridge:
             boxes = row.split_over_ranks(self.sizes, group.size())[name]
             own_boxes = boxes[group.rank() if len(boxes) > 1 else 0]
             section = next(index for index, own_box in enumerate(own_boxes) if own_box.contains(box))
-            return last[1][row.hf.index(name) + section][box.within(own_boxes[section]).slices]
+            return last[1][row.first_section(name) + section][box.within(own_boxes[section]).slices]
 
         return read
 

@@ -268,7 +268,7 @@ class EngineLayout:
             rows = self._padded_vocab_rows(name, ranks)
             return [section.narrow(0, rank * rows, (rank + 1) * rows) for section in sections]
         boxes = []
-        for index, section in enumerate(sections, start=row.hf.index(name)):
+        for index, section in enumerate(sections, start=row.first_section(name)):
             part, parts = rank, ranks
             is_key_or_value = row.shapes[index][row.axis] == "kv"
             if is_key_or_value and ranks > self.kv_heads:  # several ranks then hold a copy of each head
