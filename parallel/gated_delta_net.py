@@ -45,11 +45,11 @@ class PlanOfLastPack:
 class PackedGatedDeltaNet(MegatronModule):
     """Gated delta net over packs. Each tensor-parallel rank has a part of the heads.
 
-    A key head serves `v / k` value heads, where k and v are the numbers of key and value heads. The input projection is ordered
-    by key heads. For each key head it has the query, the key, the values, the gates, and one beta and one alpha for each value head.
-    So the ranks' shards are consecutive rows. Under context parallelism, every rank gathers the projections of the whole pack and
-    computes all its tokens, because a recurrence cannot be split along the sequence without waiting for the ranks before. The
-    gate, the norm and the matrices are computed only for the tokens of the rank.
+    Several value heads share a key head. The rows of the input projection are ordered by key heads. Each key head has the rows of
+    its query, its key, its values, its gates, and one beta and one alpha for each value head. So the rows of a rank are
+    consecutive. Under context parallelism, every rank gathers the projections of the whole pack and computes all its tokens,
+    because a recurrence cannot be split along the sequence without waiting for the ranks before. The gate, the norm and the
+    matrices are computed only for the tokens of the rank.
     """
 
     def __init__(

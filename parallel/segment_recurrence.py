@@ -174,21 +174,23 @@ def _scan(
     pairs = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, float("-inf")).exp()  # [N, n, C, C]
     system = (weighted_key @ key.transpose(-1, -2)) * pairs
     scores = (query @ key.transpose(-1, -2)) * pairs
-    right = torch.cat([weighted_value, weighted_key * decay.exp()[..., None]], dim=-1)
+    from_start = decay.exp()[..., None]
+    right = torch.cat([weighted_value, weighted_key * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     widths = list(plan.widths)
     # by level: values to write if the state before the chunk is zero; factors of this state in the values to write
     values, corrections = (x.split(widths) for x in solved.split([weighted_value.size(-1), key.size(-1)], dim=-1))
-    reads = (query * decay.exp()[..., None]).split(widths)
+    reads = (query * from_start).split(widths)
     writes = (key * (decay[..., -1:] - decay).exp()[..., None]).transpose(-1, -2).split(widths)
     factors, scores_of = decay[..., -1].exp()[..., None, None].split(widths), scores.split(widths)
     state = solved.new_zeros(widths[0], query.size(1), query.size(-1), weighted_value.size(-1))
-    outputs = []
+    written, outputs = values[0], []
     for level, rows in enumerate(plan.previous):
-        state = state if rows is None else state.index_select(0, rows)
+        if level:
+            state = state * factors[level - 1] + writes[level - 1] @ written
+            state = state if rows is None else state.index_select(0, rows)
         written = values[level] - corrections[level] @ state
         outputs.append(reads[level] @ state + scores_of[level] @ written)
-        state = state * factors[level] + writes[level] @ written
     return torch.cat(outputs)
 
 
@@ -199,4 +201,4 @@ def _l2_norm(x: Tensor) -> Tensor:
 def _chunks(x: Tensor, plan: RecurrencePlan) -> Tensor:
     """Arrange tokens [S, n, d] in chunks [N, n, C, d]. A chunk that is not full ends with zeros, which change no state."""
     grid = x.new_zeros(sum(plan.widths) * plan.chunk, *x.shape[1:]).index_copy(0, plan.slots, x)
-    return grid.unflatten(0, (-1, plan.chunk)).transpose(1, 2)
+    return grid.unflatten(0, (-1, plan.chunk)).transpose(1, 2).contiguous()

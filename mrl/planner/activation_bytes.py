@@ -12,16 +12,19 @@ one rank holds between the tensor-parallel matrices, for example in norms: r = s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mrl.planner.model_shape import ModelShape
+from mrl.planner.model_shape import LayerKind, ModelShape
 from parallel.dims import ParallelDims
 
 INDEX_BYTES = 8  # bytes of one int64 index
 STATISTIC_BYTES = 4  # bytes of one float32 statistic of a norm or a softmax
+FLOAT32_BYTES = 4
+RECURRENT_CHUNK = 64  # tokens of a chunk of a gated delta net, parallel.segment_recurrence.CHUNK
 
 BytesByTensor = dict[str, int]
 """Name of a saved tensor -> its bytes."""
@@ -120,11 +123,12 @@ class MicroBatchShape:
 
 @lru_cache(maxsize=65536)
 def layer_bytes(
-    shape: ModelShape, has_experts: bool, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
+    shape: ModelShape, kind: LayerKind, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
 ) -> int:
     """Return the bytes that one layer saves. `recomputed`: Megatron's names of the recomputed modules."""
-    second_half = expert_bytes if has_experts else mlp_bytes
-    parts = attention_bytes(shape, batch, recomputed) | second_half(shape, batch, recomputed)
+    first_half = recurrent_bytes(shape, batch) if kind.recurrent else attention_bytes(shape, batch, recomputed)
+    second_half = expert_bytes if kind.experts else mlp_bytes
+    parts = first_half | second_half(shape, batch, recomputed)
     return sum(parts.values())
 
 
@@ -138,7 +142,11 @@ def attention_bytes(
     if shape.has_latent_attention and "layernorm" in recomputed:
         del saved["attention's input"]
     saved |= (_latent_attention if shape.has_latent_attention else _grouped_attention)(shape, batch, recomputed)
-    saved["attention output"] = batch.tokens * shape.num_heads * shape.value_dim // batch.tp * e
+    width = shape.num_heads * shape.value_dim // batch.tp
+    saved["attention output"] = batch.tokens * width * e
+    if shape.output_gate:
+        saved["output gates"] = batch.tokens * width * max(e, FLOAT32_BYTES)
+        saved["gated attention output"] = batch.tokens * width * e
     if "core_attn" not in recomputed:
         saved["softmax statistics"] = batch.tokens * shape.num_heads // batch.tp * STATISTIC_BYTES
     if shape.dropout:
@@ -158,7 +166,7 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     several_groups = shape.num_kv_heads // batch.tp > 1
     reads_views = not several_groups if shape.projection_norms else shape.qk_norm
     if reads_views or not batch.is_gathered:  # views of the projection are saved: inputs of the norms, or values
-        saved["qkv projection"] = s * (q + 2 * kv) * e
+        saved["qkv projection"] = s * (q * (1 + shape.output_gate) + 2 * kv) * e
     if shape.projection_norms:
         saved["inputs of the projection norms"] = s * (q + kv) * e if several_groups else 0
         saved["statistics of the projection norms"] = 2 * s * STATISTIC_BYTES
@@ -181,6 +189,39 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
         saved["rotated keys"] = saved["gathered values"] = keys * q * e
         if not reads_views:
             saved.pop("qkv projection", None)
+    return saved
+
+
+def recurrent_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
+    """Return the bytes that a gated delta net saves. They include the norm before it.
+
+    parallel.segment_recurrence computes all tokens of the pack, those of other context-parallel ranks included, in float32. The
+    last chunk of a sequence is counted as if it were full, and the tokens before a sequence (zeros) are not counted.
+    """
+    sizes = shape.recurrence
+    assert sizes is not None, "the model has no recurrent layers"
+    e, wide = batch.itemsize, max(batch.itemsize, FLOAT32_BYTES)
+    heads, tokens = sizes.value_heads // batch.tp, batch.tokens * batch.cp
+    keys, values = tokens * heads * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
+    channels = (2 * sizes.key_heads * sizes.key_dim + sizes.value_heads * sizes.value_dim) // batch.tp
+    own_values = batch.tokens * heads * sizes.value_dim
+    saved = _norms_bytes("attention", shape, batch)
+    saved["attention's input"] = batch.rows * shape.hidden * e
+    saved["convolution"] = 2 * tokens * channels * e  # its input and its output
+    saved["queries and keys"] = 3 * keys  # and the normalized keys
+    saved["values"] = values
+    # norms of queries and keys, betas, decays before and after the softplus, cumulative decays
+    saved["numbers of heads"] = 7 * tokens * heads * wide
+    saved["chunks of queries and keys"] = 3 * keys
+    saved["pairs of tokens in a chunk"] = 5 * tokens * RECURRENT_CHUNK * heads * wide
+    saved["solved systems"] = keys + values
+    saved["reads and writes"] = 2 * keys + values
+    saved["states"] = -(-tokens // RECURRENT_CHUNK) * heads * sizes.key_dim * sizes.value_dim * wide
+    saved |= norm_bytes("gated", sizes.value_dim, batch.tokens * heads, batch)
+    saved["output gates"] = 2 * own_values * wide
+    saved["gated output"] = 2 * own_values * e  # before and after the multiplication by the gate
+    if sizes.key_heads == batch.tp:  # with one key head, the gates are a view of the whole projection
+        saved["projection"] = batch.tokens * (sizes.gathered_width // batch.tp) * e
     return saved
 
 
@@ -291,17 +332,17 @@ def bytes_outside_layers(shape: ModelShape, batch: MicroBatchShape, is_first: bo
     return saved + (sum(norm_bytes("final", shape.hidden, batch.rows, batch).values()) if is_last else 0)
 
 
-def virtual_stage_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
-    """Return the bytes that one virtual stage saves for one micro-batch. `moe`: [layers] whether the layer has experts."""
-    dense_layers, moe_layers = len(moe) - sum(moe), sum(moe)
+def virtual_stage_bytes(
+    shape: ModelShape, batch: MicroBatchShape, kinds: tuple[LayerKind, ...], recompute: Recompute
+) -> int:
+    """Return the bytes that one virtual stage saves for one micro-batch. `kinds`: [layers]."""
     if recompute.granularity != "full":
         modules = recompute.modules if recompute.granularity == "selective" else frozenset()
-        saved = dense_layers * layer_bytes(shape, False, batch, modules)
-        return saved + (moe_layers * layer_bytes(shape, True, batch, modules) if moe_layers else 0)
+        return sum(count * layer_bytes(shape, kind, batch, modules) for kind, count in Counter(kinds).items())
     layer_input = batch.rows * shape.hidden * batch.itemsize
     if recompute.distributed and not batch.sequence_parallel:
         layer_input //= batch.tp
     if recompute.method == "block":
-        recomputed = min(recompute.num_layers, len(moe))
-        return recomputed * layer_input + sum(layer_bytes(shape, is_moe, batch) for is_moe in moe[recomputed:])
-    return -(-len(moe) // recompute.num_layers) * layer_input
+        recomputed = min(recompute.num_layers, len(kinds))
+        return recomputed * layer_input + sum(layer_bytes(shape, kind, batch) for kind in kinds[recomputed:])
+    return -(-len(kinds) // recompute.num_layers) * layer_input

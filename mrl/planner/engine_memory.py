@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from models.conversion.fp8_blocks import BLOCK, SCALE_BYTES, is_quantized
@@ -55,12 +56,13 @@ def engine_memory(
 def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
     """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
 
+    Recurrent layers have no keys and values in the cache. Their states, one for each running request, are not counted.
     If there are fewer key/value heads than ranks, several ranks store the same head. Latent attention caches one compressed
     vector for each token, and every rank stores a full copy of the vector.
     """
     if shape.has_latent_attention:
         return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize
-    return shape.num_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
+    return shape.num_attention_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
 
 
 def engine_weights(shape: ModelShape, topology: Topology, itemsize: int, fp8: bool = False) -> int:
@@ -71,7 +73,7 @@ def engine_weights(shape: ModelShape, topology: Topology, itemsize: int, fp8: bo
 def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int, fp8: bool = False) -> tuple[int, int]:
     """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
     moe = sum(shape.moe)
-    layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
+    layers = Counter(present for kind in shape.kinds for present in kind.present)
     # SGLang shards most of a vision tower over the ranks; the plan counts the whole tower on each rank.
     dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES + shape.frozen_weights * itemsize, 0
     for p in shape.parameters:
@@ -106,7 +108,7 @@ def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int
     if p.name.startswith("self_attention.k_projection_norm."):
         return _kv_heads(shape, topology) * shape.head_dim
     if p.name.startswith("self_attention.linear_qkv."):
-        rows = (shape.num_heads // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
+        rows = (shape.num_heads * (1 + shape.output_gate) // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
         return rows * p.numel // p.shape[0]
     return p.numel // ranks
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from models.architecture import VISION_PREFIX, Architecture, Family
 from models.conversion.lora_mapping import RANK, adapted_matrices, adapter_mappings, can_have_adapter
@@ -28,7 +28,14 @@ HeadKind = Literal["vocabulary", "value"]
 
 MODULE_ORDER = (
     "input_layernorm.",
+    "self_attention.conv_weight",
+    "self_attention.dt_bias",
+    "self_attention.A_log",
+    "self_attention.norm_weight",
     "self_attention.linear_proj.",
+    "self_attention.linear_in.weight",
+    "self_attention.linear_in.layer_norm_weight",
+    "self_attention.linear_in.lora.",
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
     "self_attention.linear_qkv.layer_norm_weight",
@@ -58,6 +65,39 @@ MODULE_ORDER = (
 """Order of a layer's parameters in Megatron's flat buffers. The order determines which parameters each rank's shard contains."""
 
 
+class LayerKind(NamedTuple):
+    """What a layer consists of."""
+
+    experts: bool  # whether the layer has experts in place of one MLP
+    recurrent: bool = False  # whether the layer has a gated delta net in place of attention
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The values of ParameterShape.present_in of the layer's parameters."""
+        return "always", "moe" if self.experts else "dense", "recurrent" if self.recurrent else "attention"
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Sizes of the gated delta nets of a model."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # channels of a key
+    value_dim: int  # channels of a value
+
+    @property
+    def rule_macs(self) -> int:
+        """Number of multiply-adds of one token in the recurrence of one layer; see Architecture.multiply_adds."""
+        return 3 * self.value_heads * self.value_dim * self.key_dim
+
+    @property
+    def gathered_width(self) -> int:
+        """Number of elements that context-parallel ranks gather for one token in one layer."""
+        heads = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        return heads + 2 * self.value_heads
+
+
 @dataclass(frozen=True)
 class ParameterShape:
     """Shape of one parameter (or buffer) of a layer, an expert, the embedding, the final norm or the output layer."""
@@ -66,7 +106,7 @@ class ParameterShape:
     location: ParameterLocation
     shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
     is_sharded: bool  # whether tensor parallelism (for experts: expert tensor parallelism) shards the parameter
-    present_in: str  # the layers that have the parameter: "always" (all layers), "dense" or "moe"
+    present_in: str  # the layers that have the parameter: "always" (all), "dense", "moe", "attention" or "recurrent"
     whole_in_engine: bool = False  # whether every engine rank has the whole parameter, although trainers shard it
     is_vocabulary: bool = False  # dim 0 is the vocabulary, padded to a multiple of the number of tensor-parallel ranks
 
@@ -111,7 +151,10 @@ class ModelShape:
     sigmoid_router: bool = False  # whether the router scores experts with a sigmoid instead of a softmax
     router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
     window: int = 0  # tokens to which a token attends in layers with a sliding window
-    windowed_fraction: float = 0.0  # fraction of the layers that have a sliding window
+    windowed_fraction: float = 0.0  # fraction of the layers with attention that have a sliding window
+    recurrent: tuple[bool, ...] = ()  # [layers] whether the layer has a gated delta net; empty: no layer has one
+    recurrence: RecurrentShape | None = None  # sizes of the gated delta nets
+    output_gate: bool = False  # whether attention has an output gate
     tied: bool = False  # whether the output layer and the embedding share their weights
     gated: bool = True  # whether MLPs have a gate
     dropout: bool = False  # whether layers have dropout
@@ -153,6 +196,9 @@ class ModelShape:
             router_groups=t.get("moe_router_num_groups") or 0,
             window=arch.window,
             windowed_fraction=sum(map(arch.has_window, range(arch.num_layers))) / arch.num_layers,
+            recurrent=tuple(map(arch.is_recurrent, range(arch.num_layers))),
+            recurrence=_recurrent_shape(t) if arch.has_recurrent_layers else None,
+            output_gate=t.get("attention_output_gate", False),
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
             parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
@@ -172,6 +218,15 @@ class ModelShape:
     @property
     def num_layers(self) -> int:
         return len(self.moe)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer consists of [layers]."""
+        return tuple(map(LayerKind, self.moe, self.recurrent or [False] * self.num_layers))
+
+    @cached_property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - sum(self.recurrent)
 
     @property
     def has_latent_attention(self) -> bool:
@@ -196,21 +251,28 @@ class ModelShape:
     def dense_weights(self) -> int:
         """Number of weights of the model, without the weights of routed experts."""
         ends = sum(p.numel for p in self.parameters if p.location in ("first", "last"))
-        return ends + self.frozen_weights + sum(map(self.layer_weights, self.moe))
+        return ends + self.frozen_weights + sum(self._weights_of_kind[kind] for kind in self.kinds)
 
-    def layer_weights(self, moe: bool) -> int:
-        """Return the number of weights of one layer, without routed experts.
+    def layer_weights(self, moe: bool) -> float:
+        """Return the number of weights of one layer with or without experts, but without routed experts.
 
+        Layers with attention and recurrent layers have different numbers of weights, so this is the mean of the model's layers.
         If norms are neglected, one token needs one multiply-add for each of these weights.
         """
         return self._layer_weights[moe]
 
     @cached_property
-    def _layer_weights(self) -> tuple[int, int]:
-        """Number of weights without routed experts: (of a dense layer, of a layer with experts)."""
-        per_layer = [p for p in (*self.parameters, *self.buffers) if p.location == "layer"]
-        dense, moe = (sum(p.numel for p in per_layer if p.present_in in ("always", kind)) for kind in ("dense", "moe"))
+    def _layer_weights(self) -> tuple[float, float]:
+        """Mean number of weights without routed experts: (of the dense layers, of the layers with experts)."""
+        found = [[self._weights_of_kind[kind] for kind in self.kinds if kind.experts == moe] for moe in (False, True)]
+        dense, moe = (sum(weights) / len(weights) if weights else 0 for weights in found)
         return dense, moe
+
+    @cached_property
+    def _weights_of_kind(self) -> dict[LayerKind, int]:
+        """Number of weights without routed experts, by kind of layer."""
+        per_layer = [p for p in (*self.parameters, *self.buffers) if p.location == "layer"]
+        return {kind: sum(p.numel for p in per_layer if p.present_in in kind.present) for kind in set(self.kinds)}
 
     @cached_property
     def parameters_per_expert(self) -> int:
@@ -223,9 +285,10 @@ class ModelShape:
 
     @cached_property
     def token_macs(self) -> int:
-        """Number of multiply-adds of one token in all weight matrices. The arithmetic of `attention_macs` is not included."""
-        layers = sum(self.layer_weights(moe) + moe * self.topk * self.parameters_per_expert for moe in self.moe)
-        return layers + self.output_macs
+        """Number of multiply-adds of one token in all weight matrices and recurrences, without those of `attention_macs`."""
+        experts = sum(self.moe) * self.topk * self.parameters_per_expert
+        rules = sum(self.recurrent) * self.recurrence.rule_macs if self.recurrence else 0
+        return sum(self._weights_of_kind[kind] for kind in self.kinds) + experts + rules + self.output_macs
 
     @cached_property
     def attention_macs(self) -> float:
@@ -252,6 +315,11 @@ class ModelShape:
         return 2 * self.num_kv_heads * self.head_dim
 
 
+def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
+    fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    return RecurrentShape(*(t[f"linear_{name}"] for name in fields))
+
+
 def _parameter_shapes(rows: Sequence[ParamMapping], arch: Architecture) -> tuple[ParameterShape, ...]:
     return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_buffer_order))
 
@@ -270,7 +338,8 @@ def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
         location = "first" if name.startswith(("embedding.", VISION_PREFIX)) else "last"
     assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: its {len(shapes)} tensors must be stacked along dim 0"
     fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
-    present_in = {"dense_layers": "dense", "moe_layers": "moe"}.get(row.present_in, "always")
+    kind = row.present_in.removesuffix("_layers")
+    present_in = kind if row.present_in.endswith("_layers") else "always"
     return ParameterShape(
         *(name, location, fused, row.axis is not None, present_in), row.whole_in_engine, isinstance(row, VocabMapping)
     )

@@ -20,7 +20,7 @@ from mrl.planner.activation_bytes import (
     layer_bytes,
     virtual_stage_bytes,
 )
-from mrl.planner.model_shape import HeadKind, ModelShape
+from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
 
@@ -149,26 +149,26 @@ def _rank_memory(
     if settings.adapters is not None:
         state += largest_state(settings.adapters, dims, stage, settings.itemsize, settings.head, settings.trained)
     state = replace(state, gradients=state.gradients * settings.gradient_bytes // GRADIENT_BYTES)
-    moe_by_stage = tuple(shape.moe[v.first : v.first + v.layers] for v in stage)
+    kinds_by_stage = tuple(shape.kinds[v.first : v.first + v.layers] for v in stage)
     is_last = stage[-1].is_last
     saved = working = 0
     if settings.trained:
         saved_per_pass = max(
-            _saved_bytes(shape, batch, moe, settings.recompute)
+            _saved_bytes(shape, batch, kinds, settings.recompute)
             + bytes_outside_layers(shape, batch, v.is_first, v.is_last)
-            for moe, v in zip(moe_by_stage, stage, strict=True)
+            for kinds, v in zip(kinds_by_stage, stage, strict=True)
         )
         saved = saved_per_pass * in_flight(dims, index, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
-        working = max(head, _backward_bytes(shape, batch, moe_by_stage, settings.recompute))
-    widest = max((_forward_bytes(shape, forward_batch, moe) for moe in moe_by_stage), default=0)
+        working = max(head, _backward_bytes(shape, batch, kinds_by_stage, settings.recompute))
+    widest = max((_forward_bytes(shape, forward_batch, kinds) for kinds in kinds_by_stage), default=0)
     scoring = max(widest, head_bytes(shape, forward_batch, settings, gradients=False) if is_last else 0)
     return TrainerRankMemory(index, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes)
 
 
 @lru_cache(maxsize=65536)
-def _saved_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
-    return virtual_stage_bytes(shape, batch, moe, recompute)
+def _saved_bytes(shape: ModelShape, batch: MicroBatchShape, kinds: tuple[LayerKind, ...], recompute: Recompute) -> int:
+    return virtual_stage_bytes(shape, batch, kinds, recompute)
 
 
 def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) -> int:
@@ -188,18 +188,18 @@ def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) 
 
 @lru_cache(maxsize=65536)
 def _backward_bytes(
-    shape: ModelShape, batch: MicroBatchShape, moe_by_stage: tuple[tuple[bool, ...], ...], recompute: Recompute
+    shape: ModelShape, batch: MicroBatchShape, kinds_by_stage: tuple[tuple[LayerKind, ...], ...], recompute: Recompute
 ) -> int:
     """Return the temporary bytes of a backward pass: gradients inside one layer, and activations that are recomputed together."""
-    kinds = {is_moe for moe in moe_by_stage for is_moe in moe}
-    gradients = max((_layer_gradient_bytes(shape, batch, is_moe) for is_moe in kinds), default=0)
+    kinds = {kind for stage in kinds_by_stage for kind in stage}
+    gradients = max((_layer_gradient_bytes(shape, batch, kind.experts) for kind in kinds), default=0)
     if recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
-        group = min(group, max(map(len, moe_by_stage), default=0))
-        return gradients + group * max((layer_bytes(shape, is_moe, batch) for is_moe in kinds), default=0)
+        group = min(group, max(map(len, kinds_by_stage), default=0))
+        return gradients + group * max((layer_bytes(shape, kind, batch) for kind in kinds), default=0)
     if recompute.granularity == "selective":
         recomputed = (
-            layer_bytes(shape, is_moe, batch) - layer_bytes(shape, is_moe, batch, recompute.modules) for is_moe in kinds
+            layer_bytes(shape, kind, batch) - layer_bytes(shape, kind, batch, recompute.modules) for kind in kinds
         )
         return gradients + max(recomputed, default=0)
     return gradients
@@ -221,9 +221,9 @@ def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts
 
 
 @lru_cache(maxsize=65536)
-def _forward_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...]) -> int:
+def _forward_bytes(shape: ModelShape, batch: MicroBatchShape, kinds: tuple[LayerKind, ...]) -> int:
     """Return the bytes of a forward pass without gradients: the input and the tensors of the layer that needs the most memory."""
-    largest = max((layer_bytes(shape, is_moe, batch) for is_moe in set(moe)), default=0)
+    largest = max((layer_bytes(shape, kind, batch) for kind in set(kinds)), default=0)
     return largest + batch.rows * shape.hidden * batch.itemsize
 
 

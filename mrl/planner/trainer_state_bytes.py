@@ -12,6 +12,7 @@ at most some hundred elements for each bucket of 40 million elements, is not cou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ from math import lcm
 from typing import Any
 
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
-from mrl.planner.model_shape import HeadKind, ModelShape, ParameterShape
+from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape, ParameterShape
 from parallel.dims import ParallelDims
 
 PARAMETER_ALIGNMENT = 64  # a parameter begins at a multiple of this number of elements
@@ -206,8 +207,7 @@ def _parameter_sizes(
     dense = [p.shard_numel(dims.tp) for p in shape.parameters if p.location == "first"] if virtual.is_first else []
     experts: list[int] = []
     for layer in range(virtual.first, virtual.first + virtual.layers):
-        kinds = ("always", "moe" if shape.moe[layer] else "dense")
-        layer_parameters = [p for p in shape.parameters if p.present_in in kinds]
+        layer_parameters = [p for p in shape.parameters if p.present_in in shape.kinds[layer].present]
         dense += [p.shard_numel(dims.tp) for p in layer_parameters if p.location == "layer"]
         one_expert = [p.shard_numel(dims.expert_tp) for p in layer_parameters if p.location == "expert"]
         experts += one_expert * (shape.num_experts // dims.ep) if one_expert else []
@@ -261,10 +261,9 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _layer_numel(shape: ModelShape, has_experts: bool, tp: int, etp: int) -> tuple[int, int]:
+def _layer_numel(shape: ModelShape, kind: LayerKind, tp: int, etp: int) -> tuple[int, int]:
     """Return the number of elements in flat buffers for one layer: (its dense parameters, one of its experts)."""
-    kinds = ("always", "moe" if has_experts else "dense")
-    layer_parameters = [p for p in shape.parameters if p.present_in in kinds]
+    layer_parameters = [p for p in shape.parameters if p.present_in in kind.present]
     dense, expert = ([p for p in layer_parameters if p.location == location] for location in ("layer", "expert"))
     return _padded_numel(dense, tp), _padded_numel(expert, etp)
 
@@ -290,13 +289,12 @@ def buffer_numel(
 
     The padding at the end of the buffers is not included.
     """
-    moe = virtual.moe_layers(shape.moe)
-    dense_layer, _ = _layer_numel(shape, False, tp, etp)
-    moe_layer, expert = _layer_numel(shape, True, tp, etp) if moe else (0, 0)
+    kinds = Counter(shape.kinds[virtual.first : virtual.first + virtual.layers])
+    layers = [(count, *_layer_numel(shape, kind, tp, etp)) for kind, count in kinds.items()]
     embedding, last = _embedding_and_head_numel(shape, tp, head, virtual.is_first and virtual.is_last)
     outside_layers = virtual.is_first * embedding + virtual.is_last * last
-    dense = (virtual.layers - moe) * dense_layer + moe * moe_layer + outside_layers
-    return dense, moe * expert * (shape.num_experts // ep)
+    dense = sum(count * numel for count, numel, _ in layers) + outside_layers
+    return dense, sum(count * expert for count, _, expert in layers) * (shape.num_experts // ep)
 
 
 def largest_state(

@@ -95,7 +95,7 @@ def layer_bytes_of(
     one, two = run_ranks(dims.single_process(), saved_by_torch, configs, dims, overrides)[0]
     shape = shape_of(configs[1])
     batch = MicroBatchShape.of(dims, sum(LENGTHS), 4, kernels=CPU_KERNELS)
-    return two - one, virtual_stage_bytes(shape, batch, shape.moe[:1], Recompute.of(overrides))
+    return two - one, virtual_stage_bytes(shape, batch, shape.kinds[:1], Recompute.of(overrides))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

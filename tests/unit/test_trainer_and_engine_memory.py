@@ -12,13 +12,14 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.planner.activation_bytes import MicroBatchShape, Recompute, layer_bytes, virtual_stage_bytes
 from mrl.planner.engine_memory import engine_memory, engine_weights, kv_bytes
-from mrl.planner.model_shape import ModelShape
+from mrl.planner.model_shape import LayerKind, ModelShape
 from mrl.planner.trainer_memory import TrainerSettings, in_flight, trainer_memory
 from mrl.planner.trainer_state_bytes import pipeline_stages
 from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout, Topology
 from parallel.dims import ParallelDims
 
 FULL = Recompute("full", "uniform", 1)
+DENSE = LayerKind(experts=False)
 # Model of table 3 in Korthikanti et al. 2022 -> (hidden size, layers, heads)
 GPT = {"22B": (6144, 48, 64), "175B": (12288, 96, 96), "530B": (20480, 105, 128), "1T": (25600, 128, 160)}
 
@@ -57,14 +58,14 @@ def test_a_layer_keeps_the_bytes_of_the_papers_equation_4(name, tp):
     """With recomputed attention scores, equation 4 is s b h 34 / t. The paper does not count the statistics of norms."""
     shape, batch = gpt(name), MicroBatchShape.of(ParallelDims(tp=tp), 2048, 2)
     statistics = 2 * batch.rows * 4
-    found = layer_bytes(shape, False, batch, frozenset(["core_attn"])) - statistics
+    found = layer_bytes(shape, DENSE, batch, frozenset(["core_attn"])) - statistics
     assert found == 34 * 2048 * shape.hidden // tp
 
 
 def test_without_sequence_parallelism_activations_outside_of_matrices_are_not_sharded():
     """The bytes are those of equation 2 of the paper: s b h (10 + 24 / t)."""
     shape, batch = gpt("175B"), MicroBatchShape.of(ParallelDims(tp=8, sp=False), 2048, 2)
-    found = layer_bytes(shape, False, batch, frozenset(["core_attn"])) - 2 * 2048 * 4
+    found = layer_bytes(shape, DENSE, batch, frozenset(["core_attn"])) - 2 * 2048 * 4
     assert found == 2048 * shape.hidden * (10 + 24 // 8)
 
 
@@ -79,18 +80,18 @@ def test_a_layer_keeps_the_bytes_of_megatrons_estimate(name):
     theirs = [compute_activation_memory(Namespace(**sizes, **layout, **more, num_layers=n), 1) for n in (0, layers)]
     batch = MicroBatchShape.of(ParallelDims(tp=8), 2048, 2)
     ours = virtual_stage_bytes(
-        gpt(name), batch, (False,) * layers, Recompute("selective", modules=frozenset(["core_attn"]))
+        gpt(name), batch, (DENSE,) * layers, Recompute("selective", modules=frozenset(["core_attn"]))
     )
     assert ours == pytest.approx(theirs[1] - theirs[0], rel=1e-4)
 
 
 def test_a_recomputed_layer_keeps_only_its_input():
     shape, batch = gpt("22B"), MicroBatchShape.of(ParallelDims(tp=8), 2048, 2)
-    assert virtual_stage_bytes(shape, batch, (False,) * 48, FULL) == 48 * 2 * 2048 // 8 * 6144
+    assert virtual_stage_bytes(shape, batch, (DENSE,) * 48, FULL) == 48 * 2 * 2048 // 8 * 6144
     every_third = replace(FULL, num_layers=3)
-    assert virtual_stage_bytes(shape, batch, (False,) * 48, every_third) == 16 * 2 * 2048 // 8 * 6144
-    some = virtual_stage_bytes(shape, batch, (False,) * 48, Recompute("full", "block", 8))
-    assert some == 8 * 2 * 2048 // 8 * 6144 + 40 * layer_bytes(shape, False, batch)
+    assert virtual_stage_bytes(shape, batch, (DENSE,) * 48, every_third) == 16 * 2 * 2048 // 8 * 6144
+    some = virtual_stage_bytes(shape, batch, (DENSE,) * 48, Recompute("full", "block", 8))
+    assert some == 8 * 2 * 2048 // 8 * 6144 + 40 * layer_bytes(shape, DENSE, batch)
 
 
 def test_micro_batches_in_flight_are_those_of_the_paper():
