@@ -35,16 +35,16 @@ class RecurrencePlan:
     num_rows: int  # L: tokens on this rank, including padding
     # [S] row of each real token in the concatenated rows of all context-parallel ranks; None: the first S rows, in order
     rows: Tensor | None
-    # this rank's real tokens: their indices among the S tokens, and their rows among the L rows; None: the first S rows, in order
-    own: tuple[Tensor, Tensor] | None
+    # [L] index of each row of this rank among the real tokens, S for padding; None: the first S rows are the tokens, in order
+    own: Tensor | None
     # For each segment, the `kernel - 1` tokens before the segment in its sequence, and then its own tokens. S: no token
     history: Tensor
     convolved: Tensor | None  # [S] index of each token among the outputs of the convolution; None: in order
     slots: Tensor  # [S] index of each token among the N*C slots of the chunks
+    tokens: Tensor  # [N*C] index of the token in each slot; S: no token
     widths: tuple[int, ...]  # number of chunks of each level
-    previous: tuple[
-        Tensor | None, ...
-    ]  # for each level, index of each chunk's predecessor in the level before; None: in order
+    # for each level, index of each chunk's predecessor in the level before; None: the predecessors are in order
+    previous: tuple[Tensor | None, ...]
     chunk: int = CHUNK
 
     @classmethod
@@ -58,16 +58,19 @@ class RecurrencePlan:
         first, positions, widths, previous = _chunk_forest(layout, chunk)
         convolved = np.arange(len(segment)) + (kernel - 1) * segment
         is_split = layout.cp_size > 1
-        real = np.flatnonzero(pack.source >= 0)
-        own = pack.source[real], real
+        own = np.where(pack.source < 0, len(segment), pack.source)
+        slots = positions[first[segment] + place // chunk] * chunk + place % chunk
+        tokens = np.full(len(positions) * chunk, len(segment), np.int64)
+        tokens[slots] = np.arange(len(segment))
         return cls(
             num_tokens=len(segment),
             num_rows=len(pack.source),
             rows=copy_to_device(layout.rows(), device) if is_split else None,
-            own=(copy_to_device(own[0], device), copy_to_device(own[1], device)) if is_split else None,
+            own=copy_to_device(own, device) if is_split else None,
             history=copy_to_device(_history(layout, kernel - 1), device),
             convolved=copy_to_device(convolved, device) if len(lengths) > 1 else None,
-            slots=copy_to_device(positions[first[segment] + place // chunk] * chunk + place % chunk, device),
+            slots=copy_to_device(slots, device),
+            tokens=copy_to_device(tokens, device),
             widths=tuple(widths.tolist()),
             previous=tuple(None if rows is None else copy_to_device(rows, device) for rows in previous),
             chunk=chunk,
@@ -80,10 +83,14 @@ class RecurrencePlan:
     def to_rows(self, x: Tensor) -> Tensor:
         """Return the rows [L, ...] of this rank. `x` [S, ...] has all real tokens. Padding is zero."""
         if self.own is not None:
-            tokens, rows = self.own
-            return x.new_zeros(self.num_rows, *x.shape[1:]).index_copy(0, rows, x.index_select(0, tokens))
+            return _select_or_zero(x, self.own)
         missing = self.num_rows - self.num_tokens
         return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+
+def _select_or_zero(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows `index` of `x` [S, ...]. Row S is zero."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, index)
 
 
 def _history(layout: PackLayout, count: int) -> Ints:
@@ -129,8 +136,7 @@ def causal_convolution(x: Tensor, weight: Tensor, plan: RecurrencePlan) -> Tenso
     The last element of a kernel belongs to the token itself, the element before to the token before. Before the start of a
     sequence there are zeros.
     """
-    rows = F.pad(x, (0, 0, 0, 1)).index_select(0, plan.history)
-    out = F.conv1d(rows.T[None], weight, groups=len(weight))[0].T
+    out = F.conv1d(_select_or_zero(x, plan.history).T[None], weight, groups=len(weight))[0].T
     return out if plan.convolved is None else out.index_select(0, plan.convolved)
 
 
@@ -200,5 +206,4 @@ def _l2_norm(x: Tensor) -> Tensor:
 
 def _chunks(x: Tensor, plan: RecurrencePlan) -> Tensor:
     """Arrange tokens [S, n, d] in chunks [N, n, C, d]. A chunk that is not full ends with zeros, which change no state."""
-    grid = x.new_zeros(sum(plan.widths) * plan.chunk, *x.shape[1:]).index_copy(0, plan.slots, x)
-    return grid.unflatten(0, (-1, plan.chunk)).transpose(1, 2).contiguous()
+    return _select_or_zero(x, plan.tokens).unflatten(0, (-1, plan.chunk)).transpose(1, 2).contiguous()

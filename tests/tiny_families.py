@@ -142,8 +142,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_biased": (
         "Qwen3_5",
         RECURRENT
-        | dict(attention_bias=True, linear_num_value_heads=2, linear_conv_kernel_dim=3, tie_word_embeddings=True)
-        | dict(layer_types=["full_attention", "linear_attention"], num_key_value_heads=4),
+        | dict(attention_bias=True, linear_num_key_heads=4, linear_conv_kernel_dim=3, tie_word_embeddings=True)
+        | dict(num_key_value_heads=4),
     ),
     "qwen3_next": (
         "Qwen3Next",

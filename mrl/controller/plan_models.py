@@ -33,6 +33,7 @@ from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
+from mrl.rollout.engines.server_args import has_cuda
 from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
@@ -315,9 +316,15 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
         raise ValueError(
             f"sglang.ep_size={topology.ep} does not divide the {actor.arch.num_experts} experts of this model."
         )
-    family_of(actor.hf).check_engine(actor.hf, actor.arch)
+    family = family_of(actor.hf)
+    family.check_engine(actor.hf, actor.arch)
+    if family.engine_needs_gpu and _engines_use_cpus(config):
+        raise ValueError(
+            f"model.path: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; use GPUs, or train the model with mrl "
+            "sft, or from recorded rollouts (rollout.replay)."
+        )
     check_heads(actor.arch, topology)
-    _check_key_norms(family_of(actor.hf), actor.arch, topology)
+    _check_key_norms(family, actor.arch, topology)
     return topology
 
 
@@ -330,6 +337,16 @@ def _check_key_norms(family: Family, arch: Architecture, topology: Topology) -> 
             f"rollout.engine_tp={topology.tp}: SGLang normalizes the keys of all ranks together, and several ranks would hold "
             f"the same of the {heads} key/value heads of {family.architecture}; use at most {heads}."
         )
+
+
+def _engines_use_cpus(config: Config) -> bool:
+    """Whether the engines of the run are on CPUs. On an existing Ray cluster, they are assumed to be on GPUs."""
+    cluster = config.cluster
+    if config.sglang.get("device") == "cpu":
+        return True
+    if cluster.scheduler or cluster.hardware.name:
+        return not max(gpus_of_nodes(cluster))
+    return not (cluster.address or has_cuda())
 
 
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:

@@ -291,6 +291,7 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
         del saved["experts activation"]
     if shape.shared_ffn and "shared_experts" not in recomputed:
         saved |= _intermediate_bytes("shared experts", shape, batch.tokens, shape.shared_ffn // batch.tp, batch)
+        saved["shared experts gate"] = r * (shape.hidden + 1) * e if shape.shared_gate else 0
     return saved
 
 

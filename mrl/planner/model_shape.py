@@ -155,6 +155,7 @@ class ModelShape:
     recurrent: tuple[bool, ...] = ()  # [layers] whether the layer has a gated delta net; empty: no layer has one
     recurrence: RecurrentShape | None = None  # sizes of the gated delta nets
     output_gate: bool = False  # whether attention has an output gate
+    shared_gate: bool = False  # whether the output of the shared expert is multiplied by a gate
     tied: bool = False  # whether the output layer and the embedding share their weights
     gated: bool = True  # whether MLPs have a gate
     dropout: bool = False  # whether layers have dropout
@@ -199,6 +200,7 @@ class ModelShape:
             recurrent=tuple(map(arch.is_recurrent, range(arch.num_layers))),
             recurrence=_recurrent_shape(t) if arch.has_recurrent_layers else None,
             output_gate=t.get("attention_output_gate", False),
+            shared_gate=t.get("moe_shared_expert_gate", False),
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
             parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),

@@ -56,7 +56,7 @@ def our_logits(rank: int, folder):
 
 
 @pytest.mark.extended_except(
-    "qwen3", "llama_biased", "glm4_moe", "deepseek_v3", "mixtral", "phi3_long", "olmo3", "gemma3"
+    "qwen3", "llama_biased", "glm4_moe", "deepseek_v3", "mixtral", "phi3_long", "olmo3", "gemma3", "qwen3_5"
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_transformers(run_ranks, tmp_path, name):
@@ -102,7 +102,7 @@ def their_gradients(model) -> dict:
     return {".".join(matrices.get(part, part) for part in name.split(".")): tensor for name, tensor in found.items()}
 
 
-@pytest.mark.extended_except("qwen3", "qwen3_moe", "deepseek_v3", "olmo3", "gemma3")
+@pytest.mark.extended_except("qwen3", "qwen3_moe", "deepseek_v3", "olmo3", "gemma3", "qwen3_5", "qwen3_next")
 @pytest.mark.parametrize("name", [name for name, (prefix, _) in FAMILIES.items() if prefix != "Mixtral"])
 def test_gradients_equal_those_of_transformers(run_ranks, tmp_path, name):
     """Compares every tensor, including biases and tied embeddings."""

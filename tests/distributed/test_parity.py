@@ -189,6 +189,43 @@ def test_sigmoid_and_shared_experts(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
+RECURRENT = layouts("tp2", "tp2 sp0", "pp2", "pp2 vpp2", "cp2", "cp3", "tp2 cp2", "dp2", "tp2 pp2 cp2")
+
+
+@pytest.mark.extended_except("recurrent-tp2 cp2 sp", "recurrent-pp2")
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [("recurrent", dims) for dims in RECURRENT]
+    + [("recurrent_biased", dims) for dims in layouts("tp2", "cp2")]
+    + [("recurrent_moe", dims) for dims in layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")],
+    ids=str,
+)
+def test_gated_delta_nets(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
+@pytest.mark.extended_except("recurrent")
+@pytest.mark.parametrize("kind", ["recurrent", "recurrent_moe"])
+def test_responses_continue_the_state_of_a_shared_prompt(traced, kind):
+    expected = reference(traced, kind)
+    for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
+        check(expected, traced(kind, **options))
+    check(expected, traced(kind, megatron=RECOMPUTE))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dims", layouts("tp2", "cp2"), ids=str)
+def test_gated_delta_nets_in_bfloat16(traced, dims):
+    expected, found = reference(traced, "recurrent", dtype="bfloat16"), traced("recurrent", dims, dtype="bfloat16")
+    check(expected, found, "bfloat16")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dims", layouts("tp2", "pp2"), ids=str)
+def test_a_critic_with_gated_delta_nets(traced, dims):
+    check(reference(traced, "recurrent", critic=True), traced("recurrent", dims, critic=True))
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("cp2", "dp2 ep2", "tp2 pp2"), ids=str)
 def test_updated_correction_biases(traced, dims):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 from tiny_families import FAMILIES as TINY
-from tiny_families import GEMMA, IMAGE_FAMILIES, LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE, config_class
+from tiny_families import GEMMA, IMAGE_FAMILIES, LLAMA3_ROPE, LONG_ROPE, RECURRENT, SIZES, YARN_ROPE, config_class
 
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
@@ -18,6 +18,7 @@ from models.hf_config import IGNORED_FIELDS, HFConfig
 from mrl.config import hydra_entry
 from mrl.controller.plan_models import engine_topology, plan_model
 from mrl.planner.model_shape import ModelShape
+from parallel.dims import ParallelDims
 from parallel.rope import Rope
 
 PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
@@ -171,6 +172,17 @@ def test_no_ignored_field_is_read_by_a_family():
         ),
         ("mistral", dict(sliding_window=63), "sliding_window=63 is not supported; expected null, or at least"),
         ("mistral", dict(attention_bias=True), "attention_bias=True is not known to MistralForCausalLM"),
+        ("qwen3_5", dict(attn_output_gate=False), "attn_output_gate=False is not supported; expected True"),
+        ("qwen3_5", dict(output_gate_type="sigmoid"), "output_gate_type='sigmoid' is not supported"),
+        (
+            "qwen3_5",
+            dict(layer_types=["full_attention"]),
+            "linear_attention or full_attention for each of the 2 layers",
+        ),
+        ("qwen3_5", dict(layer_types=["sliding_attention"] * 2), "layer_types=['sliding_attention', "),
+        ("qwen3_5", dict(linear_num_key_heads=3), "linear_num_value_heads=4 is not supported; expected a multiple of"),
+        ("qwen3_5", dict(num_experts=4), "num_experts=4 is not known to Qwen3_5ForCausalLM"),
+        ("qwen3_next", dict(use_sliding_window=True), "use_sliding_window=True is not supported; expected False"),
         ("mixtral", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported"),
     ],
@@ -198,6 +210,11 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
         ("gemma3", dict(tie_word_embeddings=False), "has a scaled rotary embedding, an output layer of its own, which"),
         ("minimax_m2", dict(rotary_dim=None, partial_rotary_factor=0.25), "has partial_rotary_factor, which SGLang"),
         ("olmo3", {}, "SGLang 0.5.23 does not implement Olmo3ForCausalLM"),
+        ("qwen3_5", {}, 'SGLang requires fields that transformers omits; add "full_attention_interval": 4'),
+        ("qwen3_5", dict(full_attention_interval=3), ", layer_types that differ from full_attention_interval, which"),
+        ("qwen3_5", dict(full_attention_interval=2), "has a rotary embedding other than rope_theta and partial"),
+        ("qwen3_5_biased", dict(full_attention_interval=2), "has a rotary embedding .*, proj_bias, qkv_bias, which"),
+        ("qwen3_next", dict(full_attention_interval=2, mlp_only_layers=[0]), "layers without experts, which SGLang"),
         (
             "phi3",
             dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)),
@@ -239,6 +256,43 @@ ALIKE = [
 def test_a_config_that_sglang_computes_equally_is_accepted(fields, name):
     config = HFConfig("config.json", fields(name))
     family_of(config).check_engine(config, read(fields(name)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_a_published_style_of_gated_delta_nets_has_an_engine(fields, name):
+    """Qwen3-Next has the rotary fields of transformers 4, and Qwen3.5 has positions of images in its rotary parameters."""
+    known = fields(name) | dict(full_attention_interval=2, partial_rotary_factor=0.5)
+    del known["rope_parameters"]
+    new = dict(RECURRENT["rope_parameters"], mrope_section=[2, 1, 1], mrope_interleaved=True)
+    known |= dict(rope_parameters=new) if name == "qwen3_5" else dict(rope_theta=5000.0, rope_scaling=None)
+    config = HFConfig("config.json", known)
+    arch = read(known)
+    family_of(config).check_engine(config, arch)
+    assert arch.rope == Rope(rope_theta=5000.0, dim=8)
+    assert [arch.is_recurrent(layer) for layer in range(2)] == [True, False]
+
+
+def test_gated_delta_nets_have_a_linear_cost(fields):
+    """Two layers: a gated delta net and attention with an output gate. The MLPs and the output layer are counted apart."""
+    arch = read(fields("qwen3_5"))
+    linear, quadratic = arch.multiply_adds()
+    assert quadratic == 2 * 4 * 16 / 2, "scores and values of four heads"
+    keys, values, kernel = 2 * 8, 4 * 12, 4
+    recurrent = 32 * (2 * keys + 3 * values + 2 * 4) + kernel * (2 * keys + values) + 3 * values * 8
+    attention = 32 * (2 * 64 + 2 * 32 + 64)
+    assert linear == recurrent + attention + 2 * 3 * 32 * 48 + 32 * 41
+    shape = ModelShape.of(FAMILIES["Qwen3_5ForCausalLM"], arch)
+    norms = 4 * 32 + 2 * 16 + 12 + 2 * 4  # and two numbers for each head of the gated delta net
+    assert shape.token_macs == linear + norms
+    assert (shape.num_attention_layers, shape.recurrence.rule_macs) == (1, 3 * values * 8)
+
+
+def test_tensor_parallelism_divides_the_heads_of_gated_delta_nets(fields):
+    known = fields("qwen3_5") | dict(num_key_value_heads=4)
+    with pytest.raises(
+        ValueError, match=r"^parallel.tp=4 does not divide linear_num_key_heads=2 of this model; use 1, 2.$"
+    ):
+        read(known).check_layout(ParallelDims(tp=4))
 
 
 def test_a_missing_field_that_only_sglang_needs_raises_an_error(fields):
