@@ -61,10 +61,10 @@ LONG_ROPE = dict(
 # two value heads for each key head; keys and values have different numbers of channels; every second layer has attention
 RECURRENT = dict(
     head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
     linear_key_head_dim=8,
-    linear_value_head_dim=12,
+    linear_value_head_dim=6,
     linear_conv_kernel_dim=4,
     full_attention_interval=2,
     rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.5),
@@ -142,7 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_biased": (
         "Qwen3_5",
         RECURRENT
-        | dict(attention_bias=True, linear_num_key_heads=4, linear_conv_kernel_dim=3, tie_word_embeddings=True)
+        | dict(attention_bias=True, linear_num_value_heads=4, linear_conv_kernel_dim=3, tie_word_embeddings=True)
         | dict(num_key_value_heads=4),
     ),
     "qwen3_next": (

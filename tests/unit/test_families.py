@@ -180,7 +180,7 @@ def test_no_ignored_field_is_read_by_a_family():
             "linear_attention or full_attention for each of the 2 layers",
         ),
         ("qwen3_5", dict(layer_types=["sliding_attention"] * 2), "layer_types=['sliding_attention', "),
-        ("qwen3_5", dict(linear_num_key_heads=3), "linear_num_value_heads=4 is not supported; expected a multiple of"),
+        ("qwen3_5", dict(linear_num_key_heads=3), "linear_num_value_heads=8 is not supported; expected a multiple of"),
         ("qwen3_5", dict(num_experts=4), "num_experts=4 is not known to Qwen3_5ForCausalLM"),
         ("qwen3_next", dict(use_sliding_window=True), "use_sliding_window=True is not supported; expected False"),
         ("mixtral", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
@@ -277,18 +277,18 @@ def test_gated_delta_nets_have_a_linear_cost(fields):
     arch = read(fields("qwen3_5"))
     linear, quadratic = arch.multiply_adds()
     assert quadratic == 2 * 4 * 16 / 2, "scores and values of four heads"
-    keys, values, kernel = 2 * 8, 4 * 12, 4
-    recurrent = 32 * (2 * keys + 3 * values + 2 * 4) + kernel * (2 * keys + values) + 3 * values * 8
+    keys, values, kernel = 4 * 8, 8 * 6, 4
+    recurrent = 32 * (2 * keys + 3 * values + 2 * 8) + kernel * (2 * keys + values) + 3 * values * 8
     attention = 32 * (2 * 64 + 2 * 32 + 64)
     assert linear == recurrent + attention + 2 * 3 * 32 * 48 + 32 * 41
     shape = ModelShape.of(FAMILIES["Qwen3_5ForCausalLM"], arch)
-    norms = 4 * 32 + 2 * 16 + 12 + 2 * 4  # and two numbers for each head of the gated delta net
+    norms = 4 * 32 + 2 * 16 + 6 + 2 * 8  # and two numbers for each head of the gated delta net
     assert shape.token_macs == linear + norms
     assert (shape.num_attention_layers, shape.recurrence.rule_macs) == (1, 3 * values * 8)
 
 
 def test_tensor_parallelism_divides_the_heads_of_gated_delta_nets(fields):
-    known = fields("qwen3_5") | dict(num_key_value_heads=4)
+    known = fields("qwen3_5") | dict(num_key_value_heads=4, linear_num_key_heads=2)
     with pytest.raises(
         ValueError, match=r"^parallel.tp=4 does not divide linear_num_key_heads=2 of this model; use 1, 2.$"
     ):

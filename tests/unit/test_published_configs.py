@@ -415,6 +415,81 @@ KIMI_K2 = DEEPSEEK_V3 | dict(  # a DeepSeek-V3 of other sizes; the published con
 )
 
 
+QWEN3_NEXT_80B = QWEN | dict(
+    architectures=["Qwen3NextForCausalLM"],
+    attention_bias=False,
+    decoder_sparse_step=1,
+    full_attention_interval=4,
+    head_dim=256,
+    hidden_size=2048,
+    intermediate_size=5120,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_value_head_dim=128,
+    max_position_embeddings=262144,
+    mlp_only_layers=[],
+    model_type="qwen3_next",
+    moe_intermediate_size=512,
+    norm_topk_prob=True,
+    num_attention_heads=16,
+    num_experts=512,
+    num_experts_per_tok=10,
+    num_hidden_layers=48,
+    num_key_value_heads=2,
+    output_router_logits=False,
+    partial_rotary_factor=0.25,
+    rope_scaling=None,
+    rope_theta=1e7,
+    router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=512,
+    vocab_size=151936,
+)
+QWEN35_27B = QWEN | dict(  # the text model
+    architectures=["Qwen3_5ForCausalLM"],
+    attention_bias=False,
+    attn_output_gate=True,
+    full_attention_interval=4,
+    head_dim=256,
+    hidden_size=5120,
+    intermediate_size=17408,
+    layer_types=[*["linear_attention"] * 3, "full_attention"] * 16,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=48,
+    linear_value_head_dim=128,
+    mamba_ssm_dtype="float32",
+    max_position_embeddings=262144,
+    model_type="qwen3_5_text",
+    mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False,
+    num_attention_heads=24,
+    num_hidden_layers=64,
+    num_key_value_heads=4,
+    rope_parameters=dict(
+        mrope_interleaved=True,
+        mrope_section=[11, 11, 10],
+        partial_rotary_factor=0.25,
+        rope_theta=1e7,
+        rope_type="default",
+    ),
+    rope_theta=1e7,
+    vocab_size=248320,
+)
+
+
+@pytest.mark.parametrize(("fields", "billions"), [(QWEN3_NEXT_80B, 80), (QWEN35_27B, 27)], ids=["80B", "27B"])
+def test_published_sizes_of_models_with_gated_delta_nets(fields, billions):
+    """The authors state rounded numbers. SGLang computes both models as mrl does."""
+    config = HFConfig("config.json", ANY | fields)
+    family, arch = family_of(config), family_of(config).read(config)
+    family.check_engine(config, arch)
+    parameters = sum(prod(shape) for shape in family.hf_shapes(arch).values())
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("fields", "parameters"),
     [
