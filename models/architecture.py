@@ -96,6 +96,12 @@ class Architecture:
         """Whether some layers have a gated delta net in place of attention."""
         return _RECURRENT_LAYERS in self.transformer
 
+    @property
+    def recurrent_heads(self) -> dict[str, int]:
+        """Numbers of key and value heads of a gated delta net, by name of the config field. Empty without recurrent layers."""
+        names = ("linear_num_key_heads", "linear_num_value_heads") if self.has_recurrent_layers else ()
+        return {name: self.transformer[name] for name in names}
+
     def is_recurrent(self, layer: int) -> bool:
         """Whether the layer has a gated delta net in place of attention."""
         return self.has_recurrent_layers and bool(self.transformer[_RECURRENT_LAYERS][layer])
@@ -114,8 +120,7 @@ class Architecture:
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
         dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
         shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
-        names = ("linear_num_key_heads", "linear_num_value_heads") if self.has_recurrent_layers else ()
-        _check_divides("tp", dims.tp, heads | dense | shared | {name: t[name] for name in names})
+        _check_divides("tp", dims.tp, heads | dense | shared | self.recurrent_heads)
         if dims.pp * dims.vpp > 1 and not uneven_stages:
             _check_divides(
                 "pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers)

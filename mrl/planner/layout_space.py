@@ -205,7 +205,7 @@ class LayoutSpace:
             for tp in self._allowed("engine_tp", _divisors(heads))
             if tp <= self.cluster.gpus
             and (groups % tp == 0 or tp % groups == 0)
-            and all(width % tp == 0 for width in self._mlp_widths())
+            and all(width % tp == 0 for width in (*self._mlp_widths(), *self.arch.recurrent_heads.values()))
             and (gpus_per_node % tp == 0 or tp % gpus_per_node == 0)
         ]
 
@@ -223,7 +223,7 @@ class LayoutSpace:
 
     def _tensor_sizes(self) -> Iterator[int]:
         t = self.arch.transformer
-        widths = (*self._dense_widths(), *self._shared_widths())
+        widths = (*self._dense_widths(), *self._shared_widths(), *self.arch.recurrent_heads.values())
         common = gcd(t["num_attention_heads"], t["num_query_groups"], *widths)
         for tp in self._allowed("tp", _divisors(common)):
             if tp > self.cluster.gpus_per_node or self.cluster.gpus_per_node % tp:

@@ -76,11 +76,11 @@ def check_heads(arch: Architecture, topology: Topology) -> None:
             f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {heads} query heads and {kv_heads} key/value heads "
             "evenly; use a number of ranks that divides both."
         )
-    for name in ("linear_num_key_heads", "linear_num_value_heads") if arch.has_recurrent_layers else ():
-        if arch.transformer[name] % ranks:
+    for name, count in arch.recurrent_heads.items():
+        if count % ranks:
             raise ValueError(
-                f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {name}={arch.transformer[name]} evenly; use a "
-                "number of ranks that divides it."
+                f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {name}={count} evenly; use a number of ranks that "
+                "divides it."
             )
 
 

@@ -18,6 +18,7 @@ from models.hf_config import IGNORED_FIELDS, HFConfig
 from mrl.config import hydra_entry
 from mrl.controller.plan_models import engine_topology, plan_model
 from mrl.planner.model_shape import ModelShape
+from mrl.weight_sync.engine_layout import Topology, check_heads
 from parallel.dims import ParallelDims
 from parallel.rope import Rope
 
@@ -293,6 +294,13 @@ def test_tensor_parallelism_divides_the_heads_of_gated_delta_nets(fields):
         ValueError, match=r"^parallel.tp=4 does not divide linear_num_key_heads=2 of this model; use 1, 2.$"
     ):
         read(known).check_layout(ParallelDims(tp=4))
+
+
+def test_an_engine_divides_the_heads_of_gated_delta_nets(fields):
+    arch = read(fields("qwen3_5") | dict(linear_num_key_heads=2))
+    check_heads(arch, Topology(tp=2))
+    with pytest.raises(ValueError, match=r"^rollout.engine_tp=4: 4 ranks cannot share linear_num_key_heads=2 evenly"):
+        check_heads(arch, Topology(tp=4))
 
 
 def test_a_missing_field_that_only_sglang_needs_raises_an_error(fields):
