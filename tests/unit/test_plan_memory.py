@@ -12,8 +12,10 @@ from mrl.commands import plan
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller.memory_check import MemoryEstimator, advise
+from mrl.controller.plan_models import engine_topology
 from mrl.data.synthetic_tasks import make_doubling_task
-from mrl.planner.run_memory import GIB
+from mrl.planner.run_memory import GIB, kv_bytes
+from mrl.weight_sync.engine_layout import Topology
 
 GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
 FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_entry.CONF / group).glob("*.yaml"))
@@ -207,3 +209,21 @@ def test_the_memory_of_a_run_can_be_copied_and_written_as_json(tmp_path):
 def test_only_the_memory_is_printed_as_json(capsys):
     assert plan.main(["sync", "--json"]) == 2
     assert "--json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B"])
+def test_engines_of_gated_delta_nets_need_gpus(tmp_path, model):
+    layout = ["cluster=h100", "parallel.tp=4", "parallel.dp=2"]
+    config = config_of(model, tmp_path, *layout, "rollout.engine_tp=4")
+    actor = MemoryEstimator.of(config).models["actor"]
+    assert engine_topology(config, actor).tp == 4
+    with pytest.raises(
+        ValueError, match=r"SGLang 0.5.23 has no kernels for \w+ on a CPU; use GPUs, or train .* mrl sft"
+    ):
+        engine_topology(config_of(model, tmp_path, *layout, "sglang.device=cpu"), actor)
+
+
+def test_a_model_with_gated_delta_nets_caches_keys_only_in_its_other_layers(tmp_path):
+    config = config_of("Qwen3.5-27B", tmp_path, "cluster=h100", "parallel.tp=4", "parallel.dp=2", "rollout.engine_tp=4")
+    shape = MemoryEstimator.of(config).shapes["actor"]
+    assert kv_bytes(shape, Topology(4), 2) == 16 * 2 * 256 * 2, "one of four key heads in 16 of 64 layers"
