@@ -76,7 +76,7 @@ class PackedAttention(torch.nn.Module):
         if pack.query_index is not None:
             query = query.index_select(0, pack.query_index)
         if pack.key_index is not None:
-            key, value = (_GatherRows.apply(rows, pack.key_index, _gradient_sum_dtype(rows)) for rows in (key, value))
+            key, value = (gather_rows(rows, pack.key_index) for rows in (key, value))
         dropout = self.dropout if self.training else 0.0
         # FlashAttention-3 and 4 also replace the kernel of scaled_dot_product_attention, and they have no dropout. So a model
         # with dropout never activates them, not even when it is evaluated.
@@ -92,6 +92,11 @@ class PackedAttention(torch.nn.Module):
 def supports_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's variable-length flash-attention kernel supports tensors of this device and dtype."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
+def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Return `rows.index_select(0, index)`. On a GPU, the backward pass sums 16-bit gradients of a repeated row in float32."""
+    return _GatherRows.apply(rows, index, _gradient_sum_dtype(rows))
 
 
 class _GatherRows(torch.autograd.Function):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from parallel.attention import gather_rows
 from parallel.device import copy_to_device
 from parallel.packing import PackedSequences, PackLayout
 
@@ -90,7 +91,7 @@ class RecurrencePlan:
 
 def _select_or_zero(x: Tensor, index: Tensor) -> Tensor:
     """Return the rows `index` of `x` [S, ...]. Row S is zero."""
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, index)
+    return gather_rows(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), index)
 
 
 def _history(layout: PackLayout, count: int) -> Ints:
