@@ -119,7 +119,7 @@ class PackedGatedDeltaNet(MegatronModule):
             rows = gather_from_sequence_parallel_region(rows, True, self.cp_group)
         qkv, beta_alpha = plan.select_tokens(rows).split([len(self.conv_weight), 2 * self.value_heads], dim=1)
         output = plan.to_rows(self._recur(qkv, beta_alpha, plan))
-        gate = gate.reshape(output.shape).to(torch.promote_types(gate.dtype, torch.float32))
+        gate = gate.contiguous().view(output.shape).to(torch.promote_types(gate.dtype, torch.float32))
         output = (self._norm(output) * F.silu(gate)).to(projected.dtype)
         output, _ = self.linear_proj(output.view(*projected.shape[:2], -1))
         return output, None
@@ -133,7 +133,7 @@ class PackedGatedDeltaNet(MegatronModule):
         wide = torch.promote_types(alpha.dtype, torch.float32)
         rate = F.softplus(alpha.flatten(1).to(wide) + self.dt_bias)
         log_decay = -self.A_log.to(wide).exp() * rate
-        value = value.reshape(-1, self.value_heads, self.value_dim)
+        value = value.contiguous().view(-1, self.value_heads, self.value_dim)
         return gated_delta_rule(query, key, value, log_decay, beta.flatten(1).sigmoid(), plan)
 
     def _norm(self, x: Tensor) -> Tensor:

@@ -220,8 +220,6 @@ def recurrent_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     saved |= norm_bytes("gated", sizes.value_dim, batch.tokens * heads, batch)
     saved["output gates"] = 2 * own_values * wide
     saved["gated output"] = 2 * own_values * e  # before and after the multiplication by the gate
-    if sizes.key_heads == batch.tp:  # with one key head, the gates are a view of the whole projection
-        saved["projection"] = batch.tokens * (sizes.gathered_width // batch.tp) * e
     return saved
 
 
