@@ -142,7 +142,7 @@ class ForwardTrace:
                 after(attention.q_layernorm, self._output(f"{prefix}normed_query"))
                 after(attention.k_layernorm, self._output(f"{prefix}normed_key"))
             after(attention.core_attention, self._rotated(prefix, 0))
-        elif hasattr(attention, "linear_q_up_proj") or hasattr(attention, "linear_q_proj"):
+        elif hasattr(attention, "linear_kv_down_proj"):
             self._hook_latent_attention(layer, prefix, after)
         after(attention.linear_proj, self._both(f"{prefix}attention", f"{prefix}attention_output"))
         if hasattr(mlp, "router"):
