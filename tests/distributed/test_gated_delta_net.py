@@ -1,13 +1,14 @@
 """A gated delta net of Megatron's model equals a layer that is computed in float64 from token to token, with its gradients."""
 
 import pytest
+from tiny_families import RECURRENT, make_family
 
 from parallel.dims import ParallelDims
 from parallel.packing import Segment
 
 # two prompts with responses, a response to a response, and a sequence of three chunks
 PACK = [Segment(5), Segment(7, 0), Segment(70, 0), Segment(2, 1), Segment(3), Segment(1, 4), Segment(140)]
-EPS = 1e-6
+EPS = RECURRENT["rms_norm_eps"]
 
 
 def reference_layer(p: dict, hidden, key_heads: int, key_dim: int, value_dim: int):
@@ -78,8 +79,6 @@ def largest_differences(rank: int, folder, dims: ParallelDims) -> dict[str, floa
 @pytest.mark.parametrize("cp", [1, 2, 3], ids="cp{}".format)
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_biased"])
 def test_a_layer_equals_the_recurrence_from_token_to_token(run_ranks, tmp_path, name, cp):
-    from tiny_families import make_family
-
     folder, dims = make_family(name, tmp_path, num_hidden_layers=1), ParallelDims(cp=cp)
     for differences in run_ranks(dims, largest_differences, folder, dims):
         assert len(differences) == 9
