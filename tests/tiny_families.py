@@ -58,11 +58,9 @@ LONG_ROPE = dict(
     ),
     original_max_position_embeddings=48,
 )
-# Two value heads for each key head; keys and values have different numbers of channels; every second layer has attention. With
-# the default 1e-6 of rms_norm_eps, the norm of an output near zero would multiply rounding errors by up to 1,000.
+# two value heads for each key head; keys and values have different numbers of channels; every second layer has attention
 RECURRENT = dict(
     head_dim=16,
-    rms_norm_eps=1e-3,
     linear_num_key_heads=4,
     linear_num_value_heads=8,
     linear_key_head_dim=8,
