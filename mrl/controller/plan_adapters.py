@@ -13,6 +13,7 @@ from models.families import family_of
 from mrl.config.process_schema import LoraSync, PauseMode, Transport
 from mrl.config.schema import Config
 from mrl.controller.colocation import ENGINES, ColocatedRoles
+from mrl.controller.plan_fp8 import is_fp8
 from mrl.controller.plan_models import ModelPlan
 from mrl.rollout.engines.server_args import adapter_args
 
@@ -42,6 +43,11 @@ def check_adapter_sync(config: Config, actor: ModelPlan) -> None:
         raise ValueError(f"{KEY}: lora.rank=0, so there are no adapters; set lora.rank, or leave weight_sync.lora out.")
     for key, reason in _conflicts(config):
         raise ValueError(f"{KEY} with {key}: {reason}; leave one of the two keys out.")
+    if actor.arch.vision is not None or actor.arch.has_recurrent_layers:
+        kind = "image models" if actor.arch.vision is not None else "models with gated delta nets"
+        raise ValueError(
+            f"{KEY} with model.path={config.model.path}: mrl sends no adapters to engines of {kind}; use weight_sync.lora=merged."
+        )
     served = ATTENTION if actor.arch.num_experts else (*ATTENTION, *MLP)
     matrices = adapted(config, actor)
     if unserved := [name for name in matrices if name not in served]:
@@ -74,6 +80,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "weight_sync.delta=true", "each push sends the whole adapters"
     if sync.pause_mode != PauseMode.retract:
         yield f"weight_sync.pause_mode={sync.pause_mode}", "a push does not pause requests, which keep their adapters"
+    if is_fp8(config):
+        yield "sglang.quantization=fp8", "engines in FP8 start with random weights, and a push sends only adapters"
     if config.sglang.get("enable_dp_attention"):
         yield "sglang.enable_dp_attention=true", "SGLang then loads no adapters while it runs"
 

@@ -32,6 +32,11 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
             f"{prefix} with model.path={config.model.path}: engines in FP8 start with random weights, and trainers do not send "
             "the vision tower of an image model; leave sglang.quantization out, or use a language model."
         )
+    if arch.has_recurrent_layers:
+        raise ValueError(
+            f"{prefix} with model.path={config.model.path}: trainers send the weights of gated delta nets only in model.dtype; "
+            "leave sglang.quantization out."
+        )
     if config.weight_sync.transport == Transport.disk:
         raise ValueError(
             f"{prefix}: trainers send weights in FP8 only to engines that the run starts, and weight_sync.transport=disk writes "

@@ -25,7 +25,7 @@ from models.megatron_overrides import (
 )
 from mrl.algorithms.distillation import TEACHER_OUTPUTS
 from mrl.config.instantiate import instantiate_callable
-from mrl.config.process_schema import RoleConfig, Transport
+from mrl.config.process_schema import LoraSync, RoleConfig, Transport
 from mrl.config.schema import Config
 from mrl.config.validate import roles_of, teachers_of, token_budgets
 from mrl.controller.plan_fp8 import check_fp8_engines, is_fp8
@@ -121,6 +121,10 @@ def plan_model(
         )
     if config.lora.rank and not section:
         _check_lora(config, hf, arch, head)
+    if arch.has_recurrent_layers and (fp8 := config.megatron.get("fp8")):
+        raise ValueError(
+            f"megatron.fp8={fp8}: trainers compute gated delta nets only in model.dtype; leave the key out."
+        )
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     if not section:
         _check_vision(config, arch)
@@ -352,8 +356,9 @@ def _engines_use_cpus(config: Config) -> bool:
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:
     """Return the transport of the weights between GPUs, and the locations of all trainer ranks and of all engine ranks.
 
-    The trainer ranks are those of the actor. Raises ValueError if the weights cannot travel between these GPUs, or if an engine
-    would have different numbers of GPUs on its nodes. When the run starts, it applies the same rules to the actual GPUs
+    The trainer ranks are those of the actor. The transport is also disk if the weight sync sends only adapters, in HTTP requests.
+    Raises ValueError if the weights cannot travel between these GPUs, or if an engine would have different numbers of GPUs on its
+    nodes. When the run starts, it applies the same rules to the actual GPUs
     (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).
     """
     senders, receivers = (
@@ -361,8 +366,8 @@ def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[P
     )
     if receivers:
         _check_nodes_of_engines(receivers, devices.pools.by_role["engines"].demands["engines"].tp_size)
-    requested = config.weight_sync.transport
-    if requested == Transport.disk or not receivers:
+    requested, only_adapters = config.weight_sync.transport, config.weight_sync.lora == LoraSync.adapter
+    if requested == Transport.disk or only_adapters or not receivers:
         return Transport.disk, senders, receivers
     return choose_transport(requested, senders, receivers), senders, receivers
 

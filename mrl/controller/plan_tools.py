@@ -87,10 +87,10 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
             "adapters; leave the key out."
         )
     plan = plan_parity(config)
-    if plan.arch.vision is not None:
+    if plan.arch.vision is not None or plan.arch.has_recurrent_layers:
         raise ValueError(
-            f"model.path={config.model.path}: mrl certify engine compares only language models; for an image model, look at "
-            "mismatch/logprob_abs_max of a run."
+            f"model.path={config.model.path}: mrl certify engine compares only language models with attention in every layer; "
+            "for other models, look at mismatch/logprob_abs_max of a run."
         )
     longest = config.certify.prompt_tokens + config.certify.response_tokens
     if longest >= plan.context:

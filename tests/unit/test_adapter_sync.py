@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,15 @@ from http_engines import AdapterEngine, HttpEngine, engine_pool
 from scripted_lifecycle import scripted_lifecycle
 from tiny_families import make_family
 
+from models.architecture import VisionTower
 from mrl.commands import plan as plan_command
 from mrl.config import hydra_entry
+from mrl.config.process_schema import ClusterConfig, LoraSync, WeightSyncConfig
 from mrl.controller.plan_adapters import adapter_server_args, check_adapter_sync, check_shared_devices
-from mrl.controller.plan_models import plan_model
+from mrl.controller.plan_models import check_planned_transport, plan_model
 from mrl.controller.plan_tools import plan_sync
 from mrl.core.types import SyncReport
+from mrl.placement.resource_pools import SlotDemand, make_pools
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engine_pool import NoEngineError
 from mrl.rollout.engines.server_args import check_synced_args
@@ -205,6 +209,7 @@ def planned(folder, tmp_path, *overrides):
         (["weight_sync.transport=disk"], r"with weight_sync.transport=disk: the adapters travel in HTTP"),
         (["weight_sync.delta=true"], r"with weight_sync.delta=true: each push sends the whole"),
         (["weight_sync.pause_mode=in_place"], r"with weight_sync.pause_mode=in_place: a push does not pause"),
+        (["+sglang.quantization=fp8"], r"with sglang.quantization=fp8: engines in FP8 start with random weights"),
         (["+sglang.enable_dp_attention=true"], r"with sglang.enable_dp_attention=true: SGLang then loads no"),
         (["lora.targets=[q_proj,o_proj]"], r"adapters of q_proj only together with adapters of v_proj; add v_proj"),
         (["lora.targets=[k_proj,v_proj]"], r"adapters of k_proj only together with adapters of q_proj"),
@@ -230,6 +235,30 @@ def test_matrices_that_sglang_cannot_adapt_are_refused(models, tmp_path):
     check_adapter_sync(*planned(models["qwen3_moe"], tmp_path, "lora.targets=[q_proj,v_proj]"))
     check_adapter_sync(*planned(models["qwen3"], tmp_path))
     check_adapter_sync(*planned(models["deepseek_v3"], tmp_path, "weight_sync.lora=merged"))
+
+
+def test_models_whose_engines_get_no_adapters_are_refused(models, tmp_path):
+    config, actor = planned(models["qwen3"], tmp_path)
+    tower = VisionTower("tower", {}, image_token=1, merge_size=2, rope_axes=(), repeats={})
+    recurrent = actor.arch.transformer | dict(linear_attention_freq=[1, 0])
+    for changed, kind in (
+        (dict(vision=tower), "image models"),
+        (dict(transformer=recurrent), "models with gated delta"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"mrl sends no adapters to engines of {kind}.*; use weight_sync.lora=merged"
+        ):
+            check_adapter_sync(config, replace(actor, arch=replace(actor.arch, **changed)))
+
+
+def test_adapters_also_reach_engines_that_weights_on_gpus_cannot_reach():
+    pools = make_pools({"all": ["actor", "engines"]}, {"actor": SlotDemand(1), "engines": SlotDemand(2)})
+    merged = SimpleNamespace(weight_sync=WeightSyncConfig(), cluster=ClusterConfig(gpus_per_node=2))
+    with pytest.raises(ValueError, match="1 of 2 engine ranks share their GPUs"):
+        check_planned_transport(merged, pools)
+    check_planned_transport(
+        SimpleNamespace(**vars(merged) | dict(weight_sync=WeightSyncConfig(lora=LoraSync.adapter))), pools
+    )
 
 
 def test_settings_that_hinder_colocated_engines_are_refused(models, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from planned_runs import FULL, config_of, folder_of, memory_of
 from mrl.commands import plan
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
+from mrl.controller import plan_tools
 from mrl.controller.memory_check import MemoryEstimator, advise
-from mrl.controller.plan_models import engine_topology
+from mrl.controller.plan_models import engine_topology, plan_model
 from mrl.data.synthetic_tasks import make_doubling_task
-from mrl.planner.run_memory import GIB, kv_bytes
+from mrl.planner.engine_memory import kv_bytes
+from mrl.planner.run_memory import GIB
 from mrl.weight_sync.engine_layout import Topology
 
 GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
@@ -36,6 +39,7 @@ EXPERIMENTS = sorted(
     if not re.search(r"^  path: (?!\$)", path.read_text(), re.MULTILINE)
 )
 PPO = "{_target_: mrl.algorithms.losses.PPOClip}"
+LAYOUT = ["cluster=h100", "parallel.tp=4", "parallel.dp=2"]
 SHARED = ["cluster=h100", "placement=colocated", "rollout.engine_tp=4", "rollout.num_engines=2"]
 TRAINED = ["parallel.tp=4", "parallel.ep=8", "parallel.etp=1", "parallel.dp=2"]
 
@@ -213,17 +217,34 @@ def test_only_the_memory_is_printed_as_json(capsys):
 
 @pytest.mark.parametrize("model", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B"])
 def test_engines_of_gated_delta_nets_need_gpus(tmp_path, model):
-    layout = ["cluster=h100", "parallel.tp=4", "parallel.dp=2"]
-    config = config_of(model, tmp_path, *layout, "rollout.engine_tp=4")
+    config = config_of(model, tmp_path, *LAYOUT, "rollout.engine_tp=4")
     actor = MemoryEstimator.of(config).models["actor"]
     assert engine_topology(config, actor).tp == 4
     with pytest.raises(
         ValueError, match=r"SGLang 0.5.23 has no kernels for \w+ on a CPU; use GPUs, or train .* mrl sft"
     ):
-        engine_topology(config_of(model, tmp_path, *layout, "sglang.device=cpu"), actor)
+        engine_topology(config_of(model, tmp_path, *LAYOUT, "sglang.device=cpu"), actor)
+
+
+def test_gated_delta_nets_are_not_computed_in_fp8(tmp_path):
+    fp8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=mxfp8"]
+    with pytest.raises(
+        ValueError, match=r"megatron\.fp8=hybrid: trainers compute gated delta nets only in model\.dtype"
+    ):
+        MemoryEstimator.of(config_of("Qwen3.5-27B", tmp_path, *LAYOUT, *fp8))
+
+
+def test_mrl_certify_engine_refuses_gated_delta_nets(tmp_path, monkeypatch):
+    config = config_of("Qwen3.5-27B", tmp_path, *LAYOUT)
+    plan_of = partial(plan_model, path=config.model.path, weights=False)
+    monkeypatch.setattr(plan_tools, "plan_parity", plan_of)
+    with pytest.raises(
+        ValueError, match="mrl certify engine compares only language models with attention in every layer"
+    ):
+        plan_tools.plan_engine_check(config)
 
 
 def test_a_model_with_gated_delta_nets_caches_keys_only_in_its_other_layers(tmp_path):
-    config = config_of("Qwen3.5-27B", tmp_path, "cluster=h100", "parallel.tp=4", "parallel.dp=2", "rollout.engine_tp=4")
+    config = config_of("Qwen3.5-27B", tmp_path, *LAYOUT, "rollout.engine_tp=4")
     shape = MemoryEstimator.of(config).shapes["actor"]
     assert kv_bytes(shape, Topology(4), 2) == 16 * 2 * 256 * 2, "one of four key heads in 16 of 64 layers"
