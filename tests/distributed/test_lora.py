@@ -160,7 +160,11 @@ def test_gradients_of_a_dense_actor(run_ranks, expected, dims):
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", [ONE, ParallelDims(tp=2, pp=2)], ids=str)
 @pytest.mark.parametrize(
-    "kind", ["tied", "biased", "moe", "glm", "deepseek", "gemma", "olmo2", "olmo3", "minimax", "phi"]
+    "kind",
+    [
+        *("tied", "biased", "moe", "glm", "deepseek", "gemma", "olmo2", "olmo3", "minimax", "phi"),
+        *("recurrent", "recurrent_biased", "recurrent_moe"),
+    ],
 )
 def test_gradients_of_other_families(run_ranks, expected, kind, dims):
     from mrl.workers.trace_comparison import StepTrace

@@ -28,7 +28,7 @@ LORA = LoraConfig(rank=2, alpha=4.0)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """`models[name]` -> folder of a tiny model."""
-    names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2", "phi3", "olmo2")
+    names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2", "phi3", "olmo2", "qwen3_5", "qwen3_next")
     return {name: make_family(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
@@ -68,6 +68,9 @@ def test_the_spec_of_a_trained_actor_has_the_adapters_and_other_models_have_none
         ("phi3", {"o_proj", "down_proj"}),
         ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
                          "down_proj"}),
+        ("qwen3_5", {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("qwen3_next", {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "gate_proj",
+                        "up_proj", "down_proj"}),
     ],
 )  # fmt: skip
 def test_linear_layers_outside_the_routed_experts_can_have_adapters(models, name, expected):
@@ -109,6 +112,18 @@ def test_a_tensor_with_several_matrices_has_no_adapter(models):
     with pytest.raises(ValueError, match=r"lora.targets: qkv_proj is not a linear layer .* from o_proj, down_proj"):
         check_lora(replace(LORA, targets=["qkv_proj", "o_proj"]), family, arch)
     check_lora(replace(LORA, targets=["o_proj", "down_proj"]), family, arch)
+
+
+def test_tensors_that_trainers_store_with_several_matrices_have_no_adapters(models):
+    family, arch = read(models["qwen3_5"])
+    with pytest.raises(
+        ValueError, match=r"in_proj_qkv, in_proj_z, in_proj_b, in_proj_a cannot have .*; set lora.targets"
+    ):
+        check_lora(LORA, family, arch)
+    with pytest.raises(ValueError, match="layer 0 has none of these matrices"):
+        check_lora(replace(LORA, targets=["q_proj", "v_proj"]), family, arch)
+    check_lora(replace(LORA, targets=["q_proj", "v_proj", "out_proj"]), family, arch)
+    check_lora(LORA, *read(models["qwen3_next"]))
 
 
 def test_every_layer_needs_an_adapter(models):
