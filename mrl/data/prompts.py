@@ -208,7 +208,7 @@ class PromptDataset:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A checked row, before it is tokenised."""
+    """A checked row, before it is tokenized."""
 
     number: int  # row number in the file
     example: PromptExample
