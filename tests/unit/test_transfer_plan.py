@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tiny_families import FAMILIES
+from tiny_families import SIZES as TINY_SIZES
 
 from models.architecture import Architecture
 from models.conversion.mapping import Box
@@ -15,6 +17,8 @@ from models.families.minimax_m2 import MINIMAX_M2
 from models.families.mixtral import MIXTRAL
 from models.families.phi3 import PHI3
 from models.families.qwen import QWEN3, QWEN3_MOE
+from models.families.qwen3_next import QWEN3_5, QWEN3_NEXT
+from models.hf_config import HFConfig
 from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineLayout, Topology
 from mrl.weight_sync.transfer_plan import (
     Bucket,
@@ -150,6 +154,33 @@ def test_the_router_of_minimax_is_float32():
         "gate.weight",
         "e_score_correction_bias",
     }
+
+
+def recurrent(family, name) -> Architecture:
+    """Return a tiny model with a gated delta net in layer 0 and attention in layer 1."""
+    return family.read(
+        HFConfig("config.json", TINY_SIZES | FAMILIES[name][1] | dict(architectures=[family.architecture]))
+    )
+
+
+@pytest.mark.parametrize(("family", "name"), [(QWEN3_5, "qwen3_5"), (QWEN3_NEXT, "qwen3_next")])
+def test_the_decays_of_gated_delta_nets_are_float32(family, name):
+    layout = EngineLayout.of(family, recurrent(family, name), Topology(2))
+    in_float32 = [param for param in layout.param_shapes(0) if layout.dtype_of(param, "bfloat16") == "float32"]
+    assert in_float32 == ["model.layers.0.linear_attn.A_log"]
+
+
+def test_each_rank_fuses_its_heads_of_the_projections_of_gated_delta_nets():
+    arch, block = recurrent(QWEN3_5, "qwen3_5"), "model.layers.0.linear_attn"
+    tensors, layout = tensors_of(QWEN3_5, arch), EngineLayout.of(QWEN3_5, arch, Topology(2))
+    keys, values = arch.sizes["gdn_k"], arch.sizes["gdn_v"]
+    for rank in range(2):
+        mine = engine_parameters(layout, rank, tensors)
+        sections = tensors[f"{block}.in_proj_qkv.weight"].split([keys, keys, values])
+        parts = [part.chunk(2)[rank] for part in (*sections, tensors[f"{block}.in_proj_z.weight"])]
+        assert torch.equal(mine[f"{block}.in_proj_qkvz.weight"], torch.cat(parts))
+        sections = tensors[f"{block}.conv1d.weight"].split([keys, keys, values])
+        assert torch.equal(mine[f"{block}.conv1d.weight"], torch.cat([part.chunk(2)[rank] for part in sections]))
 
 
 def test_vocabulary_rows_are_padded_before_they_are_sharded():
