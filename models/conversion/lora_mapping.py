@@ -53,8 +53,8 @@ def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
     fused = {matrix_name(name): None for row in linears if row.num_sections > 1 for name in row.hf}
     if fused and not lora.targets:
         raise ValueError(
-            f"lora.targets=[] with {family.architecture}: {', '.join(fused)} cannot have adapters, because trainers store these "
-            f"tensors together and one of them contains several matrices; set lora.targets to names from {', '.join(known)}."
+            f"lora.targets=[] with {family.architecture}: {', '.join(fused)} cannot have adapters, because trainers store "
+            f"each in a matrix with a tensor of several sections; set lora.targets to names from {', '.join(known)}."
         )
     if unknown := [name for name in lora.targets if name not in known]:
         raise ValueError(
