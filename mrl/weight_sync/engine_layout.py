@@ -22,7 +22,7 @@ EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 """SGLang's names of the embedding and of the output layer. In the Hugging Face folder of a language model, they are the same."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 """Dtype of an SGLang parameter, without "torch." -> bytes per element."""
-KV_CACHE_SCALES = (".attn.k_scale", ".attn.v_scale")
+KV_CACHE_SCALES = (".k_scale", ".v_scale")
 """Suffixes of parameters that an FP8 engine has for its KV cache. They are constants, and trainers do not send them."""
 
 

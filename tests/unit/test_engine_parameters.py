@@ -34,7 +34,11 @@ def test_an_engine_whose_parameter_has_another_dtype_is_refused():
 
 def test_an_engine_in_fp8_has_scales_of_blocks_and_constants_for_its_kv_cache():
     layout = EngineLayout.of(QWEN3, architecture(QWEN3), Topology()).with_block_scales()
-    found = reported(layout) | {"model.layers.0.self_attn.attn.k_scale": ((), "float32")}
+    # a layer of DeepSeek-V3 has two attention modules
+    constants = [
+        f"model.layers.0.self_attn.{name}" for name in ("attn.k_scale", "attn_mqa.k_scale", "attn_mha.v_scale")
+    ]
+    found = reported(layout) | dict.fromkeys(constants, ((), "float32"))
     assert found[DOWN] == ((128, 512), "float8_e4m3fn") and found[f"{DOWN}_scale_inv"] == ((1, 4), "float32")
     check_engine_parameters(layout, 0, found, "engine rank 0")
     packed = found | {f"{DOWN}_scale_inv": ((128, 1), "int32")}  # as DeepGEMM needs the scales on some GPUs
