@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
 
 from models.architecture import VISION_PREFIX, VisionTower
+from parallel.device import tensor_to_device
 from parallel.image_packing import PackedImages
 from parallel.packing import PackedSequences
 
@@ -34,6 +35,9 @@ class ImageGPTModel(GPTModel):
             f"{vision.num_features} layers get features of the vision tower, but the first stage has {len(self.decoder.layers)}"
         )
         self.visual = _build_tower(vision)
+        for parameter in self.visual.parameters():
+            # Every tensor-parallel rank computes these gradients. The order of sums differs on GPUs, so Megatron averages them.
+            parameter.average_gradients_across_tp_domain = True
         # so that parameters are in the order of their use
         for name in [name for name in self._modules if name != _TOWER]:
             self._modules[name] = self._modules.pop(name)
@@ -75,7 +79,8 @@ class ImageGPTModel(GPTModel):
 
     def _insert(self, embedded: Tensor, images: PackedImages) -> tuple[Tensor, list[Tensor]]:
         """Return the embeddings [L, 1, H] with those of the images, and the features [L, 1, H] of each layer."""
-        found = self.visual(images.pixel_values.to(embedded.dtype), grid_thw=images.grid_thw.to(embedded.device))
+        pixels = tensor_to_device(images.pixel_values.to(embedded.dtype), embedded.device)
+        found = self.visual(pixels, grid_thw=images.grid_thw.to(embedded.device))
 
         def place(onto: Tensor, outputs: Tensor) -> Tensor:
             return onto.index_copy(0, images.tokens, outputs[images.outputs].to(onto.dtype)[:, None])

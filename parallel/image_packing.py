@@ -21,7 +21,9 @@ Ints = NDArray[np.int64]
 class PackedImages:
     """All images of a pack, and the image tokens of this rank."""
 
-    pixel_values: Tensor  # [patches, values of a patch] float32
+    # [patches, values of a patch] float32; on the host, because all packs of a step exist at the same time, and only the first
+    # pipeline stage reads the pixels
+    pixel_values: Tensor
     grid_thw: Tensor  # [images, 3] number of patches along time, height and width; on the host
     tokens: Tensor  # [n] index of each image token among the L tokens of this rank
     outputs: Tensor  # [n] index of the token's embedding among the outputs of the vision tower
@@ -110,7 +112,7 @@ class SequenceImages:
             packed,
             axis_position_ids=copy_to_device(np.ascontiguousarray(self.positions[:, tokens] * is_real), device),
             images=PackedImages(
-                copy_to_device(np.concatenate(self.pixel_values), device),
+                torch.from_numpy(np.concatenate(self.pixel_values)),
                 torch.from_numpy(np.concatenate(self.grids)),
                 copy_to_device(local, device),
                 copy_to_device(outputs[local], device),

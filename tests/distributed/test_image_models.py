@@ -185,3 +185,27 @@ def test_only_a_trained_tower_changes(run_ranks, tmp_path, name):
     assert {name for name in trained if "visual" not in name} == frozen
     assert any("visual.blocks.0" in name for name in trained)
     assert set(run_ranks(ParallelDims(), gradients, tmp_path, ParallelDims(), False)[0]) == frozen
+
+
+def noisy_gradients(rank: int, folder, dims: ParallelDims) -> list[np.ndarray]:
+    """Return the reduced gradients of the tower. Before the reduction, each rank has an error of its own."""
+    from models.image_model import tower_parameters
+
+    actor = make_actor(folder, dims, train_vision=True)
+    parameters = tower_parameters(chunk.module for chunk in actor.chunks)
+    for parameter in parameters:
+        parameter.register_hook(lambda gradient: gradient + rank)
+    block, share = share_of(rank, dims, shared=True)
+    head, loss = actor.head_and_loss(CrossEntropy(), 1.0)
+    actor.accumulate_gradients(actor.micro_batches(block, share), head, loss, share, all_reduce=True)
+    return [parameter.main_grad.clone().numpy() for parameter in parameters]
+
+
+def test_tensor_parallel_ranks_have_equal_gradients_of_the_tower(run_ranks, tmp_path):
+    """Otherwise the copies of the tower drift apart, because kernels on GPUs sum in no fixed order."""
+    make_image_family("qwen3_vl", tmp_path)
+    dims = ParallelDims(tp=2)
+    first, second = run_ranks(dims, noisy_gradients, tmp_path, dims)
+    assert first
+    for mine, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(mine, other)

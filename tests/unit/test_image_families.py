@@ -1,6 +1,7 @@
 """Configs and tables of image models: every field is accounted for, and conversion is exact for every tensor of the tower."""
 
 import json
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -16,7 +17,7 @@ from models.conversion.hf_reader import check_hf_folder
 from models.families import FAMILIES, family_of
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
-from parallel.image_packing import multimodal_positions
+from parallel.image_packing import PackedImages, SequenceImages, multimodal_positions
 from parallel.rope import rope_axes
 
 NAMES = list(IMAGE_FAMILIES)
@@ -258,3 +259,22 @@ def test_interleaved_axes_alternate_at_the_beginning():
     assert rope_axes([1, 1, 2], 4, interleaved=False) == (0, 1, 2, 2)
     with pytest.raises(ValueError, match="interleaved axes need at most 2 pairs each"):
         rope_axes([2, 3, 3], 8, interleaved=True)
+
+
+@dataclass
+class Pack:
+    position_ids: torch.Tensor
+    source: np.ndarray
+    axis_position_ids: torch.Tensor | None = None
+    images: PackedImages | None = None
+
+
+def test_the_pixels_of_a_pack_stay_on_the_host():
+    """All packs of a step exist at the same time, and only the first pipeline stage reads pixels."""
+    images = SequenceImages.without_images(np.arange(4))
+    is_image = np.array([False, True, True, False])
+    images.add(slice(0, 4), is_image, np.zeros((8, 6), np.float32), np.array([[1, 2, 4]]), 2)
+    pack = Pack(torch.zeros(1, 4, device="meta", dtype=torch.long), np.arange(4))
+    found = images.pack(pack, np.arange(4))
+    assert found.images.pixel_values.device.type == "cpu" and found.images.pixel_values.shape == (8, 6)
+    assert found.images.tokens.device.type == "meta"
