@@ -63,6 +63,7 @@ class ModelOffloader:
             self._drop_gradients()
             self._state.offload(self._storages_of_state())
             self._weights.offload(_storages(_weight_tensors(self._chunks)))
+            self._drop_fp8_weights()
             self._suspend_communicators()
         else:
             self._resume_communicators()
@@ -103,6 +104,12 @@ class ModelOffloader:
             storage.resize_(nbytes)
             _bytes_of(storage).zero_()
             self._dropped_gradients.pop()
+
+    def _drop_fp8_weights(self) -> None:
+        """Free the copies of weights in FP8. Transformer Engine quantizes the weights again in the next forward pass."""
+        for chunk in self._chunks:
+            for module in chunk.module.modules():
+                getattr(module, "_fp8_workspaces", {}).clear()
 
     def _suspend_communicators(self) -> None:
         if not self._suspended:
