@@ -147,6 +147,10 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
             raise ValueError(
                 f"megatron.{name}={overrides[name]}: its buffers have a fixed size, but packs do not; leave the key out."
             )
+        if name == "fp4" and overrides[name]:
+            raise ValueError(
+                f"megatron.fp4={overrides[name]} is not supported, because mrl pads packs only for FP8; use megatron.fp8."
+            )
         if name in ("fp8_param", "fp4_param") and overrides[name]:
             raise ValueError(
                 f"megatron.{name}={overrides[name]}: checkpoints, offloading and the push of weights to engines need weights in "

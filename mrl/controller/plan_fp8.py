@@ -7,7 +7,7 @@ from typing import Any
 from models.architecture import Architecture
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
-from mrl.rollout.engines.server_args import BLOCK_FP8
+from mrl.rollout.engines.server_args import BLOCK_FP8, compute_capability
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.transfer_plan import scale_shards, trainer_shards
 from parallel.dims import ParallelDims
@@ -16,6 +16,8 @@ MODEL_KEYS = {"load_format", "json_model_override_args"}
 """Arguments with which an engine gets block scales; see `block_fp8_args`."""
 KERNEL_KEYS = ("fp8_gemm_runner_backend", "moe_runner_backend")
 """Arguments of SGLang that choose kernels for matrices in FP8."""
+FIRST_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with matrix products in FP8 (Ada)."""
 _INDEX = re.compile(r"\.\d+\.")  # index of a layer or expert in the name of a parameter
 
 
@@ -58,9 +60,17 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
 
 
 def check_fp8_device(server_args: Mapping[str, Any], arch: Architecture) -> None:
-    """Raise ValueError if engines on a CPU would have to compute a mixture of experts in FP8."""
-    if server_args.get("quantization") == BLOCK_FP8 and server_args["device"] == "cpu" and arch.num_experts:
+    """Raise ValueError if engines on this device cannot compute in FP8, or cannot receive weights in FP8."""
+    if server_args.get("quantization") != BLOCK_FP8:
+        return
+    if server_args["device"] == "cpu" and arch.num_experts:
         raise ValueError(
             f"sglang.quantization={BLOCK_FP8} with sglang.device=cpu: engines on a CPU have no experts in FP8; leave "
             "sglang.quantization out, or use a model without experts."
+        )
+    found = compute_capability() if server_args["device"] == "cuda" else None
+    if found and found < FIRST_CAPABILITY:
+        raise ValueError(
+            f"sglang.quantization={BLOCK_FP8} on GPUs of compute capability {found[0]}.{found[1]}: SGLang reorders weights for "
+            "its Marlin kernels on GPUs below 8.9, so trainers cannot send new weights; leave sglang.quantization out."
         )

@@ -179,6 +179,10 @@ def test_mrl_config_describes_keys(capsys):
         ),
         ({"fp8": "e4m3", "fp8_recipe": "custom"}, "megatron.fp8_recipe=custom: mrl does not support this recipe"),
         (
+            {"fp4": "e2m1"},
+            "megatron.fp4=e2m1 is not supported, because mrl pads packs only for FP8",
+        ),
+        (
             {"fp8_param": True},
             "megatron.fp8_param=True: checkpoints, offloading and the push of weights to engines need",
         ),

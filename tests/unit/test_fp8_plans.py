@@ -9,7 +9,7 @@ from tiny_families import make_family
 from models.conversion.fp8_blocks import SCALE_SUFFIX
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.controller import plan_tools
+from mrl.controller import plan_fp8, plan_tools
 from mrl.controller.plan_fp8 import check_fp8_device
 from mrl.controller.plan_models import engine_layout
 from mrl.weight_sync.engine_layout import ITEM_BYTES
@@ -79,6 +79,17 @@ def test_experts_in_fp8_need_a_gpu():
     check_fp8_device(dict(device="cpu"), moe)
     with pytest.raises(ValueError, match=r"engines on a CPU have no experts in FP8; leave sglang\.quantization out"):
         check_fp8_device(dict(quantization="fp8", device="cpu"), moe)
+
+
+def test_gpus_without_matrix_products_in_fp8_are_refused(monkeypatch):
+    args, arch = dict(quantization="fp8", device="cuda"), SimpleNamespace(num_experts=0)
+    for capability in (None, (8, 9), (9, 0)):
+        monkeypatch.setattr(plan_fp8, "compute_capability", lambda capability=capability: capability)
+        check_fp8_device(args, arch)
+    monkeypatch.setattr(plan_fp8, "compute_capability", lambda: (8, 0))
+    with pytest.raises(ValueError, match=r"compute capability 8\.0: SGLang reorders weights for its Marlin kernels"):
+        check_fp8_device(args, arch)
+    check_fp8_device(dict(device="cuda"), arch)
 
 
 def test_mrl_certify_engine_refuses_engines_in_fp8(tmp_path):

@@ -160,6 +160,18 @@ def has_cuda() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the first GPU, such as (9, 0); None: there is no GPU. Does not import torch."""
+    if not has_cuda():
+        return None
+    driver, found, values = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        if driver.cuDeviceGetAttribute(ctypes.byref(found), attribute, 0):
+            return None
+        values.append(found.value)
+    return values[0], values[1]
+
+
 def memory_saver_args(device: str | None = None) -> dict[str, Any]:
     """Return the ServerArgs fields that allow an engine to be offloaded. Returns an empty dict for a CPU.
 
