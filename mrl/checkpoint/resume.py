@@ -73,12 +73,16 @@ class ResumePoint:
         return xxhash.xxh3_64_hexdigest(json.dumps([settings, data_fingerprint, initial]).encode())
 
 
-_LORA_RANK = "lora_rank"
+_LORA_RANK, _TRAIN_VISION = "lora_rank", "train_vision"
 
 
-def model_sizes(arch: Architecture, lora_rank: int = 0) -> dict[str, int]:
-    """Return name -> size. These sizes must equal the sizes of the model in a checkpoint. `lora_rank`: rank of its adapters."""
-    return arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers) | {_LORA_RANK: lora_rank}
+def model_sizes(arch: Architecture, lora_rank: int = 0, train_vision: bool = False) -> dict[str, int]:
+    """Return name -> size. These sizes must equal the sizes of the model in a checkpoint.
+
+    `lora_rank`: rank of its adapters. `train_vision`: whether its vision tower is trained.
+    """
+    sizes = arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
+    return sizes | {_LORA_RANK: lora_rank, _TRAIN_VISION: int(train_vision)}
 
 
 def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
@@ -126,16 +130,25 @@ def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
         return dict(command="train", config=newest.state["config"])
 
 
-def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[str], lora_rank: int = 0) -> None:
+def check_checkpoint_fits(
+    resume: ResumePoint, arch: Architecture, models: set[str], lora_rank: int = 0, train_vision: bool = False
+) -> None:
     """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference)."""
     if resume.checkpoint is None:
         return
-    path, expected = resume.checkpoint.path, model_sizes(arch, lora_rank)
-    saved = {_LORA_RANK: 0} | resume.checkpoint.state.get("model", {})  # earlier versions of mrl had no adapters
+    path, expected = resume.checkpoint.path, model_sizes(arch, lora_rank, train_vision)
+    # earlier versions of mrl had no adapters and no vision towers
+    saved = {_LORA_RANK: 0, _TRAIN_VISION: 0} | resume.checkpoint.state.get("model", {})
     if saved[_LORA_RANK] != lora_rank:
         raise ValueError(
             f"{path}: the checkpoint has adapters of rank {saved[_LORA_RANK]} (0: all weights); set lora.rank to it, or start a "
             "new run: resume=never with another run.dir."
+        )
+    if saved[_TRAIN_VISION] != train_vision:
+        trained = str(not train_vision).lower()
+        raise ValueError(
+            f"{path}: the checkpoint is from a run with model.train_vision={trained}; set the key to it, or start a new run: "
+            "resume=never with another run.dir."
         )
     different = [
         f"{name} {saved.get(name)} instead of {size}" for name, size in expected.items() if saved.get(name) != size

@@ -455,7 +455,7 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
             config.keep_last_exports,
         ),
         notes=dict(
-            model=model_sizes(plan.arch, plan.config.lora.rank),
+            model=model_sizes(plan.arch, plan.config.lora.rank, plan.config.model.train_vision),
             layout=vars(plan.dims),
             config=config_as_json(plan.config),
         ),

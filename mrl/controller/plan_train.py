@@ -30,7 +30,13 @@ from mrl.controller.plan_models import (
     make_input_files,
     plan_models,
 )
-from mrl.controller.plan_prompts import check_readers_of_images, load_prompt_datasets, plan_evaluations
+from mrl.controller.plan_prompts import (
+    check_image_engines,
+    check_readers_of_images,
+    image_args,
+    load_prompt_datasets,
+    plan_evaluations,
+)
 from mrl.controller.plan_step_data import (
     check_epochs,
     check_sampling,
@@ -179,7 +185,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     others = {role: model for role, model in models.items() if role != "actor"}
     parts = {"actor", *({"critic"} & others.keys())}
     parts |= {"reference"} if actor_holds_reference(algorithm.needs, others) else set()
-    check_checkpoint_fits(resume, actor.arch, parts, config.lora.rank)
+    check_checkpoint_fits(resume, actor.arch, parts, config.lora.rank, config.model.train_vision)
     check_pickles(resume, parts)
     _check_prompt_position(resume, prompt_stream(config, train, rules))
     plan = TrainPlan(
@@ -188,7 +194,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_image_args(actor)
+        server_args=image_args(actor)
         | adapter_server_args(config, actor)
         | _server_args(config, actor.context, sampling, evaluations),
         sampling=sampling,
@@ -213,6 +219,7 @@ def _check_whole_plan(plan: TrainPlan) -> None:
     check_profile(config, max(model.dims.world_size for model in plan.models.values()), plan.num_steps)
     check_time_sharing(config, plan.colocated_roles)
     check_shared_devices(config, plan.colocated_roles)
+    check_image_engines(config, plan.arch, plan.colocated_roles)
     rewards = {"reward": plan.reward}
     rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(plan.evaluations).items()}
     teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()
@@ -461,11 +468,6 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
         )
     agent.prepare(load_tokenizer(actor.model_path, chat_template(config)), config.data.template_args)
     return agent
-
-
-def _image_args(actor: ModelPlan) -> dict[str, Any]:
-    """Return server arguments of an image model, with which SGLang interpolates position embeddings as transformers does."""
-    return dict(enable_precise_embedding_interpolation=True) if actor.arch.vision else {}
 
 
 def _server_args(

@@ -11,6 +11,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +24,8 @@ from mrl.data.tokenizer import Messages
 
 PLACEHOLDER = "<image>"
 """Text in the messages of a prompt that stands for the next image of the row."""
+PROCESSOR_BACKEND = "pil"
+"""Backend of the image processor in trainers and engines. The other one, torchvision, resizes images differently on a GPU."""
 _EXPECTED = "a path, the bytes of an image file, or an object with bytes or path"
 
 
@@ -43,13 +46,20 @@ class ImageFile:
 
         return Image.open(io.BytesIO(self.read())).convert("RGB")
 
-    def base64(self) -> str:
-        """Return the file as a text in base64, as SGLang expects images in a request."""
-        return base64.b64encode(self.read()).decode()
+    def data_url(self) -> str:
+        """Return the pixels as a PNG file in a data URL, for a request to SGLang.
+
+        SGLang (0.5.23) takes a text that begins with "/" for a path, and JPEG files in base64 begin so. On a GPU, it decodes JPEG
+        files with nvJPEG, which gives other pixels than PIL.
+        """
+        image, file = self.open(), io.BytesIO()
+        image.info.clear()  # orientation and color profile, which the trainer does not read either
+        image.save(file, format="PNG", compress_level=1)
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
     def digest(self) -> bytes:
-        """Return a hash of the bytes, or of the path if the image is a file on the disk."""
-        return hashlib.blake2b(self.path.encode() if self.content is None else self.content, digest_size=16).digest()
+        """Return a hash of the bytes of the file."""
+        return hashlib.blake2b(self.read(), digest_size=16).digest()
 
 
 def read_images(value: Any, column: str, folder: Path) -> tuple[ImageFile, ...]:
@@ -69,6 +79,8 @@ def _read_image(value: Any, name: str, folder: Path) -> ImageFile:
         value = content if content is not None else path
     if isinstance(value, bytes | bytearray):
         return ImageFile("", bytes(value))
+    if isinstance(value, str) and value.startswith(("http://", "https://", "data:")):
+        raise RowError(name, f"URLs are not read; expected {_EXPECTED}, got {value!r:.80}.")
     if isinstance(value, str) and value:
         return ImageFile(str((folder / value).resolve()))
     if hasattr(value, "save") and hasattr(value, "getbands"):  # a PIL image, as user-defined data sets may return it
@@ -138,7 +150,7 @@ def _parts(text: str) -> Iterator[dict[str, str]]:
 class RequestImages:
     """The images of one prompt in a request to an engine."""
 
-    files: tuple[str, ...]  # image files in base64
+    files: tuple[str, ...]  # data URLs, see ImageFile.data_url
     image_token: int  # id of the image token
 
     def request_tokens(self, prompt: Sequence[int]) -> list[int]:
@@ -152,12 +164,17 @@ def _image_processor(folder: str) -> Any:
     from transformers import AutoImageProcessor  # imports torch and torchvision
 
     try:
-        return AutoImageProcessor.from_pretrained(folder)
+        return AutoImageProcessor.from_pretrained(folder, backend=PROCESSOR_BACKEND)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(
             f"model.path={folder}: the image processor of the model cannot be loaded ({error}); the folder of an image model has "
             "the file preprocessor_config.json or processor_config.json."
         ) from error
+
+
+def processor_settings(folder: str | Path) -> dict[str, Any]:
+    """Return the settings of the image processor of the model in this folder."""
+    return _image_processor(str(Path(folder).resolve())).to_dict()
 
 
 @dataclass(frozen=True)
@@ -191,7 +208,7 @@ class ImagePrompts:
     def expand(self, ids: Sequence[int], counts: Sequence[int], column: str) -> list[int]:
         """Return the token ids with the image token of image i repeated `counts[i]` times.
 
-        Raises RowError if the number of image tokens in `ids` is not the number of images.
+        Raises RowError if the number of image tokens in `ids` is not the number of images, or if two of them are neighbors.
         """
         found = sum(token == self.image_token for token in ids)
         if found != len(counts):
@@ -199,6 +216,12 @@ class ImagePrompts:
                 column,
                 f"the rendered prompt has {found} image tokens (id {self.image_token}) for {len(counts)} images; the chat "
                 "template must write one for each image, and texts must not contain it.",
+            )
+        if any(pair == (self.image_token, self.image_token) for pair in pairwise(ids)):
+            raise RowError(
+                column,
+                f"the rendered prompt has two image tokens (id {self.image_token}) between which there is no token, and SGLang "
+                "reads them as one image; use a chat template that separates images.",
             )
         remaining, expanded = iter(counts), list[int]()
         for token in ids:

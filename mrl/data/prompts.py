@@ -141,7 +141,7 @@ class PromptDataset:
         if not images:
             return None
         assert self.image_prompts is not None, "`load` omits rows with images if the model reads no images"
-        return RequestImages(tuple(image.base64() for image in images), self.image_prompts.image_token)
+        return RequestImages(tuple(image.data_url() for image in images), self.image_prompts.image_token)
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each response, without special tokens."""

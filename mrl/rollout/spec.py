@@ -35,6 +35,7 @@ class ServerGroup:
     timeline: bool = False  # whether the servers record spans (parallel.spans)
     # `slots(i)` returns the device slots of the server with index i. None: servers are children of the pool's process.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables of the servers
 
 
 class PoolSettings(Protocol):
@@ -136,6 +137,7 @@ class RolloutSpec:
     logprobs: bool = True  # whether engines return log-probabilities, which training needs
     routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
+    engine_env: Mapping[str, str] = field(default_factory=dict)  # environment variables of the engines
     # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
     served: tuple[ServerGroup, ...] = ()  # for each served model of the key `roles`, its servers
@@ -156,6 +158,7 @@ class RolloutSpec:
             external_urls=self.engine_urls,
             timeline=self.timeline,
             slots=self.slots,
+            env=self.engine_env,
         )
 
     @property

@@ -11,7 +11,16 @@ from models.hf_config import HFConfig
 from mrl.config import hydra_entry
 from mrl.config.instantiate import instantiate_callable
 from mrl.controller.plan_models import engine_layout, plan_model
-from mrl.controller.plan_prompts import check_readers_of_images, load_prompt_datasets, plan_evaluations
+from mrl.controller.plan_prompts import (
+    check_image_engines,
+    check_readers_of_images,
+    image_args,
+    image_environment,
+    load_prompt_datasets,
+    plan_evaluations,
+)
+from mrl.controller.plan_train import plan_training
+from mrl.controller.processes import rollout_spec
 from mrl.data.images import RequestImages
 from mrl.data.shapes_task import make_shapes_task
 from mrl.planner.model_shape import ModelShape
@@ -66,6 +75,66 @@ def test_a_model_without_a_tower_cannot_read_the_prompts(inputs, tmp_path):
     blind = replace(actor, arch=replace(actor.arch, vision=None))
     with pytest.raises(ValueError, match=r"critic.path=.*the model does not read the images of the actor's prompts"):
         check_readers_of_images(config, {"actor": actor, "critic": blind}, train)
+
+
+def test_a_critic_must_read_images_as_the_actor_does(inputs, tmp_path):
+    import json
+    import shutil
+
+    config, actor, (train, _) = plan(inputs, tmp_path)
+    vision = actor.arch.vision
+    other_family = replace(actor, arch=replace(actor.arch, vision=replace(vision, model_type="qwen2_5_vl_vision")))
+    folder = tmp_path / "resized"
+    shutil.copytree(actor.model_path, folder)
+    for path in folder.glob("*processor_config.json"):
+        path.write_text(json.dumps(_with_size(json.loads(path.read_text()), 16 * 16 * 4)))
+    copied = tmp_path / "copied"
+    shutil.copytree(actor.model_path, copied)
+    check_readers_of_images(config, {"actor": actor, "critic": replace(actor, model_path=str(copied))}, train)
+    for critic in (other_family, replace(actor, model_path=str(folder))):
+        with pytest.raises(
+            ValueError, match=r"critic.path=.*the model does not read the images of the actor's prompts"
+        ):
+            check_readers_of_images(config, {"actor": actor, "critic": critic}, train)
+
+
+def _with_size(value, shortest):
+    """Return the settings of processors with another smallest size of images."""
+    if not isinstance(value, dict):
+        return value
+    return {k: v | dict(shortest_edge=shortest) if k == "size" else _with_size(v, shortest) for k, v in value.items()}
+
+
+def test_engines_compute_pixels_as_trainers_and_keep_no_outputs_of_a_trained_tower(inputs, tmp_path):
+    config, actor, _ = plan(inputs, tmp_path)
+    assert image_args(actor)["image_processor_backend"] == "pil"
+    assert image_args(replace(actor, arch=replace(actor.arch, vision=None))) == {}
+    assert image_environment(config) == {}
+    trained = config_of(inputs, tmp_path, "model.train_vision=true")
+    assert image_environment(trained) == {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+
+
+def test_settings_with_which_engines_lose_the_tower_or_read_other_pixels_are_refused(inputs, tmp_path):
+    shared = frozenset([frozenset(["actor", "engines"])])
+    config, actor, _ = plan(inputs, tmp_path, "+sglang.enable_weights_cpu_backup=false")
+    check_image_engines(config, actor.arch, frozenset())
+    check_image_engines(config, replace(actor.arch, vision=None), shared)
+    with pytest.raises(ValueError, match=r"enable_weights_cpu_backup=false: .* do not send the vision tower"):
+        check_image_engines(config, actor.arch, shared)
+    config = config_of(inputs, tmp_path, "+sglang.image_processor_backend=torchvision")
+    with pytest.raises(ValueError, match=r"image_processor_backend=torchvision: trainers compute pixels with pil"):
+        check_image_engines(config, actor.arch, frozenset())
+
+
+def test_colocated_engines_keep_the_tower_on_the_host(inputs, tmp_path):
+    """The engines of this plan would run on GPUs, and they share them with the trainer."""
+    found = []
+    for overrides in ([], ["model.train_vision=true", "weight_sync.transport=disk"]):
+        argv = ["placement=colocated", *overrides]
+        planned = plan_training(config_of(inputs, tmp_path, *argv))
+        spec = rollout_spec(replace(planned, server_args=planned.server_args | dict(device="cuda")), "run")
+        found.append((spec.server_args["enable_weights_cpu_backup"], dict(spec.engine_group.env)))
+    assert found == [(True, {}), (True, {"SGLANG_VLM_CACHE_SIZE_MB": "0"})]
 
 
 @pytest.mark.parametrize(

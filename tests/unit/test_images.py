@@ -56,6 +56,15 @@ def jpeg() -> bytes:
     return file.getvalue()
 
 
+def from_data_url(url: str):
+    """Return the image in the data URL of a PNG file."""
+    from PIL import Image
+
+    head, _, content = url.partition(",")
+    assert head == "data:image/png;base64"
+    return Image.open(io.BytesIO(base64.b64decode(content, validate=True)))
+
+
 def row(text="<image>?", images=(), **changed):
     problem = shapes_problem(random.Random(0))
     return problem | dict(prompt=[{"role": "user", "content": text}], images=list(images), videos=[]) | changed
@@ -64,13 +73,14 @@ def row(text="<image>?", images=(), **changed):
 def test_tokens_and_pixels_are_those_of_the_processor(model, tmp_path):
     """One row has two images of different sizes with text between them, one row has one image, and one row has none."""
     from PIL import Image
-    from transformers import AutoProcessor
+    from transformers import AutoImageProcessor, AutoProcessor
 
     files = [png(48, 32), png(20, 70), png(64, 64)]
     image = [{"bytes": file, "path": None} for file in files]
     data = load(model, tmp_path, [row("a<image>b<image>c", image[:2]), row("<image>", image[2:]), row("none", [])])
     assert len(data) == 3 and data.has_images
     processor = AutoProcessor.from_pretrained(model)
+    processor.image_processor = AutoImageProcessor.from_pretrained(model, backend="pil")
     parts = [
         [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
         + [{"type": "text", "text": "c"}],
@@ -86,9 +96,40 @@ def test_tokens_and_pixels_are_those_of_the_processor(model, tmp_path):
         np.testing.assert_array_equal(found.grid_thw, expected["image_grid_thw"])
         assert data.encode(number).count(image_token(model)) == found.grid_thw.prod(1).sum() // 4
         request = data.request_images(number)
-        assert [base64.b64decode(file) for file in request.files] == own
+        sent = [from_data_url(url) for url in request.files]
+        assert [image.tobytes() for image in sent] == [image.convert("RGB").tobytes() for image in pictures]
         assert processor.decode(request.request_tokens(data.encode(number))) == text
     assert data.image_inputs(2) is None and data.request_images(2) is None
+
+
+def test_a_jpeg_file_is_sent_as_a_png_file_with_the_same_pixels():
+    """JPEG files in base64 begin with "/", and SGLang would take them for paths. It turns images as their metadata say."""
+    from PIL import Image
+
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # orientation: turned by 90 degrees
+    Image.open(io.BytesIO(jpeg())).crop((0, 0, 64, 32)).save(file, format="JPEG", exif=exif)
+    image = ImageFile("", file.getvalue())
+    sent = from_data_url(image.data_url())
+    assert (sent.format, sent.mode, sent.size) == ("PNG", "RGB", (64, 32)) and not sent.getexif()
+    assert sent.tobytes() == image.open().tobytes()
+
+
+def test_the_digest_of_an_image_file_depends_on_its_content(tmp_path):
+    image = ImageFile(str(tmp_path / "a.png"))
+    (tmp_path / "a.png").write_bytes(png())
+    before = image.digest()
+    assert before == ImageFile("", png()).digest()
+    (tmp_path / "a.png").write_bytes(jpeg())
+    assert image.digest() != before
+
+
+def test_images_without_a_token_between_them_are_refused():
+    """SGLang reads a run of image tokens as one image."""
+    prompts = ImagePrompts("folder", 9, 2)
+    assert prompts.expand([9, 1, 9], [2, 1], "prompt") == [9, 9, 1, 9]
+    with pytest.raises(RowError, match=r"two image tokens .* between which there is no token"):
+        prompts.expand([1, 9, 9], [2, 1], "prompt")
 
 
 def test_images_are_paths_bytes_or_objects(tmp_path):
@@ -103,6 +144,8 @@ def test_images_are_paths_bytes_or_objects(tmp_path):
     assert read_images(None, "images", tmp_path) == ()
     with pytest.raises(RowError, match=r"images\[1\].*expected a path, the bytes of an image file"):
         read_images([png(), 3], "images", tmp_path)
+    with pytest.raises(RowError, match=r"images\[0\].*URLs are not read"):
+        read_images("https://example.com/a.png", "images", tmp_path)
 
 
 @pytest.mark.parametrize(

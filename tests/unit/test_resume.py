@@ -215,6 +215,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_differing_sizes_are_na
         ValueError, match=rf"another model \(vocabulary {arch.vocab_size} instead of {arch.vocab_size + 8}\)"
     ):
         check_checkpoint_fits(resume, replace(arch, vocab_size=arch.vocab_size + 8), {"actor"})
+    with pytest.raises(ValueError, match=r"from a run with model\.train_vision=false; set the key to it"):
+        check_checkpoint_fits(resume, arch, {"actor"}, train_vision=True)
     with pytest.raises(ValueError, match="has no critic, which this algorithm needs"):
         check_checkpoint_fits(resume, arch, {"actor", "critic"})
     assert resume.checkpoint
