@@ -11,10 +11,12 @@ from typing import Any
 import xxhash
 
 from models.architecture import Architecture
+from models.conversion.hf_reader import weights_fingerprint
 from mrl.checkpoint.run_dir import check_unused, read_run_record
 from mrl.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json, flatten_config
+from parallel.trainer_config import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -73,16 +75,22 @@ class ResumePoint:
         return xxhash.xxh3_64_hexdigest(json.dumps([settings, data_fingerprint, initial]).encode())
 
 
-_LORA_RANK, _TRAIN_VISION = "lora_rank", "train_vision"
+_LORA_RANK, _LORA_ALPHA, _LORA_BASE, _TRAIN_VISION = "lora_rank", "lora_alpha", "lora_base", "train_vision"
 
 
-def model_sizes(arch: Architecture, lora_rank: int = 0, train_vision: bool = False) -> dict[str, int]:
-    """Return name -> size. These sizes must equal the sizes of the model in a checkpoint.
+def model_identity(
+    arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False
+) -> dict[str, int | float | str]:
+    """Return name -> value. A checkpoint fits a model only if all these values are equal: sizes, and what the checkpoint lacks.
 
-    `lora_rank`: rank of its adapters. `train_vision`: whether its vision tower is trained.
+    A checkpoint of LoRA adapters has neither the weights of the base model, in the folder `model_path`, nor the scale of the
+    adapters. `train_vision`: whether the vision tower is trained.
     """
-    sizes = arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
-    return sizes | {_LORA_RANK: lora_rank, _TRAIN_VISION: int(train_vision)}
+    identity = arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
+    identity |= {_LORA_RANK: lora.rank, _TRAIN_VISION: int(train_vision)}
+    if not lora.rank:
+        return identity
+    return identity | {_LORA_ALPHA: lora.alpha, _LORA_BASE: weights_fingerprint(model_path)}
 
 
 def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
@@ -130,33 +138,32 @@ def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
         return dict(command="train", config=newest.state["config"])
 
 
-def check_checkpoint_fits(
-    resume: ResumePoint, arch: Architecture, models: set[str], lora_rank: int = 0, train_vision: bool = False
-) -> None:
-    """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference)."""
+def check_checkpoint_fits(resume: ResumePoint, expected: Mapping[str, int | float | str], models: set[str]) -> None:
+    """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference).
+
+    `expected`: `model_identity` of the run's actor.
+    """
     if resume.checkpoint is None:
         return
-    path, expected = resume.checkpoint.path, model_sizes(arch, lora_rank, train_vision)
+    path = resume.checkpoint.path
     # earlier versions of mrl had no adapters and no vision towers
     saved = {_LORA_RANK: 0, _TRAIN_VISION: 0} | resume.checkpoint.state.get("model", {})
-    if saved[_LORA_RANK] != lora_rank:
+    new_run = "or start a new run: resume=never with another run.dir."
+    for name, key in ((_LORA_RANK, "lora.rank"), (_LORA_ALPHA, "lora.alpha"), (_TRAIN_VISION, "model.train_vision")):
+        if saved.get(name) != expected.get(name):
+            value = str(bool(saved[name])).lower() if name == _TRAIN_VISION else saved.get(name)
+            raise ValueError(f"{path}: the checkpoint is from a run with {key}={value}; set the key to it, {new_run}")
+    if saved.get(_LORA_BASE) != expected.get(_LORA_BASE):
         raise ValueError(
-            f"{path}: the checkpoint has adapters of rank {saved[_LORA_RANK]} (0: all weights); set lora.rank to it, or start a "
-            "new run: resume=never with another run.dir."
-        )
-    if saved[_TRAIN_VISION] != train_vision:
-        trained = str(not train_vision).lower()
-        raise ValueError(
-            f"{path}: the checkpoint is from a run with model.train_vision={trained}; set the key to it, or start a new run: "
-            "resume=never with another run.dir."
+            f"{path}: the adapters in the checkpoint belong to a base model with other weights; set model.path to that model, "
+            f"{new_run}"
         )
     different = [
         f"{name} {saved.get(name)} instead of {size}" for name, size in expected.items() if saved.get(name) != size
     ]
     if different:
         raise ValueError(
-            f"{path}: the checkpoint belongs to another model ({'; '.join(different)}); set model.path to that model, or start a "
-            "new run: resume=never with another run.dir."
+            f"{path}: the checkpoint belongs to another model ({'; '.join(different)}); set model.path to that model, {new_run}"
         )
     if removed := sorted(models & set(resume.checkpoint.removed)):
         raise ValueError(

@@ -24,6 +24,7 @@ from models.megatron_overrides import (
     check_megatron_overrides,
 )
 from mrl.algorithms.distillation import TEACHER_OUTPUTS
+from mrl.checkpoint.resume import model_identity
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.process_schema import LoraSync, RoleConfig, Transport
 from mrl.config.schema import Config
@@ -61,6 +62,10 @@ class ModelPlan:
         """Adapters of the actor, which are then all that is trained; None: the model has no adapters."""
         is_trained_actor = self.optimizer is not None and self.head == "vocabulary"
         return self.config.lora if is_trained_actor and self.config.lora.rank else None
+
+    def identity(self) -> dict[str, int | float | str]:
+        """Return what must be equal in the run and in a checkpoint from which it resumes. See `model_identity`."""
+        return model_identity(self.arch, self.lora or LoraConfig(), self.model_path, self.config.model.train_vision)
 
     @property
     def context(self) -> int:

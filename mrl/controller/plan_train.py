@@ -185,7 +185,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     others = {role: model for role, model in models.items() if role != "actor"}
     parts = {"actor", *({"critic"} & others.keys())}
     parts |= {"reference"} if actor_holds_reference(algorithm.needs, others) else set()
-    check_checkpoint_fits(resume, actor.arch, parts, config.lora.rank, config.model.train_vision)
+    check_checkpoint_fits(resume, actor.identity(), parts)
     check_pickles(resume, parts)
     _check_prompt_position(resume, prompt_stream(config, train, rules))
     plan = TrainPlan(
