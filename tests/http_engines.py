@@ -1,14 +1,15 @@
 """Small HTTP servers that answer like SGLang and can be made to fail in ways that a real server cannot."""
 
 import asyncio
-import pickle
+import json
 import socket
 import threading
-from base64 import b64decode
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 from aiohttp import web
+from safetensors.torch import load_file
 
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.rollout.client import SamplingParams
@@ -142,14 +143,17 @@ class AdapterEngine(HttpEngine):
 
     def __init__(self, *, refuse: bool = False) -> None:
         self.refuse = refuse
-        self.loaded: dict[str, dict[str, Any]] = {}  # name -> body of the request that has loaded the adapters
+        self.loaded: dict[str, dict[str, Any]] = {}  # name -> matrices A and B by their names in PEFT
+        self.configs: dict[str, dict[str, Any]] = {}  # name -> fields of adapter_config.json
+        self.folders: dict[str, Path] = {}  # name -> folder of the loaded adapters
+        self.load_bytes: list[int] = []  # length of each request to load adapters
         self.unloaded: list[str] = []
         self.version = "0"
         super().__init__()
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/v1/models", self.models)
-        router.add_post("/load_lora_adapter_from_tensors", self.load)
+        router.add_post("/load_lora_adapter", self.load)
         router.add_post("/unload_lora_adapter", self.unload)
         router.add_post("/update_weight_version", self.set_version)
 
@@ -161,23 +165,22 @@ class AdapterEngine(HttpEngine):
         body = await request.json()
         if self.refuse:
             return web.json_response({"success": False, "error_message": "no room"}, status=400)
-        assert body["lora_name"] not in self.loaded
-        self.loaded[body["lora_name"]] = body
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        assert name not in self.loaded and all(path.is_dir() for path in self.folders.values())
+        self.load_bytes.append(request.content_length or 0)
+        self.loaded[name], self.folders[name] = load_file(folder / "adapter_model.safetensors"), folder
+        self.configs[name] = json.loads((folder / "adapter_config.json").read_text())
         return web.json_response({"success": True, "error_message": ""})
 
     async def unload(self, request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]
-        del self.loaded[name]
+        del self.loaded[name], self.folders[name]
         self.unloaded.append(name)
         return web.json_response({"success": True, "error_message": ""})
 
     async def set_version(self, request: web.Request) -> web.Response:
         self.version = (await request.json())["new_version"]
         return web.json_response({"success": True})
-
-    def matrices(self, name: str, tp_rank: int) -> dict[str, Any]:
-        """Return the matrices that a tensor-parallel rank has got for these adapters: name in PEFT -> tensor."""
-        return pickle.loads(b64decode(self.loaded[name]["serialized_named_tensors"][tp_rank]))
 
 
 def spec_of(run_dir, **settings) -> RolloutSpec:

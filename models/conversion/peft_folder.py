@@ -5,7 +5,7 @@ models.conversion.lora_mapping.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,19 +34,18 @@ _DEFAULTS: dict[str, Any] = dict(
 """The only supported value of each further field of adapter_config.json. PEFT has the same defaults."""
 
 
-def write_peft(tensors: Iterable[tuple[str, "Tensor"]], lora: LoraConfig, model_path: str, target: str | Path) -> None:
-    """Write the folder `target` with `tensors`: all matrices A and B by the names of PEFT, in any order.
+def write_peft(matrices: Mapping[str, "Tensor"], lora: LoraConfig, model_path: str, target: str | Path) -> None:
+    """Write the folder `target` with all matrices A and B, which are on the CPU, by their names in PEFT.
 
     `model_path`: folder of the base model. `target` appears when it is complete, and must not exist.
     """
     from safetensors.torch import save_file  # imports torch
 
-    matrices = on_host(tensors)
     fields = peft_config(matrices, lora, model_path)
     with atomic_folder(target) as folder:
         assert folder is not None, f"{target} exists already"
         (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-        save_file(matrices, folder / WEIGHTS, {"format": "pt"})
+        save_file(dict(matrices), folder / WEIGHTS, {"format": "pt"})
 
 
 def on_host(tensors: Iterable[tuple[str, "Tensor"]]) -> dict[str, "Tensor"]:

@@ -141,9 +141,9 @@ def explain_sync(config: Config, as_json: bool = False) -> None:
 def show_adapter_push(push: AdapterPush, merged_bytes: int, gb_per_s: float) -> None:
     """Print the bytes of a push of adapters. `merged_bytes`: bytes of a push of all weights, for comparison."""
     _console().print(
-        f"{push.sent_bytes:,} bytes: trainer rank 0 sends {push.num_matrices:,} matrices of LoRA adapters with {push.nbytes:,} "
-        f"bytes to each of {push.num_copies} engine ranks; weight_sync.lora=merged would send {merged_bytes:,} bytes\n"
-        f"predicted {push.sent_bytes / (gb_per_s * 1e9):.4f} s"
+        f"{push.nbytes:,} bytes: trainer rank 0 writes {push.num_matrices:,} matrices of LoRA adapters to a folder in run.dir, "
+        f"which each of {push.num_readers} engine ranks reads; weight_sync.lora=merged would send {merged_bytes:,} bytes\n"
+        f"predicted {2 * push.nbytes / (gb_per_s * 1e9):.4f} s to write and to read them"
     )
 
 

@@ -88,7 +88,7 @@ class EngineLifecycle:
     scheduler: MemoryScheduler
     settings: WeightSyncConfig
     startup: Startup
-    weights_dir: str  # folder through which the disk transport sends weights
+    weights_dir: str  # folder through which the disk transport sends weights, and the adapter sync sends adapters
     start_timeout_s: float  # longest time until all engines take requests
     # Whether to tell the host about each push. Needed if requests run during a push (staleness > 0).
     marks_pushes_as_pauses: bool

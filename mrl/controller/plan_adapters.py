@@ -75,7 +75,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             "the engines must be started with the adapters' rank and matrices, so mrl starts them",
         )
     if sync.transport != Transport.auto:
-        yield f"weight_sync.transport={sync.transport}", "the adapters travel in HTTP requests"
+        yield f"weight_sync.transport={sync.transport}", "adapters always travel through a folder in run.dir"
     if sync.delta:
         yield "weight_sync.delta=true", "each push sends the whole adapters"
     if sync.pause_mode != PauseMode.retract:
@@ -120,16 +120,11 @@ def adapter_server_args(config: Config, actor: ModelPlan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AdapterPush:
-    """What a push of adapters sends: every engine rank gets a copy of all matrices A and B from trainer rank 0."""
+    """What a push of adapters sends: trainer rank 0 writes all matrices A and B once, and every engine rank reads them."""
 
     num_matrices: int
-    nbytes: int  # bytes of one copy
-    num_copies: int  # number of engine ranks
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of all copies."""
-        return self.nbytes * self.num_copies
+    nbytes: int  # bytes of all matrices
+    num_readers: int  # number of engine ranks
 
 
 def plan_adapter_push(config: Config, actor: ModelPlan) -> AdapterPush:

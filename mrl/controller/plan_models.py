@@ -361,7 +361,7 @@ def _engines_use_cpus(config: Config) -> bool:
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:
     """Return the transport of the weights between GPUs, and the locations of all trainer ranks and of all engine ranks.
 
-    The trainer ranks are those of the actor. The transport is also disk if the weight sync sends only adapters, in HTTP requests.
+    The trainer ranks are those of the actor. The transport is also disk if the weight sync sends only adapters.
     Raises ValueError if the weights cannot travel between these GPUs, or if an engine would have different numbers of GPUs on its
     nodes. When the run starts, it applies the same rules to the actual GPUs
     (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).

@@ -1,30 +1,29 @@
-"""Adapter sync: trainer rank 0 sends the LoRA adapters to the engines, which apply them to their base model.
+"""Adapter sync: trainer rank 0 writes the LoRA adapters to a folder, and the engines apply them to their base model.
 
 The engines load the base model once, from its Hugging Face folder. A push gathers the matrices A and B of all layers on rank 0,
-and sends a copy to every engine rank in one HTTP request to each engine. SGLang compares the SHA-256 of each matrix.
+writes them as a folder of PEFT, and sends the path of this folder to each engine. So requests are small, and every engine rank
+reads the folder itself.
 
 Each push loads new adapters beside the older ones, under a name of its own. So the engines are not paused: a running request
-keeps the adapters with which it began. SGLang's prefix cache uses the identity of the adapters as a part of its keys, so no
-request continues a prefix that other adapters have computed.
+keeps the adapters with which it began, and waits only while its engine reads the folder. SGLang's prefix cache uses the identity
+of the adapters as a part of its keys, so no request continues a prefix that other adapters have computed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import pickle
+import shutil
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.conversion.peft_folder import on_host, peft_config
+from models.conversion.peft_folder import on_host, write_peft
 from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, adapter_name, adapter_request, read_server_info
+from mrl.weight_sync.engine_control import EngineControl, adapter_name, push_number, read_server_info
 from parallel.trainer_config import LoraConfig
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -41,13 +40,20 @@ class AdapterSync:
     """One trainer rank's part in an adapter sync. All ranks gather the adapters; rank 0 does everything else."""
 
     def __init__(
-        self, urls: Sequence[str], gather: GatherAdapters, lora: LoraConfig, model_path: str, timeout_s: float
+        self,
+        urls: Sequence[str],
+        folder: Path,
+        gather: GatherAdapters,
+        lora: LoraConfig,
+        model_path: str,
+        timeout_s: float,
     ) -> None:
         """Connect rank 0 to the engines. `model_path`: folder of the base model.
 
-        Raises WeightSyncError on rank 0 if the first engine does not answer.
+        Each push writes a subfolder of `folder`, which all engines must be able to read. Raises WeightSyncError on rank 0 if the
+        first engine does not answer.
         """
-        self._gather, self._lora, self._model_path, self._version = gather, lora, model_path, -1
+        self._folder, self._gather, self._lora, self._model_path, self._version = folder, gather, lora, model_path, -1
         self._coordinator: Coordinator | None = None
         if dist.get_rank() == 0:
             info = read_server_info(urls[0], timeout_s)
@@ -66,48 +72,44 @@ class AdapterSync:
         assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         engines = self._coordinator
         assert engines is not None, "only rank 0 talks to the engines"
-        start, name, num_engines = time.perf_counter(), adapter_name(version), len(engines.alive)
-        matrices = on_host(tensors)
-        payloads = [b64encode(pickle.dumps(matrices)).decode()] * engines.tp
-        config = peft_config(matrices, self._lora, self._model_path)
-        request = adapter_request(name, config, payloads, sha256_of(matrices))
+        start, matrices = time.perf_counter(), on_host(tensors)
         gathered = time.perf_counter()
-        engines.call_all(self._unload_old_adapters)
-        engines.call_all(lambda engine: engine.load_adapter(request))
+        loaded = set[str]().union(*engines.call_all(self._unload_old_adapters).values())
+        self._remove_unused_folders(loaded)
+        name = adapter_name(version, 1 + max(map(push_number, loaded), default=0))
+        write_peft(matrices, self._lora, self._model_path, self._folder / name)
+        engines.call_all(lambda engine: engine.load_adapter(name, str(self._folder / name)))
         engines.call_all(lambda engine: engine.set_weight_version(str(version)))
         self._version, done = version, time.perf_counter()
-        sent = sum(matrix.nbytes for matrix in matrices.values()) * engines.tp * num_engines
+        written = sum(matrix.nbytes for matrix in matrices.values())
         return SyncReport(
-            bytes=sent,
-            uncompressed_bytes=sent,
+            bytes=written,
+            uncompressed_bytes=written,
             tensors=len(matrices),
-            buckets=num_engines,
+            buckets=1,
             seconds=done - start,
             engine_seconds=done - gathered,
             failed=engines.failures,
             adapter=name,
         )
 
-    def _unload_old_adapters(self, engine: EngineControl) -> None:
-        """Unload the adapters that no request of this run can use any more.
+    def _unload_old_adapters(self, engine: EngineControl) -> list[str]:
+        """Unload the adapters that no request of this run can use any more. Returns the names of the other adapters.
 
         A request uses the newest adapters of the time at which the request began (see mrl.controller.plan_adapters).
         """
-        newest_first = sorted(engine.adapters(), key=_time_of_push, reverse=True)
+        newest_first = sorted(engine.adapters(), key=push_number, reverse=True)
         for name in newest_first[self._max_adapters - 1 :]:
             engine.unload_adapter(name)
+        return newest_first[: self._max_adapters - 1]
+
+    def _remove_unused_folders(self, loaded: set[str]) -> None:
+        """Remove the folders of adapters that no engine has loaded. Engines map the files of loaded adapters into memory."""
+        for path in self._folder.glob("version_*"):
+            if path.name not in loaded:
+                shutil.rmtree(path)
 
     def close(self) -> None:
         """Close the connections to the engines."""
         if self._coordinator is not None:
             self._coordinator.close()
-
-
-def sha256_of(matrices: dict[str, Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of the bytes of each contiguous CPU tensor, as a hexadecimal number."""
-    views = {name: matrix.flatten().view(torch.uint8).numpy() for name, matrix in matrices.items()}
-    return {name: hashlib.sha256(memoryview(view)).hexdigest() for name, view in views.items()}
-
-
-def _time_of_push(name: str) -> int:
-    return int(name.split("_")[2])

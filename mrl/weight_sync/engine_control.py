@@ -41,9 +41,9 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-def adapter_name(version: int) -> str:
-    """Return a name for the LoRA adapters of weight version `version`. No two calls return the same name."""
-    return f"version_{version}_{time.time_ns()}"
+def adapter_name(version: int, push: int) -> str:
+    """Return a name for the LoRA adapters of weight version `version`. `push`: number that is larger for later pushes."""
+    return f"version_{version}_{push}"
 
 
 def adapter_version(name: str) -> int:
@@ -51,19 +51,9 @@ def adapter_version(name: str) -> int:
     return int(name.split("_")[1])
 
 
-def adapter_request(
-    name: str, config: Mapping[str, Any], payloads: Sequence[str], checksums: Mapping[str, str]
-) -> bytes:
-    """Return the body of a request that loads a LoRA adapter.
-
-    Args:
-        name: name that no loaded adapter has.
-        config: fields of PEFT's adapter_config.json.
-        payloads: for each tensor-parallel rank, the matrices A and B by their names in PEFT: a pickled dict, in base64.
-        checksums: SHA-256 of the bytes of each matrix. An engine that gets other bytes ends.
-    """
-    body = dict(lora_name=name, config_dict=config, serialized_named_tensors=payloads, expected_checksums=checksums)
-    return orjson.dumps(body)
+def push_number(name: str) -> int:
+    """Return the number of the push that has loaded the adapters with this name."""
+    return int(name.split("_")[2])
 
 
 class EngineError(RuntimeError):
@@ -143,13 +133,13 @@ class EngineControl:
         """Return the names of the loaded LoRA adapters."""
         return [card["id"] for card in self._get("/v1/models")["data"] if card.get("parent")]
 
-    def load_adapter(self, request: bytes) -> None:
-        """Load a LoRA adapter in addition to the loaded ones. `request`: see `adapter_request`.
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load the LoRA adapters in a folder of PEFT in addition to the loaded ones. The engine must be able to read the folder.
 
-        Requests use the adapter if their field `lora_path` is its name.
+        Requests use the adapters if their field `lora_path` is `name`. The folder must exist until the adapters are unloaded,
+        because the engine maps its files into memory.
         """
-        path = "/load_lora_adapter_from_tensors"
-        self._parse(path, self._post(path, request))
+        self._call("/load_lora_adapter", lora_name=name, lora_path=folder)
 
     def unload_adapter(self, name: str) -> None:
         """Wait until no request uses this LoRA adapter, and unload it."""
@@ -216,9 +206,9 @@ class EngineControl:
         """Send a POST request, and never send it twice. Raises EngineError if the engine refuses it."""
         return self._parse(path, self._post(path, body))
 
-    def _post(self, path: str, body: Mapping[str, Any] | bytes, timeout_s: float | None = None) -> httpx.Response:
-        headers, content = {"content-type": "application/json"}, body if isinstance(body, bytes) else orjson.dumps(body)
-        return self._http.post(path, content=content, headers=headers, timeout=timeout_s or self.timeout_s)
+    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        return self._http.post(path, content=orjson.dumps(body), headers=headers, timeout=timeout_s or self.timeout_s)
 
     def _parse(self, path: str, answer: httpx.Response) -> Any:
         return self._read(path, answer.status_code, answer.content)

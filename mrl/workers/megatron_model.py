@@ -20,7 +20,7 @@ from torch import Tensor
 from models.architecture import ModelSpec
 from models.conversion.hf_reader import HFWeights
 from models.conversion.hf_writer import write_export
-from models.conversion.peft_folder import ADAPTER_FOLDER, write_peft
+from models.conversion.peft_folder import ADAPTER_FOLDER, on_host, write_peft
 from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
@@ -364,7 +364,9 @@ class MegatronModel:
         """Write the adapters as a PEFT folder, which must not exist. All ranks call this."""
         lora, adapters = self.spec.lora, self.adapters
         assert lora is not None and adapters is not None, "the model has no adapters"
-        self.consume_on_rank_0(lambda tensors: write_peft(tensors, lora, self.spec.model_path, folder), adapters.export)
+        self.consume_on_rank_0(
+            lambda tensors: write_peft(on_host(tensors), lora, self.spec.model_path, folder), adapters.export
+        )
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
@@ -373,14 +375,14 @@ class MegatronModel:
     def connect_engines(
         self, urls: list[str], settings: WeightSyncConfig, folder: str
     ) -> LiveSync | DiskSync | AdapterSync:
-        """Open a weight sync session with these engines. All ranks call this. Only the disk transport writes to `folder`."""
+        """Open a weight sync session with these engines. All ranks call this. Live weight sync does not use `folder`."""
         if settings.lora == LoraSync.adapter:
             lora, adapters = self.spec.lora, self.adapters
             assert lora is not None and adapters is not None, (
                 "the plan refuses weight_sync.lora=adapter without lora.rank"
             )
             gather = partial(self.consume_on_rank_0, export=adapters.export)
-            return AdapterSync(urls, gather, lora, self.spec.model_path, settings.timeout_s)
+            return AdapterSync(urls, Path(folder), gather, lora, self.spec.model_path, settings.timeout_s)
         layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
         if settings.transport == Transport.disk:
             return DiskSync(urls, Path(folder), self, layout_of, settings.timeout_s)

@@ -1,6 +1,5 @@
 """weight_sync.lora=adapter: requests name the adapters, engines get new adapters beside old ones, mistakes are refused."""
 
-import hashlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,16 +22,16 @@ from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engine_pool import NoEngineError
 from mrl.rollout.engines.server_args import check_synced_args
 from mrl.weight_sync.adapter_sync import AdapterSync
-from mrl.weight_sync.engine_control import WeightSyncError, adapter_name, adapter_version
+from mrl.weight_sync.engine_control import WeightSyncError, adapter_name, adapter_version, push_number
 from parallel.trainer_config import LoraConfig
 
 PROMPTS, PARAMS = [[number, 1] for number in range(6)], [SamplingParams(8)] * 6
 LORA = LoraConfig(rank=2, alpha=4.0)
 
 
-def test_the_name_of_adapters_contains_their_version_and_is_new_for_each_push():
-    first, second = adapter_name(12), adapter_name(12)
-    assert first != second and adapter_version(first) == adapter_version(second) == 12
+def test_the_name_of_adapters_contains_their_version_and_the_number_of_the_push():
+    name = adapter_name(12, 34)
+    assert (adapter_version(name), push_number(name)) == (12, 34)
 
 
 # Requests.
@@ -56,7 +55,7 @@ def test_each_request_names_the_adapters_and_its_completion_has_their_version(se
     server = serve()
     with EngineClient(server.url, 20) as client:
         assert client.generate(PROMPTS[:1], PARAMS[:1])[0].weight_version == "3", "as the server reports"
-        client.adapter = adapter_name(7)
+        client.adapter = adapter_name(7, 1)
         (done,) = client.generate(PROMPTS[:1], PARAMS[:1])
     assert server.lora_paths == [None, client.adapter]
     assert done.weight_version == "7" and done.versions == ()
@@ -65,7 +64,7 @@ def test_each_request_names_the_adapters_and_its_completion_has_their_version(se
 def test_a_pool_uses_the_new_adapters_in_the_next_requests(serve):
     servers = [serve(), serve()]
     with engine_pool(*servers) as pool:
-        names = [adapter_name(version) for version in (1, 2)]
+        names = [adapter_name(version, version) for version in (1, 2)]
         for name in names:
             pool.set_adapter(name, pool.urls)
             versions = {done.weight_version for done in pool.generate_all(PROMPTS, PARAMS)}
@@ -93,7 +92,7 @@ def test_an_engine_without_adapters_gets_no_requests(serve):
 
 
 @pytest.fixture
-def push_to(monkeypatch):
+def push_to(monkeypatch, tmp_path):
     """`push_to(*servers)` -> (AdapterSync of the only trainer rank, its matrices by name)."""
     monkeypatch.setattr("mrl.weight_sync.adapter_sync.dist.get_rank", lambda: 0)
     opened: list[AdapterSync] = []
@@ -102,7 +101,11 @@ def push_to(monkeypatch):
         prefix = "base_model.model.model.layers.0.self_attn.q_proj"
         matrices = {f"{prefix}.lora_A.weight": torch.randn(2, 5), f"{prefix}.lora_B.weight": torch.randn(7, 2)}
         urls = [server.url for server in servers]
-        opened.append(AdapterSync(urls, lambda consume: consume(matrices.items()), LORA, "base", 20.0))
+
+        def gather(consume):
+            return consume(matrices.items())
+
+        opened.append(AdapterSync(urls, tmp_path / "weights", gather, LORA, "base", 20.0))
         return opened[-1], matrices
 
     yield connect
@@ -110,23 +113,41 @@ def push_to(monkeypatch):
         sync.close()
 
 
-def test_a_push_sends_all_matrices_to_each_rank_of_each_engine(serve, push_to):
+def test_each_engine_loads_all_matrices_from_the_folder_of_the_push(serve, push_to):
     servers = [serve(AdapterEngine), serve(AdapterEngine)]
     sync, matrices = push_to(*servers)
     report = sync.push(4)
-    assert report.bytes == report.uncompressed_bytes == 2 * 2 * 4 * (10 + 14), "2 engines of 2 ranks, float32"
-    assert (report.tensors, report.buckets, report.failed) == (2, 2, {}) and adapter_version(report.adapter) == 4
+    assert report.bytes == report.uncompressed_bytes == 4 * (10 + 14), "float32, written once"
+    assert (report.tensors, report.buckets, report.failed) == (2, 1, {}) and adapter_version(report.adapter) == 4
     for server in servers:
-        (body,) = server.loaded.values()
+        (found,) = server.loaded.values()
         assert server.version == "4" and list(server.loaded) == [report.adapter]
-        for rank in range(server.tp):
-            found = server.matrices(report.adapter, rank)
-            assert found.keys() == matrices.keys() and all(torch.equal(found[n], t) for n, t in matrices.items())
-        config = body["config_dict"]
+        assert found.keys() == matrices.keys() and all(torch.equal(found[n], t) for n, t in matrices.items())
+        config = server.configs[report.adapter]
         assert (config["r"], config["lora_alpha"]) == (2, 4)
         assert config["target_modules"] == ["model.layers.0.self_attn.q_proj"]
-        digests = {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in matrices.items()}
-        assert body["expected_checksums"] == digests
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_a_request_to_load_adapters_has_no_matrices(serve, push_to, monkeypatch, tp):
+    monkeypatch.setattr(AdapterEngine, "server_info", AdapterEngine.server_info | {"tp_size": tp})
+    server = serve(AdapterEngine)
+    sync, matrices = push_to(server)
+    matrices["base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"] = torch.zeros(2, 100_000)
+    sync.push(1)
+    assert server.load_bytes[0] < 1000
+
+
+def test_the_folders_of_adapters_that_no_engine_has_loaded_are_removed(serve, push_to, tmp_path):
+    stale = tmp_path / "weights/version_9_1"  # of an earlier start of the run
+    stale.mkdir(parents=True)
+    servers = [serve(AdapterEngine), serve(AdapterEngine)]
+    sync, _ = push_to(*servers)
+    names = [sync.push(version).adapter for version in range(5)]
+    assert [push_number(name) for name in names] == [1, 2, 3, 4, 5]
+    assert {path.name for path in stale.parent.iterdir()} == set(names[-3:]) == set(servers[0].loaded)
+    sync, _ = push_to(*servers)  # the trainer ranks have been restarted
+    assert push_number(sync.push(5).adapter) == 6
 
 
 def test_an_engine_keeps_the_newest_adapters_and_those_that_requests_may_still_use(serve, push_to):
@@ -139,7 +160,7 @@ def test_an_engine_keeps_the_newest_adapters_and_those_that_requests_may_still_u
         names.append(sync.push(version).adapter)
         assert list(server.loaded) == names[-3:], "an engine with room for 3 keeps 2 when it gets the next"
     assert server.unloaded == names[:2]
-    first_a, last_a = (server.matrices(name, 0).popitem()[1] for name in (names[2], names[4]))
+    first_a, last_a = (dict(server.loaded[name]).popitem()[1] for name in (names[2], names[4]))
     torch.testing.assert_close(last_a, first_a + 2, msg="each name keeps the values of its push")
 
 
@@ -206,7 +227,7 @@ def planned(folder, tmp_path, *overrides):
         (["lora.rank=0"], r"lora.rank=0, so there are no adapters"),
         (["lora.experts=true"], r"with lora.experts=true: mrl does not send adapters of routed experts"),
         (["rollout.engine_urls=[http://host:1]"], r"with rollout.engine_urls=.*mrl starts them"),
-        (["weight_sync.transport=disk"], r"with weight_sync.transport=disk: the adapters travel in HTTP"),
+        (["weight_sync.transport=disk"], r"with weight_sync.transport=disk: adapters always travel through a folder"),
         (["weight_sync.delta=true"], r"with weight_sync.delta=true: each push sends the whole"),
         (["weight_sync.pause_mode=in_place"], r"with weight_sync.pause_mode=in_place: a push does not pause"),
         (["+sglang.quantization=fp8"], r"with sglang.quantization=fp8: engines in FP8 start with random weights"),
@@ -305,7 +326,7 @@ def test_plan_sync_shows_the_bytes_of_a_push_of_adapters(models, tmp_path, monke
     config, _ = planned(models["qwen3"], tmp_path, *overrides)
     push, hidden, q_rows, v_rows = plan_sync(config).adapters, 32, 64, 32
     nbytes = 4 * 2 * 2 * ((hidden + q_rows) + (hidden + v_rows))
-    assert (push.num_matrices, push.nbytes, push.num_copies) == (8, nbytes, 6)
+    assert (push.num_matrices, push.nbytes, push.num_readers) == (8, nbytes, 6)
     plan_command.explain_sync(config)
     found = " ".join(capsys.readouterr().out.split())
-    assert f"{6 * nbytes:,} bytes: trainer rank 0 sends 8 matrices of LoRA adapters with {nbytes:,} bytes" in found
+    assert f"{nbytes:,} bytes: trainer rank 0 writes 8 matrices of LoRA adapters" in found and "6 engine ranks" in found

@@ -148,8 +148,7 @@ def write_adapters(model, target):
     rows = [row for row in family.param_mappings(arch) if can_have_adapter(row)]
     mappings = [mapping for row in rows for mapping in adapter_mappings(row, {"q_proj", "down_proj"})]
     shapes = {n: s for mapping in mappings for n, s in mapping.hf_shapes(arch.sizes | {"lora_rank": 2}).items()}
-    tensors = ((name, torch.randn(shape)) for name, shape in shapes.items())
-    write_peft(tensors, LORA, str(model), target)
+    write_peft({name: torch.randn(shape) for name, shape in shapes.items()}, LORA, str(model), target)
     return target
 
 
