@@ -52,6 +52,11 @@ class TrainerSettings:
     uneven: tuple[tuple[str, Any], ...] = ()  # fields of Megatron that give stages different numbers of layers
     adapters: ModelShape | None = None  # LoRA adapters, which are then all that is trained
 
+    @property
+    def trains_weights(self) -> bool:
+        """Whether the weights of the model themselves are trained."""
+        return self.trained and self.adapters is None
+
     @classmethod
     def with_megatron(cls, megatron: Mapping[str, Any], **settings: Any) -> TrainerSettings:
         """Combine `settings` with those for recomputation and for uneven stages, which the config's section `megatron` has."""
@@ -144,8 +149,7 @@ def _rank_memory(
 ) -> TrainerRankMemory:
     """Return the memory of one stage. `batches`: the largest micro-batches with and without gradients."""
     batch, forward_batch = batches
-    weights_trained = settings.trained and settings.adapters is None
-    state = largest_state(shape, dims, stage, settings.itemsize, settings.head, weights_trained)
+    state = largest_state(shape, dims, stage, settings.itemsize, settings.head, settings.trains_weights)
     if settings.adapters is not None:
         state += largest_state(settings.adapters, dims, stage, settings.itemsize, settings.head, settings.trained)
     state = replace(state, gradients=state.gradients * settings.gradient_bytes // GRADIENT_BYTES)
@@ -160,7 +164,7 @@ def _rank_memory(
         )
         saved = saved_per_pass * in_flight(dims, index, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
-        working = max(head, _backward_bytes(shape, batch, kinds_by_stage, settings.recompute))
+        working = max(head, _backward_bytes(shape, batch, kinds_by_stage, settings.recompute, settings.trains_weights))
     widest = max((_forward_bytes(shape, forward_batch, kinds) for kinds in kinds_by_stage), default=0)
     scoring = max(widest, head_bytes(shape, forward_batch, settings, gradients=False) if is_last else 0)
     return TrainerRankMemory(index, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes)
@@ -188,11 +192,15 @@ def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) 
 
 @lru_cache(maxsize=65536)
 def _backward_bytes(
-    shape: ModelShape, batch: MicroBatchShape, kinds_by_stage: tuple[tuple[LayerKind, ...], ...], recompute: Recompute
+    shape: ModelShape,
+    batch: MicroBatchShape,
+    kinds_by_stage: tuple[tuple[LayerKind, ...], ...],
+    recompute: Recompute,
+    trains_weights: bool,
 ) -> int:
     """Return the temporary bytes of a backward pass: gradients inside one layer, and activations that are recomputed together."""
     kinds = {kind for stage in kinds_by_stage for kind in stage}
-    gradients = max((_layer_gradient_bytes(shape, batch, kind.experts) for kind in kinds), default=0)
+    gradients = max((_layer_gradient_bytes(shape, batch, kind.experts, trains_weights) for kind in kinds), default=0)
     if recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
         group = min(group, max(map(len, kinds_by_stage), default=0))
@@ -205,17 +213,18 @@ def _backward_bytes(
     return gradients
 
 
-def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts: bool) -> int:
+def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts: bool, trains_weights: bool) -> int:
     """Return the bytes of gradients during the backward pass of a dense MLP or of experts.
 
     The result includes the gradients of the activations inside the MLP or the experts, and the gradient of the input. For a dense
-    MLP, the result also includes the gradients of weights.
+    MLP, the result also includes the gradients of weights, unless the weights are frozen.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
     gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and the gradient of the gathered input
     if not has_experts:
         width = shape.ffn // batch.tp
-        return batch.tokens * matrices * width * e + gathered + 2 * width * shape.hidden * e
+        weights = 2 * width * shape.hidden * e if trains_weights else 0
+        return batch.tokens * matrices * width * e + gathered + weights
     received = batch.expert_rows(shape.topk)
     return received * (matrices * shape.moe_ffn // batch.etp + 2 * shape.hidden) * e + gathered
 
@@ -229,7 +238,10 @@ def _forward_bytes(shape: ModelShape, batch: MicroBatchShape, kinds: tuple[Layer
 
 @lru_cache(maxsize=65536)
 def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSettings, *, gradients: bool) -> int:
-    """Return the bytes of the head (parallel.logprobs): hidden states, chunks of logits, gradient of the head's weight."""
+    """Return the bytes of the head (parallel.logprobs): hidden states, chunks of logits, gradient of the head's weight.
+
+    A head that is frozen has no gradient of its weight.
+    """
     hidden = batch.tokens * shape.hidden * batch.itemsize
     if settings.head == "value":
         return (2 if gradients else 1) * batch.tokens * shape.hidden * FLOAT32_BYTES + hidden
@@ -240,7 +252,7 @@ def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSetti
     # The weight gradients of several chunks are summed in float32.
     several_chunks = batch.tokens > settings.logprob_chunk
     element = FLOAT32_BYTES + batch.itemsize if several_chunks else batch.itemsize
-    sampled = 3 * chunk + rows * shape.hidden * element
+    sampled = 3 * chunk + (rows * shape.hidden * element if settings.trains_weights else 0)
     if settings.teacher_hidden:
         return 2 * hidden + _distillation_bytes(shape, batch, settings, chunk, sampled)
     return 2 * hidden + sampled
@@ -253,10 +265,11 @@ def _distillation_bytes(
 
     They include the output layers of the teachers, and the hidden states of the teachers for one micro-batch. `chunk`: bytes of
     a chunk of logits. `sampled`: bytes of a loss on sampled tokens. Each teacher, and the loss on sampled tokens, give a gradient
-    of the head's weight. These gradients are computed one after another, and the sum of the earlier ones stays in memory.
+    of the head's weight, unless the head is frozen. These gradients are computed one after another, and the sum of the earlier
+    ones stays in memory.
     """
     rows = -(-shape.vocab // batch.tp)
-    weight_gradient = rows * shape.hidden * batch.itemsize
+    weight_gradient = rows * shape.hidden * batch.itemsize if settings.trains_weights else 0
     hidden_gradient = batch.tokens * shape.hidden * FLOAT32_BYTES
     teachers = (rows + batch.tokens) * sum(settings.teacher_hidden) * batch.itemsize
     divergence = 2 * chunk + weight_gradient + hidden_gradient  # four tensors with half of a chunk each

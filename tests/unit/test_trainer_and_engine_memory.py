@@ -13,10 +13,11 @@ from models.hf_config import HFConfig
 from mrl.planner.activation_bytes import MicroBatchShape, Recompute, layer_bytes, virtual_stage_bytes
 from mrl.planner.engine_memory import engine_memory, engine_weights, kv_bytes
 from mrl.planner.model_shape import LayerKind, ModelShape
-from mrl.planner.trainer_memory import TrainerSettings, in_flight, trainer_memory
+from mrl.planner.trainer_memory import TrainerSettings, head_bytes, in_flight, trainer_memory
 from mrl.planner.trainer_state_bytes import pipeline_stages
 from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout, Topology
 from parallel.dims import ParallelDims
+from parallel.trainer_config import LoraConfig
 
 FULL = Recompute("full", "uniform", 1)
 DENSE = LayerKind(experts=False)
@@ -173,6 +174,26 @@ def test_more_ranks_never_need_more_memory_per_rank():
         for n in (2048, 4096, 8192)
     ]
     assert tokens == sorted(tokens)
+
+
+@pytest.mark.parametrize("teachers", [(), (4096,)], ids=["sampled", "distilled"])
+def test_frozen_weights_have_no_gradients_while_a_rank_trains_adapters(teachers):
+    shape, config = published(QWEN3_8B)
+    family = family_of(config)
+    adapters = ModelShape.of_adapters(family, family.read(config), LoraConfig(rank=1))
+    settings = TrainerSettings(max_tokens=8192, teacher_hidden=teachers)
+    batch = MicroBatchShape.of(ParallelDims(), 8192, 2)
+    dense, lora = (
+        head_bytes(shape, batch, s, gradients=True) for s in (settings, replace(settings, adapters=adapters))
+    )
+    head, num_gradients = shape.vocab * shape.hidden, 2 if teachers else 1
+    # 6 bytes: the sum over chunks in float32, and the result in bfloat16; 2 bytes: an earlier gradient in bfloat16
+    assert dense - lora == head * (6 + 2 * (num_gradients - 1))
+    dims = ParallelDims(pp=4)  # the first stage has no head
+    dense, lora = (
+        trainer_memory(shape, dims, s).stages[0].working for s in (settings, replace(settings, adapters=adapters))
+    )
+    assert dense - lora == 2 * 2 * shape.ffn * shape.hidden
 
 
 def test_uneven_stages_have_the_layers_that_megatron_gives_them():
