@@ -38,6 +38,7 @@ from torch import Tensor
 from parallel import groups
 from parallel.megatron_layers import gather_sequence
 from parallel.param_names import global_names
+from parallel.trainer_config import MERGED_ELEMENTS
 
 ADAPTER = "lora"  # name of the adapter among the modules of its linear layer
 
@@ -130,15 +131,28 @@ class LoraAdapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return W + (alpha / rank) B A for this rank's shard W of the linear layer. The sum is computed in float32."""
+        """Return W + (alpha / rank) B A for this rank's shard W of the linear layer.
+
+        The sum is computed in float32, for some columns of W at a time, so that its terms need little memory.
+        """
+        merged = torch.empty_like(weight)
+        width = max(1, MERGED_ELEMENTS // weight.size(0))
+        for start in range(0, weight.size(1), width):
+            columns = slice(start, start + width)
+            merged[:, columns] = weight[:, columns].float() + self._product(columns)
+        return merged
+
+    def _product(self, columns: slice) -> Tensor:
+        """Return these columns of (alpha / rank) B A for the whole linear layer, float32. Matrices without an adapter give 0."""
         parts = []
         for name, rows in self.split.rows.items():
             if name in self._pairs:
                 pair = self._pairs[name]
-                parts.append(self.scale * (pair.lora_b.float() @ pair.lora_a.float()))
+                parts.append(self.scale * (pair.lora_b.float() @ pair.lora_a[:, columns].float()))
             else:
-                parts.append(torch.zeros(rows, weight.size(1), device=weight.device))
-        return (weight.float() + self.split.merge(parts)).to(weight.dtype)
+                a = next(iter(self._pairs.values())).lora_a[:, columns]
+                parts.append(torch.zeros(rows, a.size(1), device=a.device))
+        return self.split.merge(parts)
 
 
 def _summed_gradient(matrix: Tensor) -> Tensor:

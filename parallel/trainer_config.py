@@ -146,6 +146,10 @@ class OptimConfig:
         return self.lr_min + (self.lr - self.lr_min) * _decay_factor(self.lr_schedule, progress)
 
 
+MERGED_ELEMENTS = 1 << 22
+"""Largest number of elements of W + (alpha / rank) B A that are computed at a time, in float32."""
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """LoRA (Hu et al. 2021, arXiv:2106.09685): the weights of the actor are frozen, and low-rank adapters are trained."""

@@ -306,6 +306,7 @@ def _gpu_phases(
         if role == "actor" and engine and shared and "engines" in pool.demands:
             rank = max(memory.stages, key=lambda stage: stage.push)
             parts = {"weights": rank.state.weights, "engine's weights": engine.weights, "buckets": rank.buckets}
+            parts |= {"working": rank.merged} if rank.merged else {}
             name = _rank_name(memory, rank)
             yield GpuPhase(pool.name, "actor, engines", "weight_sync", parts | reserve, limit, name)
 
@@ -328,7 +329,7 @@ def _trainer_parts(rank: TrainerRankMemory, phase: str) -> dict[str, int]:
     temporary = {
         "update": {"activations": rank.saved, "working": rank.working},
         "score": {"working": rank.scoring},
-        "weight_sync": {},
+        "weight_sync": {"working": rank.merged},
     }[phase]
     return {name: value for name, value in (state | temporary).items() if value}
 

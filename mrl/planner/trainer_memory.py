@@ -23,6 +23,7 @@ from mrl.planner.activation_bytes import (
 from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
+from parallel.trainer_config import MERGED_ELEMENTS
 
 SENDER_BUCKETS = 2  # number of weight sync buckets that a sender allocates
 FLOAT32_BYTES = 4  # bytes of a logit, and of one element of a gradient that is summed in float32
@@ -74,6 +75,7 @@ class TrainerRankMemory:
     working: int  # temporary tensors of a training pass: logits, gradients of activations, one recomputed layer
     scoring: int  # activations and logits of a forward pass without gradients
     buckets: int  # buckets of the weight sync
+    merged: int = 0  # tensors of one layer while its LoRA adapters are merged into its weights for the weight sync
 
     @property
     def update(self) -> int:
@@ -88,11 +90,11 @@ class TrainerRankMemory:
     @property
     def push(self) -> int:
         """Bytes during a weight push if engines share the GPU. Gradients and optimizer state are off the GPU then."""
-        return self.state.weights + self.buckets
+        return self.state.weights + self.merged + self.buckets
 
     def phases(self) -> dict[str, int]:
         """Return phase of a step -> bytes, if no other role shares the GPU."""
-        return dict(update=self.update, score=self.score, weight_sync=self.state.total + self.buckets)
+        return dict(update=self.update, score=self.score, weight_sync=self.state.total + self.merged + self.buckets)
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,25 @@ def _rank_memory(
         working = max(head, _backward_bytes(shape, batch, kinds_by_stage, settings.recompute, settings.trains_weights))
     widest = max((_forward_bytes(shape, forward_batch, kinds) for kinds in kinds_by_stage), default=0)
     scoring = max(widest, head_bytes(shape, forward_batch, settings, gradients=False) if is_last else 0)
-    return TrainerRankMemory(index, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes)
+    merged = _merged_bytes(shape, settings.adapters, dims, settings.itemsize) if settings.adapters else 0
+    return TrainerRankMemory(index, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes, merged)
+
+
+@lru_cache(maxsize=4096)
+def _merged_bytes(shape: ModelShape, adapters: ModelShape, dims: ParallelDims, itemsize: int) -> int:
+    """Return the largest number of bytes that a sender needs for the merged weights of one layer.
+
+    Three tensors exist at a time: the merged weight, its matrices of Hugging Face, and those of the layer before. While terms are
+    computed in float32, there are four more tensors, with a limited number of elements.
+    """
+    adapted = {p.name.partition(".lora.")[0] + ".weight" for p in adapters.parameters}
+    shards = [
+        p.shard_numel(dims.expert_tp if p.location == "expert" else dims.tp)
+        for p in shape.parameters
+        if p.name in adapted
+    ]
+    largest = max(shards)
+    return 3 * largest * itemsize + 4 * min(largest, MERGED_ELEMENTS) * FLOAT32_BYTES
 
 
 @lru_cache(maxsize=65536)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models_for_layouts import make
 from safetensors.torch import load_file
+from test_distillation_memory import HeldBytes
 from test_layouts import ragged_block, share_of
 from test_lora import ALPHA, LR, ONE, RANK, linear_layers, lora_spec, write_adapters
 
@@ -19,6 +20,7 @@ from mrl.algorithms.losses import CrossEntropy
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_state_bytes import StateBytes, largest_state, pipeline_stages, state_of_rank
 from parallel.dims import ParallelDims
+from parallel.trainer_config import MERGED_ELEMENTS
 
 SCALE = ALPHA / RANK
 TP2PP2 = ParallelDims(tp=2, pp=2)
@@ -85,6 +87,46 @@ def test_the_export_equals_w_plus_scaled_b_a_byte_for_byte(run_ranks, folders, d
     assert found.keys() == weights.keys()
     different = [name for name, tensor in weights.items() if found[name].tobytes() != tensor.float().numpy().tobytes()]
     assert not different, different[:5]
+
+
+def merge_without_values(rank: int) -> tuple[int, int]:
+    """Merge a bfloat16 weight on the device "meta". Return (its bytes, peak of the bytes of the created tensors)."""
+    from parallel.lora import LinearSplit, LoraAdapter, LowRankPair
+
+    rows, width = 8192, 16384
+    split = LinearSplit(0, dict(q=rows // 2, k=rows // 4, v=rows // 4), torch.cat, sequence_parallel=False)
+    pairs = {
+        name: LowRankPair(torch.empty(8, width, device="meta"), torch.empty(count, 8, device="meta"), split)
+        for name, count in split.rows.items()
+        if name != "k"
+    }
+    weight = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+    with HeldBytes() as held:
+        merged = LoraAdapter(pairs, split, 2.0).merged(weight)
+    assert (merged.shape, merged.dtype) == (weight.shape, weight.dtype)
+    return merged.nbytes, held.peak
+
+
+def test_merged_weights_need_few_float32_tensors(run_ranks):
+    ((nbytes, peak),) = run_ranks(ONE, merge_without_values)
+    limited = 4 * 4 * MERGED_ELEMENTS
+    assert nbytes < peak <= nbytes + limited < 2 * nbytes
+
+
+def merge_in_slices(rank: int) -> None:
+    from parallel import lora
+
+    lora.MERGED_ELEMENTS = 7 * 6  # six columns
+    split = lora.LinearSplit(1, dict(a=4, b=3), torch.cat, sequence_parallel=False)
+    pair = lora.LowRankPair(torch.randn(2, 20), torch.randn(3, 2), split)
+    weight = torch.randn(7, 20)
+    expected = weight.clone()
+    expected[4:] += 0.5 * (pair.lora_b.detach() @ pair.lora_a.detach())
+    torch.testing.assert_close(lora.LoraAdapter({"b": pair}, split, 0.5).merged(weight), expected)
+
+
+def test_weights_are_merged_in_slices_of_columns(run_ranks):
+    run_ranks(ONE, merge_in_slices)
 
 
 def describe_initial_model(rank: int, spec: ModelSpec):

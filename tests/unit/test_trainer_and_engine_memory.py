@@ -17,7 +17,7 @@ from mrl.planner.trainer_memory import TrainerSettings, head_bytes, in_flight, t
 from mrl.planner.trainer_state_bytes import pipeline_stages
 from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout, Topology
 from parallel.dims import ParallelDims
-from parallel.trainer_config import LoraConfig
+from parallel.trainer_config import MERGED_ELEMENTS, LoraConfig
 
 FULL = Recompute("full", "uniform", 1)
 DENSE = LayerKind(experts=False)
@@ -194,6 +194,21 @@ def test_frozen_weights_have_no_gradients_while_a_rank_trains_adapters(teachers)
         trainer_memory(shape, dims, s).stages[0].working for s in (settings, replace(settings, adapters=adapters))
     )
     assert dense - lora == 2 * 2 * shape.ffn * shape.hidden
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_push_of_merged_weights_needs_the_memory_of_the_largest_adapted_layer(tp):
+    shape, config = published(QWEN3_8B)
+    family = family_of(config)
+    for targets, numel in (
+        (["q_proj"], 6144 * 4096),
+        ([], 2 * 12288 * 4096),
+    ):  # of the fused layers q, k, v and gate, up
+        adapters = ModelShape.of_adapters(family, family.read(config), LoraConfig(rank=8, targets=targets))
+        (rank,) = trainer_memory(shape, ParallelDims(tp=tp), TrainerSettings(adapters=adapters)).stages
+        assert rank.merged == 3 * 2 * numel // tp + 4 * 4 * MERGED_ELEMENTS
+        assert rank.push == rank.state.weights + rank.merged + rank.buckets
+    assert trainer_memory(shape, ParallelDims(), TrainerSettings()).stages[0].merged == 0
 
 
 def test_uneven_stages_have_the_layers_that_megatron_gives_them():
