@@ -15,7 +15,7 @@ from mrl.config.schema import Config
 from mrl.controller.colocation import ENGINES, ColocatedRoles
 from mrl.controller.plan_fp8 import is_fp8
 from mrl.controller.plan_models import ModelPlan
-from mrl.rollout.engines.server_args import adapter_args
+from mrl.rollout.engines.server_args import adapter_args, adapter_slots
 
 KEY = "weight_sync.lora=adapter"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -107,15 +107,11 @@ def check_shared_devices(config: Config, colocated_roles: ColocatedRoles) -> Non
 
 
 def adapter_server_args(config: Config, actor: ModelPlan) -> dict[str, Any]:
-    """Return the server arguments with which engines apply adapters; {} if the weight sync sends all weights.
-
-    A request uses the newest adapters of the time at which it begins. A step takes only responses that are at most
-    config.rollout.staleness weight versions old. So a push may first unload all but the newest staleness + 1 adapters.
-    """
+    """Return the server arguments with which engines apply adapters; {} if the weight sync sends all weights."""
     if not syncs_adapters(config):
         return {}
-    max_adapters = config.rollout.staleness + 2
-    return adapter_args(config.lora.rank, adapted(config, actor), max_adapters, config.sglang.get("device"))
+    slots = adapter_slots(config.rollout.staleness)
+    return adapter_args(config.lora.rank, adapted(config, actor), slots, config.sglang.get("device"))
 
 
 @dataclass(frozen=True)

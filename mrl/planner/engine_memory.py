@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from models.conversion.fp8_blocks import BLOCK, SCALE_BYTES, is_quantized
 from mrl.planner.model_shape import ModelShape, ParameterShape
@@ -21,6 +22,7 @@ class EngineRankMemory:
     weights: int  # model weights
     kv_cache: int  # negative if the weights alone do not fit
     token_bytes: int  # bytes of the keys and values of one token
+    adapters: int = 0  # slots for LoRA adapters, which an offloaded engine keeps on the GPU
 
     @property
     def tokens(self) -> int:
@@ -30,7 +32,11 @@ class EngineRankMemory:
     @property
     def total(self) -> int:
         """Bytes that the engine rank allocates when it starts."""
-        return self.weights + max(0, self.kv_cache)
+        return self.weights + self.adapters + max(0, self.kv_cache)
+
+    def with_adapters(self, nbytes: int) -> EngineRankMemory:
+        """Return the memory of a rank with slots for adapters. Their bytes reduce the KV cache."""
+        return replace(self, kv_cache=self.kv_cache - nbytes, adapters=nbytes)
 
 
 def engine_memory(
@@ -85,6 +91,27 @@ def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int, fp
             copies = layers[p.present_in] if p.location == "layer" else 1
             dense += copies * _weight_bytes(p, _rank_numel(shape, p, topology), itemsize, fp8)
     return dense, experts
+
+
+def adapter_slot_bytes(
+    shape: ModelShape, topology: Topology, itemsize: int, lora_rank: int, matrices: Collection[str]
+) -> int:
+    """Return the bytes of one slot for LoRA adapters on one engine rank.
+
+    `matrices`: names of the adapted matrices, such as q_proj. SGLang (0.5.23, LoRAMemoryPool) has A and B of each fused linear
+    layer in every layer of the model. A has the rows of all matrices of the fused layer, also of those without adapters. If the
+    layer is split by output rows, every rank has the whole A.
+    """
+    tp, hidden = topology.tp, shape.hidden
+    qkv = (shape.num_heads // tp + 2 * _kv_heads(shape, topology)) * shape.head_dim
+    fused = {  # matrices that SGLang fuses -> (their number, inputs of A on one rank, outputs of B on one rank)
+        ("q_proj", "k_proj", "v_proj"): (3, hidden, qkv),
+        ("o_proj",): (1, shape.num_heads * shape.value_dim // tp, hidden),
+        ("gate_proj", "up_proj"): (2, hidden, 2 * shape.ffn // tp),
+        ("down_proj",): (1, shape.ffn // tp, hidden),
+    }
+    widths = sum(n * inputs + outputs for names, (n, inputs, outputs) in fused.items() if {*names} & {*matrices})
+    return shape.num_layers * lora_rank * widths * itemsize
 
 
 def _weight_bytes(p: ParameterShape, numel: int, itemsize: int, fp8: bool) -> int:

@@ -12,14 +12,15 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from mrl.config.process_schema import HardwareConfig
+from mrl.config.process_schema import HardwareConfig, LoraSync
 from mrl.config.schema import Config
 from mrl.config.validate import token_budgets
 from mrl.placement.resource_pools import Pool, Pools, gpus_of_nodes, slots_per_node
-from mrl.planner.engine_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, engine_memory
+from mrl.planner.engine_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, adapter_slot_bytes, engine_memory
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerMemory, TrainerRankMemory, TrainerSettings, trainer_memory
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, checkpoint_bytes
+from mrl.rollout.engines.server_args import adapter_slots
 from mrl.weight_sync.engine_layout import Topology
 from parallel.dims import ParallelDims
 
@@ -77,6 +78,7 @@ class HostMemory:
     delta: int  # copy of the last pushed weights, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store on which no step has trained yet
     teachers: int  # output layers of teachers, and their hidden states for a step in Ray's object store
+    engines: int = 0  # copies of the weights of offloaded engines, if no push sends these weights again
 
     @property
     def total(self) -> int:
@@ -171,7 +173,9 @@ def run_memory(
         phases=tuple(phases),
         engine=engine,
         longest_sequence=sequence_tokens(config, actor.context),
-        host=_host_memory(config, models, trainers, pools, checkpoint if config.checkpoint.every else 0, reference),
+        host=_host_memory(
+            config, models, trainers, pools, checkpoint if config.checkpoint.every else 0, reference, engine
+        ),
         host_limit=int(config.cluster.hardware.host_memory_gb * GIB),
         nodes=ceil(pools.size / slots_per_node(config.cluster, pools)),
         gpus=pools.size,
@@ -268,6 +272,10 @@ def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Po
     fraction = config.sglang.get("mem_fraction_static") or DEFAULT_MEM_FRACTION
     fp8 = config.sglang.get("quantization") == "fp8"
     rank = engine_memory(actor.shape, topology, itemsize, free, fraction, kv_itemsize(config, itemsize), fp8)
+    if config.weight_sync.lora == LoraSync.adapter and (adapters := actor.settings.adapters):
+        matrices = {p.name.split(".")[-2] for p in adapters.parameters}
+        slot = adapter_slot_bytes(actor.shape, topology, itemsize, config.lora.rank, matrices)
+        rank = rank.with_adapters(adapter_slots(config.rollout.staleness) * slot)
     max_tokens = config.sglang.get("max_total_tokens") or (0 if limit else CPU_KV_TOKENS)
     if not max_tokens:
         return rank
@@ -288,6 +296,8 @@ def _gpu_phases(
     buckets = (
         {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.demands else {}
     )
+    sharing = engine if shared and "engines" in pool.demands else None
+    offloaded = {"engine's weights": sharing.adapters} if sharing and sharing.adapters else {}
     servers = [role for role in pool.demands if role not in trainers]  # engines, and models that SGLang serves
     for role in pool.demands:
         if role in servers:
@@ -298,14 +308,17 @@ def _gpu_phases(
             continue
         memory = trainers[role]
         for phase in memory.by_phase:
-            if phase == "weight_sync" and (role != "actor" or (shared and "engines" in pool.demands)):
+            if phase == "weight_sync" and (role != "actor" or sharing):
                 continue
             rank = max(memory.stages, key=lambda stage: stage.phases()[phase])
             parts = _trainer_parts(rank, phase)
-            yield GpuPhase(pool.name, role, phase, parts | buckets | reserve, limit, _rank_name(memory, rank))
-        if role == "actor" and engine and shared and "engines" in pool.demands:
+            yield GpuPhase(
+                pool.name, role, phase, parts | offloaded | buckets | reserve, limit, _rank_name(memory, rank)
+            )
+        if role == "actor" and sharing:
             rank = max(memory.stages, key=lambda stage: stage.push)
-            parts = {"weights": rank.state.weights, "engine's weights": engine.weights, "buckets": rank.buckets}
+            in_engine = sharing.weights + sharing.adapters
+            parts = {"weights": rank.state.weights, "engine's weights": in_engine, "buckets": rank.buckets}
             parts |= {"working": rank.merged} if rank.merged else {}
             name = _rank_name(memory, rank)
             yield GpuPhase(pool.name, "actor, engines", "weight_sync", parts | reserve, limit, name)
@@ -317,7 +330,7 @@ def _server_parts(config: Config, servers: list[str], engine: EngineRankMemory |
     for role in servers:
         if role == "engines":
             assert engine is not None, "a pool has engines only if the run starts them"
-            parts |= {"weights": engine.weights, "kv cache": max(0, engine.kv_cache)}
+            parts |= {"weights": engine.weights + engine.adapters, "kv cache": max(0, engine.kv_cache)}
         else:
             fraction = config.roles[role].get("sglang", {}).get("mem_fraction_static") or DEFAULT_MEM_FRACTION
             parts[f"{role}: weights and kv cache"] = int(limit * fraction)
@@ -345,6 +358,7 @@ def _host_memory(
     pools: Pools,
     checkpoint: int,
     reference: bool,
+    engine: EngineRankMemory | None,
 ) -> HostMemory:
     """Return the host memory of the node that needs most: a node with as many ranks of each role as possible."""
     node_slots = slots_per_node(config.cluster, pools)
@@ -356,6 +370,7 @@ def _host_memory(
         if role in shared
     )
     actor, rollout = models["actor"], config.rollout
+    keeps_copy = config.weight_sync.lora == LoraSync.adapter or config.sglang.get("enable_weights_cpu_backup")
     rank_weights = max(_trained_weight_bytes(rank, actor.settings) for rank in trainers["actor"].stages)
     weights, world_size = actor.shape.num_parameters * actor.settings.itemsize, actor.dims.world_size
     responses = rollout.prompts_per_step * rollout.responses_per_prompt
@@ -368,6 +383,7 @@ def _host_memory(
         delta=weights * on_node["actor"] // world_size if config.weight_sync.delta else 0,
         rollouts=tokens_in_flight * ROLLOUT_TOKEN_BYTES,
         teachers=_teacher_bytes(config, actor, on_node["actor"]),
+        engines=on_node["engines"] * engine.weights if engine and "engines" in shared and keeps_copy else 0,
     )
 
 

@@ -96,7 +96,7 @@ class AdapterSync:
     def _unload_old_adapters(self, engine: EngineControl) -> list[str]:
         """Unload the adapters that no request of this run can use any more. Returns the names of the other adapters.
 
-        A request uses the newest adapters of the time at which the request began (see mrl.controller.plan_adapters).
+        A request uses the newest adapters of the time at which the request began (see `adapter_slots`).
         """
         newest_first = sorted(engine.adapters(), key=push_number, reverse=True)
         for name in newest_first[self._max_adapters - 1 :]:

@@ -143,6 +143,26 @@ def test_colocated_roles_are_counted_in_the_phases_in_which_they_work(tmp_path):
     assert shared.host.offloaded > 0 and apart.host.offloaded == 0
 
 
+def test_engines_that_apply_adapters_keep_slots_on_the_gpu_and_a_copy_of_their_weights_on_the_host(tmp_path):
+    lora = ["cluster=h100", "parallel.dp=8", "lora.rank=16"]
+    for placement in ("colocated", "disaggregated"):
+        words = [*lora, f"placement={placement}"]
+        merged = memory_of(config_of("Qwen3-8B", tmp_path, *words))
+        config = config_of("Qwen3-8B", tmp_path, *words, "weight_sync.lora=adapter")
+        adapter = memory_of(config)
+        assert merged.engine and adapter.engine and merged.engine.adapters == merged.host.engines == 0
+        slots = adapter.engine.adapters
+        assert 2 * 50e6 < slots < 2 * 300e6, "two slots; A of fused layers has rows for each matrix"
+        assert adapter.engine.kv_cache == merged.engine.kv_cache - slots
+        of = {(m.role, m.phase): m.parts for m in adapter.phases}
+        if placement == "colocated":
+            assert adapter.host.engines == config.rollout.num_engines * adapter.engine.weights
+            assert of["actor", "update"]["engine's weights"] == slots
+            assert of["actor, engines", "weight_sync"]["engine's weights"] == adapter.engine.weights + slots
+        else:
+            assert adapter.host.engines == 0 and "engine's weights" not in of["actor", "update"]
+
+
 def test_servers_that_share_gpus_are_in_memory_at_the_same_time(tmp_path):
     served = ["roles.reward_model.path=unused", "roles.reward_model.num_engines=8"]
     shared = ["cluster=h100", "parallel.dp=8", "placement=colocated"]

@@ -11,7 +11,7 @@ from tiny_families import FAMILIES, SIZES
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.planner.activation_bytes import MicroBatchShape, Recompute, layer_bytes, virtual_stage_bytes
-from mrl.planner.engine_memory import engine_memory, engine_weights, kv_bytes
+from mrl.planner.engine_memory import adapter_slot_bytes, engine_memory, engine_weights, kv_bytes
 from mrl.planner.model_shape import LayerKind, ModelShape
 from mrl.planner.trainer_memory import TrainerSettings, head_bytes, in_flight, trainer_memory
 from mrl.planner.trainer_state_bytes import pipeline_stages
@@ -160,6 +160,18 @@ def test_an_engine_allocates_its_memory_fraction():
     assert found.total == int((80 << 30) * 0.8)
     assert found.tokens == found.kv_cache // 147_456
     assert engine_memory(qwen, Topology(1), 2, free=16 << 30, fraction=0.8).tokens == 0
+
+
+def test_a_slot_for_adapters_has_the_buffers_of_sglang():
+    """The shapes are those of LoRAMemoryPool.get_lora_A_shape and get_lora_B_shape, for Qwen3-8B and rank 16."""
+    qwen, _ = published(QWEN3_8B)
+    for tp, keys in ((1, 8), (2, 4), (16, 1)):  # with 16 ranks, two ranks have the same key head
+        qkv = 3 * 16 * 4096 + (32 // tp + 2 * keys) * 128 * 16
+        output = 16 * 4096 // tp + 4096 * 16
+        gate_up, down = 2 * 16 * 4096 + 2 * 12288 // tp * 16, 16 * 12288 // tp + 4096 * 16
+        assert adapter_slot_bytes(qwen, Topology(tp), 2, 16, ["q_proj", "v_proj"]) == 36 * 2 * qkv
+        every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        assert adapter_slot_bytes(qwen, Topology(tp), 2, 16, every) == 36 * 2 * (qkv + output + gate_up + down)
 
 
 def test_more_ranks_never_need_more_memory_per_rank():

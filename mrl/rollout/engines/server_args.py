@@ -183,6 +183,15 @@ def memory_saver_args(device: str | None = None) -> dict[str, Any]:
     return dict(enable_memory_saver=True, cuda_graph_backend_prefill="disabled")
 
 
+def adapter_slots(staleness: int) -> int:
+    """Return how many weight versions of LoRA adapters an engine can apply at the same time.
+
+    A request uses the newest adapters of the time at which it begins. A step takes only responses that are at most `staleness`
+    weight versions old. So a push may first unload all but the newest staleness + 1 adapters.
+    """
+    return staleness + 2
+
+
 def adapter_args(rank: int, matrices: Iterable[str], max_adapters: int, device: str | None = None) -> dict[str, Any]:
     """Return the ServerArgs fields of an engine that applies LoRA adapters to its weights.
 
