@@ -224,6 +224,8 @@ class Family:
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
     # beginning of the name of a Hugging Face tensor -> beginning of the name of its SGLang parameter, if they differ
     engine_prefixes: Mapping[str, str] = field(default_factory=dict)
+    # beginning of the name of a Hugging Face tensor -> beginning of the name of its module in transformers 5, if they differ
+    peft_prefixes: Mapping[str, str] = field(default_factory=dict)
     engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it

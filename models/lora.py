@@ -33,7 +33,8 @@ def add_adapters(chunks: list[GPTModel], bridge: WeightBridge, lora: LoraConfig,
     """
     targets = adapted_matrices(bridge.rows, lora)
     rows = {row.megatron: row for row in bridge.rows if can_have_adapter(row, lora.experts)}
-    mappings = [mapping for row in rows.values() for mapping in adapter_mappings(row, targets)]
+    prefixes = bridge.family.peft_prefixes
+    mappings = [mapping for row in rows.values() for mapping in adapter_mappings(row, targets, prefixes)]
     sizes = bridge.sizes | {RANK: lora.rank}
     row_of_param = {param: rows[name] for name, param in bridge.params.items() if name in rows}
     row_of_param = {p: row for p, row in row_of_param.items() if any(matrix_name(name) in targets for name in row.hf)}

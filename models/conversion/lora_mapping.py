@@ -1,11 +1,12 @@
 """Names and shapes of LoRA adapters: the matrices that can have adapters, and conversion rules between Megatron and PEFT.
 
 PEFT is the library of Hugging Face for adapters. The adapter of a Hugging Face matrix `NAME.weight` [out, in] consists of
-`base_model.model.NAME.lora_A.weight` [rank, in] and `base_model.model.NAME.lora_B.weight` [out, rank].
+`base_model.model.NAME.lora_A.weight` [rank, in] and `base_model.model.NAME.lora_B.weight` [out, rank]. NAME is the name of the
+module in transformers (Family.peft_prefixes).
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from models.architecture import Architecture, Family
 from models.conversion.mapping import ParamMapping
@@ -74,16 +75,24 @@ def adapter_shapes(lora: LoraConfig, family: Family, arch: Architecture) -> dict
     """Return the shape of each matrix A and B of a model, by its name in PEFT."""
     rows = [row for row in family.param_mappings(arch) if can_have_adapter(row, lora.experts)]
     targets, sizes = adapted_matrices(rows, lora), arch.sizes | {RANK: lora.rank}
-    mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
+    mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets, family.peft_prefixes)]
     return {name: shape for mapping in mappings for name, shape in mapping.hf_shapes(sizes).items()}
 
 
-def adapter_mappings(row: ParamMapping, targets: set[str]) -> Iterator[ParamMapping]:
-    """Yield the conversion rules of A and B for each matrix in `targets` that the linear layer `row` combines."""
+def adapter_mappings(
+    row: ParamMapping, targets: set[str], prefixes: Mapping[str, str] | None = None
+) -> Iterator[ParamMapping]:
+    """Yield the conversion rules of A and B for each matrix in `targets` that the linear layer `row` combines.
+
+    `prefixes`: Family.peft_prefixes.
+    """
     megatron_prefix = row.megatron.removesuffix("weight") + "lora."
     for hf_name, (rows, columns) in zip(row.hf, row.shapes, strict=True):
         if (name := matrix_name(hf_name)) in targets:
-            prefix, peft = megatron_prefix + name, _PEFT_PREFIX + hf_name.removesuffix("weight")
+            prefix, module = megatron_prefix + name, hf_name.removesuffix("weight")
+            for old, new in (prefixes or {}).items():
+                module = new + module.removeprefix(old) if module.startswith(old) else module
+            peft = _PEFT_PREFIX + module
             axis_of_a, axis_of_b = (axis if row.axis == axis else None for axis in (1, 0))
             where = dict(present_in=row.present_in, part=row.part, expert=row.expert)
             yield ParamMapping(f"{prefix}.lora_a", (f"{peft}lora_A.weight",), ((RANK, columns),), axis_of_a, **where)

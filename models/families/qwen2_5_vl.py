@@ -87,5 +87,6 @@ QWEN2_5_VL = Family(
         *tower_rows("visual.", _TOWER),
     ),
     engine_fusions=decoder.ENGINE_FUSIONS,
+    peft_prefixes={"model.layers.": "model.language_model.layers."},
     defaults=dict(image_token_id=151655, tie_word_embeddings=False),
 )

@@ -1,15 +1,17 @@
 """Settings of LoRA: mistakes are refused before a process starts, and PEFT folders are checked."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from tiny_families import IMAGE_FAMILIES, image_config, make_family
+from tiny_families import FAMILIES, IMAGE_FAMILIES, SIZES, config_class, image_config, make_family
 
-from models.conversion.lora_mapping import adapter_mappings, can_have_adapter, check_lora
-from models.conversion.peft_folder import ADAPTER_FOLDER, check_peft, write_peft
+from models.conversion.lora_mapping import adapter_mappings, adapter_shapes, can_have_adapter, check_lora
+from models.conversion.peft_folder import ADAPTER_FOLDER, check_peft, peft_config, write_peft
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config import hydra_entry
@@ -96,6 +98,25 @@ def test_the_vision_tower_of_an_image_model_has_no_adapters(tmp_path, name):
     assert adapted == {f"decoder.layers.{layer}.{name}.weight" for layer in range(arch.num_layers) for name in linears}
     shape = ModelShape.of_adapters(family, arch, LORA)
     assert shape.frozen_weights == 0 and shape.num_parameters == shape.num_weights
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *IMAGE_FAMILIES])
+def test_the_target_modules_of_a_peft_folder_are_linear_layers_of_transformers(tmp_path, name):
+    """PEFT finds the adapted modules by these names. Routed experts have no linear layers in transformers 5."""
+    if name in IMAGE_FAMILIES:
+        config = image_config(name)
+    else:
+        prefix, fields = FAMILIES[name]
+        config = config_class(prefix)(**deepcopy(SIZES | fields), architectures=[f"{prefix}ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        modules = dict(getattr(transformers, config.architectures[0])(config).named_modules())
+    shapes = adapter_shapes(LORA, *read(tmp_path))
+    targets = peft_config(shapes, LORA, str(tmp_path))["target_modules"]
+    assert targets and all(isinstance(modules[target], torch.nn.Linear) for target in targets)
+    for target in targets:
+        rows, columns = (shapes[f"base_model.model.{target}.lora_{m}.weight"][i] for m, i in (("B", 0), ("A", 1)))
+        assert modules[target].weight.shape == (rows, columns)
 
 
 def test_an_unknown_target_names_the_known_targets(models):
