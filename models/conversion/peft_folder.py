@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.architecture import Architecture, Family
-from models.conversion.hf_reader import ITEM_BYTES, read_header
+from models.conversion.hf_reader import ITEM_BYTES, TORCH_NAMES, read_header
 from models.conversion.lora_mapping import adapter_shapes
 from parallel.durable_files import atomic_folder
 from parallel.trainer_config import LoraConfig
@@ -30,8 +30,11 @@ _DEFAULTS: dict[str, Any] = dict(
     rank_pattern={},
     alpha_pattern={},
     layers_to_transform=None,
+    layer_replication=None,
 )
 """The only supported value of each further field of adapter_config.json. PEFT has the same defaults."""
+_INITIAL_VALUES = (True, False, "gaussian", None)
+"""Supported values of init_lora_weights. With other values, PEFT may also change the weights of the base model."""
 
 
 def write_peft(matrices: Mapping[str, "Tensor"], lora: LoraConfig, model_path: str, target: str | Path) -> None:
@@ -88,12 +91,33 @@ def check_peft(lora: LoraConfig, family: Family, arch: Architecture) -> None:
     for name, expected in dict(_DEFAULTS, peft_type="LORA").items():
         if (found := fields.get(name, expected) or None) != (expected or None):
             raise ValueError(f"{key}: {name}={found!r} in {CONFIG} is not supported; expected {expected!r}.")
+    if (initial := fields.get("init_lora_weights")) not in _INITIAL_VALUES:
+        raise ValueError(
+            f"{key}: init_lora_weights={initial!r} in {CONFIG} is not supported, because it may change the weights of the base "
+            "model; expected true, false or 'gaussian'."
+        )
     for name, field, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
         if fields.get(name) != value:
             raise ValueError(
                 f"lora.{field}={value}: the adapters in {folder} have {name}={fields.get(name)}; set lora.{field} to it."
             )
     _check_matrices(lora, family, arch, folder / WEIGHTS)
+
+
+def peft_warnings(lora: LoraConfig, dtype: str) -> list[str]:
+    """Return what a run with `model.dtype=dtype` does otherwise than the run that wrote the folder `lora.path`."""
+    folder, found = Path(str(lora.path)), []
+    if dropout := json.loads((folder / CONFIG).read_text()).get("lora_dropout"):
+        found.append(
+            f"lora.path={folder}: was trained with lora_dropout={dropout}, but mrl's adapters have no dropout."
+        )
+    stored = {entry.dtype for entry in read_header(folder / WEIGHTS).values()}
+    itemsize = next(ITEM_BYTES[name] for name, of_torch in TORCH_NAMES.items() if of_torch == dtype)
+    if wider := sorted(name for name in stored if ITEM_BYTES[name] > itemsize):
+        found.append(
+            f"lora.path={folder}: its matrices are {', '.join(wider)}, and are rounded to model.dtype={dtype}."
+        )
+    return found
 
 
 def _check_matrices(lora: LoraConfig, family: Family, arch: Architecture, path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from models.architecture import Architecture, Family
 from models.conversion.hf_reader import check_hf_folder
 from models.conversion.lora_mapping import check_lora
-from models.conversion.peft_folder import check_peft
+from models.conversion.peft_folder import check_peft, peft_warnings
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.megatron_overrides import (
@@ -35,6 +35,7 @@ from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
 from mrl.rollout.engines.server_args import has_cuda
+from mrl.tracking.console import show_warning
 from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
@@ -218,6 +219,8 @@ def _check_lora(config: Config, hf: HFConfig, arch: Architecture, head: str) -> 
     check_lora(lora, family_of(hf), arch)
     if lora.path:
         check_peft(lora, family_of(hf), arch)
+        for text in peft_warnings(lora, config.model.dtype):
+            show_warning(text)
 
 
 def _actor_optimizer(config: Config) -> OptimConfig:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, IMAGE_FAMILIES, SIZES, config_class, image_config, make_family
 
 from models.conversion.lora_mapping import adapter_mappings, adapter_shapes, can_have_adapter, check_lora
-from models.conversion.peft_folder import ADAPTER_FOLDER, check_peft, peft_config, write_peft
+from models.conversion.peft_folder import ADAPTER_FOLDER, check_peft, peft_config, peft_warnings, write_peft
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config import hydra_entry
@@ -214,8 +214,16 @@ def test_a_peft_folder_is_accepted_and_each_difference_is_named(models, peft):
     with pytest.raises(ValueError, match=r"do not fit; the first is .*Set lora.targets"):
         check_peft(replace(lora, targets=["q_proj"]), family, arch)
     fields = json.loads((peft / "adapter_config.json").read_text())
-    (peft / "adapter_config.json").write_text(json.dumps(fields | dict(use_rslora=True)))
-    with pytest.raises(ValueError, match=r"use_rslora=True in adapter_config.json is not supported; expected False"):
+    for changed, message in (
+        (dict(use_rslora=True), r"use_rslora=True in adapter_config.json is not supported; expected False"),
+        (dict(layer_replication=[[0, 1], [0, 2]]), r"layer_replication=\[\[0, 1\], \[0, 2\]\] in .* is not supported"),
+        (dict(init_lora_weights="pissa"), r"init_lora_weights='pissa' in .*; expected true, false or 'gaussian'"),
+    ):
+        (peft / "adapter_config.json").write_text(json.dumps(fields | changed))
+        with pytest.raises(ValueError, match=message):
+            check_peft(lora, family, arch)
+    for initial in (True, False, "gaussian", None):
+        (peft / "adapter_config.json").write_text(json.dumps(fields | dict(init_lora_weights=initial)))
         check_peft(lora, family, arch)
     (peft / "adapter_config.json").write_text(json.dumps(fields))
     matrices = load_file(peft / "adapter_model.safetensors")
@@ -226,6 +234,20 @@ def test_a_peft_folder_is_accepted_and_each_difference_is_named(models, peft):
     (peft / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"adapter_model.safetensors is missing"):
         check_peft(lora, family, arch)
+
+
+def test_what_a_run_does_otherwise_than_the_writer_of_a_peft_folder_is_said(models, peft, tmp_path, caplog):
+    lora = replace(LORA, path=str(peft))
+    assert peft_warnings(lora, "float32") == []
+    (rounded,) = peft_warnings(lora, "bfloat16")
+    assert rounded.endswith("its matrices are F32, and are rounded to model.dtype=bfloat16.")
+    fields = json.loads((peft / "adapter_config.json").read_text())
+    (peft / "adapter_config.json").write_text(json.dumps(fields | dict(lora_dropout=0.05)))
+    (dropout,) = peft_warnings(lora, "float32")
+    assert "was trained with lora_dropout=0.05" in dropout
+    words = ["lora.targets=[q_proj,down_proj]", f"lora.path={peft}", "model.dtype=bfloat16"]
+    plan_model(config_of(models["qwen3"], tmp_path, *words), str(models["qwen3"]))
+    assert "rounded to model.dtype=bfloat16" in caplog.text and "mrl's adapters have no dropout" in caplog.text
 
 
 def test_the_planner_counts_only_the_parameters_of_adapters(models):
