@@ -34,6 +34,7 @@ from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
+from mrl.planner.trainer_state_bytes import layers_of_stages
 from mrl.rollout.engines.server_args import has_cuda
 from mrl.tracking.console import show_warning
 from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
@@ -127,6 +128,7 @@ def plan_model(
         )
     if config.lora.rank and not section:
         _check_lora(config, hf, arch, head)
+        _check_adapted_stages(config, arch, dims)
     if arch.has_recurrent_layers and (fp8 := config.megatron.get("fp8")):
         raise ValueError(
             f"megatron.fp8={fp8}: trainers compute gated delta nets only in model.dtype; leave the key out."
@@ -216,11 +218,29 @@ def _check_lora(config: Config, hf: HFConfig, arch: Architecture, head: str) -> 
             raise ValueError(
                 f"megatron.{name}={value} with lora.rank={lora.rank}: {reason}; leave it out, or set lora.rank=0."
             )
+    offloaded = config.megatron.get("offload_modules") or ()
+    if lora.experts and config.megatron.get("fine_grained_activation_offloading") and "expert_fc1" in offloaded:
+        raise ValueError(
+            "megatron.offload_modules: with lora.experts=true, it cannot contain expert_fc1, because Megatron frees the input of "
+            "the experts on the GPU, which their adapters need; leave expert_fc1 out."
+        )
     check_lora(lora, family_of(hf), arch)
     if lora.path:
         check_peft(lora, family_of(hf), arch)
         for text in peft_warnings(lora, config.model.dtype):
             show_warning(text)
+
+
+def _check_adapted_stages(config: Config, arch: Architecture, dims: ParallelDims) -> None:
+    """Raise ValueError if a virtual stage has no layers, and so no adapters."""
+    if config.megatron.get("pipeline_model_parallel_layout"):
+        return  # mrl does not read this layout
+    stages = layers_of_stages(arch.num_layers, dims, config.megatron)
+    if any(count == 0 for counts in stages for count in counts):
+        raise ValueError(
+            f"lora.rank={config.lora.rank}: every virtual pipeline stage needs a layer with adapters, but the stages have "
+            f"{stages} layers; use a smaller parallel.pp or parallel.vpp, or other keys for the layers of stages in megatron."
+        )
 
 
 def _actor_optimizer(config: Config) -> OptimConfig:

@@ -19,7 +19,7 @@ from mrl.placement.resource_pools import Pool, Pools, gpus_of_nodes, slots_per_n
 from mrl.planner.engine_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, adapter_slot_bytes, engine_memory
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerMemory, TrainerRankMemory, TrainerSettings, trainer_memory
-from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, checkpoint_bytes
+from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, checkpoint_bytes, pinned_bytes
 from mrl.rollout.engines.server_args import adapter_slots
 from mrl.weight_sync.engine_layout import Topology
 from parallel.dims import ParallelDims
@@ -378,7 +378,7 @@ def _host_memory(
     return HostMemory(
         processes=PROCESS_BYTES * (sum(on_node.values()) + 2),
         offloaded=offloaded,
-        reference=2 * on_node["actor"] * rank_weights if reference else 0,
+        reference=2 * on_node["actor"] * pinned_bytes(rank_weights) if reference else 0,
         checkpoint=checkpoint * on_node["actor"] // world_size,
         delta=weights * on_node["actor"] // world_size if config.weight_sync.delta else 0,
         rollouts=tokens_in_flight * ROLLOUT_TOKEN_BYTES,

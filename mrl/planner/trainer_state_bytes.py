@@ -68,7 +68,12 @@ class StateBytes:
     @property
     def offloaded(self) -> int:
         """Bytes of pinned host memory for the offloaded model. Offloading drops the gradients instead of copying them."""
-        return sum(_round_up(part, PINNED_BLOCK) for part in (self.weights, self.optimizer))
+        return sum(map(pinned_bytes, (self.weights, self.optimizer)))
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return the bytes of the blocks of pinned memory that contain a copy with `nbytes` bytes."""
+    return _round_up(nbytes, PINNED_BLOCK)
 
 
 def optimizer_bytes_per_parameter(itemsize: int) -> int:

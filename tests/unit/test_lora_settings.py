@@ -157,6 +157,13 @@ def test_settings_that_contradict_frozen_weights_are_refused(models, tmp_path):
     folder = str(models["qwen3_moe"])
     with pytest.raises(ValueError, match=r"moe_router_bias_update_rate=0.1 with lora.rank=2: the routers of a model"):
         plan_model(config_of(folder, tmp_path, "megatron.moe_router_bias_update_rate=0.1"), folder)
+    offloading = ["megatron.fine_grained_activation_offloading=true", "megatron.offload_modules=[expert_fc1,moe_act]"]
+    with pytest.raises(ValueError, match=r"with lora.experts=true, it cannot contain expert_fc1"):
+        plan_model(config_of(folder, tmp_path, *offloading, "lora.experts=true"), folder)
+    plan_model(config_of(folder, tmp_path, *offloading), folder)
+    empty = ["parallel.pp=2", "megatron.num_layers_in_first_pipeline_stage=2"]
+    with pytest.raises(ValueError, match=r"needs a layer with adapters, but the stages have \[\[2\], \[0\]\] layers"):
+        plan_model(config_of(folder, tmp_path, *empty), folder)
     with pytest.raises(ValueError, match="a reward model has no adapters"):
         plan_model(config_of(folder, tmp_path), folder, head="score")
     with pytest.raises(ValueError, match=r"sft.output=there with lora.rank=2"):

@@ -184,6 +184,10 @@ def test_a_critic_and_a_reference_are_counted(tmp_path):
     assert {m.role for m in ppo.phases} == {"actor", "critic", "engines"}
     kl = memory_of(config_of("Qwen3-8B", tmp_path, "parallel.dp=8", "++algorithm.kl_in_loss.coef=0.1"))
     assert kl.host.reference > 0
+    lora = memory_of(config_of("Qwen3-8B", tmp_path, "parallel.dp=8", "++algorithm.kl_in_loss.coef=0.1", "lora.rank=1"))
+    assert lora.host.reference == 2 * 8 * (1 << 26), (
+        "two copies of the adapters on each rank, each in a block of pinned memory"
+    )
 
 
 def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
