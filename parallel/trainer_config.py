@@ -159,7 +159,7 @@ class LoraConfig:
     targets: list[str] = config_field(
         list,
         "Matrices with adapters, by their Hugging Face names, such as [q_proj, v_proj]. Default: all linear layers except the "
-        "router and the output layer.",
+        "router, the output layer and, without lora.experts, the routed experts.",
     )
     experts: bool = config_field(
         False, "Whether the routed experts have adapters, too: one for each matrix of each expert."
