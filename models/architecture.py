@@ -228,6 +228,8 @@ class Family:
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
+    # part of the name of a Hugging Face tensor -> this part of the name of its SGLang parameter, after the fusions
+    engine_renames: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, config: HFConfig) -> Architecture:
         """Return the architecture that `config` describes.

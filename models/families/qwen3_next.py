@@ -177,6 +177,7 @@ _DEFAULTS = DEFAULTS | dict(
     output_gate_type=None,
     use_sliding_window=False,
 )
+_ENGINE_RENAMES = {".self_attn.": "."}  # in SGLang, the modules of the attention belong to the decoder layer
 _UNSUPPORTED = frozenset([_OTHER_LAYERS, _OTHER_ROPE, _DENSE_LAYERS, "qkv_bias", "proj_bias"])
 
 
@@ -203,6 +204,7 @@ QWEN3_5 = Family(
     engine_required_fields=("full_attention_interval",),
     engine_unsupported_parts=_UNSUPPORTED,
     engine_float32=("linear_attn.A_log",),
+    engine_renames=_ENGINE_RENAMES,
     engine_needs_gpu=True,
     has_mtp_layers=True,
 )
@@ -250,6 +252,7 @@ QWEN3_NEXT = Family(
     engine_required_fields=("full_attention_interval",),
     engine_unsupported_parts=_UNSUPPORTED,
     engine_float32=("linear_attn.A_log",),
+    engine_renames=_ENGINE_RENAMES,
     engine_needs_gpu=True,
     has_mtp_layers=True,
 )

@@ -99,6 +99,7 @@ class EngineLayout:
     output_copy: bool = False  # whether the engine stores a copy of the embedding as its output layer
     block_scales: bool = False  # whether the engine stores matrices in FP8 with block scales
     prefixes: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_prefixes
+    renames: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_renames
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
@@ -113,6 +114,7 @@ class EngineLayout:
             arch.num_experts,
             family.engine_float32,
             prefixes=family.engine_prefixes,
+            renames=family.engine_renames,
         )
 
     def with_output_copy(self) -> EngineLayout:
@@ -147,13 +149,15 @@ class EngineLayout:
 
     def _engine_name(self, name: str) -> tuple[str, tuple[str, ...]]:
         param, parts = self._fused_name(name)
+        for part, own in self.renames.items():
+            param = param.replace(part, own)
         for prefix, own in self.prefixes.items():
             if param.startswith(prefix):
                 return own + param.removeprefix(prefix), parts
         return param, parts
 
     def _fused_name(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Return the two parts of `engine_names`, but with the Hugging Face prefix of the parameter."""
+        """Return the two parts of `engine_names`, but before the renames of the family."""
         expert = self.row_of[name].expert
         path = name.split(".")
         if expert is not None:

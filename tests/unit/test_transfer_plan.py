@@ -1,7 +1,10 @@
 """Transfer plans: engine layouts equal shards that are cut by hand, and plans are executed on plain tensors."""
 
+import ast
 from collections import defaultdict
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +171,28 @@ def test_the_decays_of_gated_delta_nets_are_float32(family, name):
     layout = EngineLayout.of(family, recurrent(family, name), Topology(2))
     in_float32 = [param for param in layout.param_shapes(0) if layout.dtype_of(param, "bfloat16") == "float32"]
     assert in_float32 == ["model.layers.0.linear_attn.A_log"]
+
+
+def attributes(file: str, name: str) -> set[str]:
+    """Return the names of the attributes that the methods of a class in SGLang's model code set."""
+    tree = ast.parse(Path(find_spec("sglang").submodule_search_locations[0], "srt", "models", file).read_text())
+    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    targets = [target for node in ast.walk(found) if isinstance(node, ast.Assign) for target in node.targets]
+    return {target.attr for target in targets if isinstance(target, ast.Attribute)}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "file", "prefix"),
+    [(QWEN3_5, "qwen3_5", "qwen3_5.py", "Qwen3_5"), (QWEN3_NEXT, "qwen3_next", "qwen3_next.py", "Qwen3Hybrid")],
+)
+def test_layers_of_models_with_gated_delta_nets_have_the_modules_of_sglang(family, name, file, prefix):
+    """The attention of such a model has no module of its own: its projections and norms are modules of the layer."""
+    layout = EngineLayout.of(family, recurrent(family, name), Topology())
+    for layer, kind in enumerate(("Linear", "Attention")):
+        params = [param.split(".") for param in layout.param_shapes(0) if param.startswith(f"model.layers.{layer}.")]
+        modules = {param[3] for param in params}
+        assert modules <= attributes(file, f"{prefix}{kind}DecoderLayer")
+        assert modules >= ({"linear_attn"} if kind == "Linear" else {"qkv_proj", "o_proj", "q_norm", "k_norm"})
 
 
 def test_each_rank_fuses_its_heads_of_the_projections_of_gated_delta_nets():
