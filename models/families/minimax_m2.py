@@ -22,13 +22,25 @@ from models.hf_config import HFConfig
 _BLOCK, _MATRICES = "block_sparse_moe", ("w1", "w3", "w2")
 _FRACTION = "partial_rotary_factor"  # SGLang reads only rotary_dim, the number of rotated components
 
+_WITHOUT_EFFECT = dict(  # fields that transformers and SGLang ignore -> the value that has no effect
+    sliding_window=None,
+    attn_window_size=None,
+    max_model_len=None,
+    layernorm_full_attention_beta=1.0,
+    layernorm_linear_attention_beta=1.0,
+    layernorm_mlp_beta=1.0,
+)
+
 
 def translate(config: HFConfig) -> Architecture:
     """Translate a MiniMax-M2 config. Raises ValueError if a value is not supported."""
     config.expect(use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True, scoring_func="sigmoid")
     config.expect(router_jitter_noise=0.0, shared_intermediate_size=0)
     config.expect(attn_type_list=(None, [1] * config["num_hidden_layers"]))  # 1: full attention
+    config.expect(**_WITHOUT_EFFECT)
     config.read_fields.update(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"))
+    # for dense MLPs, shared experts and layers with a sliding window, which no model has
+    config.read_fields.update(("mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta"))
     topk, head_dim, rotated = config["num_experts_per_tok"], config["head_dim"], config["rotary_dim"]
     if topk < 2:
         raise ValueError(f"{config.path}: num_experts_per_tok={topk} is not supported; expected at least 2.")
@@ -64,6 +76,7 @@ MINIMAX_M2 = Family(
     ),
     engine_fusions=ENGINE_FUSIONS | moe_fusions(*_MATRICES),
     defaults=DEFAULTS
+    | _WITHOUT_EFFECT
     | dict(
         head_dim=128,
         num_key_value_heads=8,

@@ -148,6 +148,7 @@ def test_no_ignored_field_is_read_by_a_family():
         ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         ("minimax_m2", dict(use_qk_norm=False), "use_qk_norm=False is not supported; expected True"),
+        ("minimax_m2", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
         ("minimax_m2", dict(attn_type_list=[1, 0]), "attn_type_list=[1, 0] is not supported"),
         ("minimax_m2", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; expected at least 2"),
         ("minimax_m2", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not known"),
