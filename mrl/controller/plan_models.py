@@ -15,7 +15,7 @@ from models.architecture import Architecture, Family
 from models.conversion.hf_reader import check_hf_folder
 from models.conversion.lora_mapping import check_lora
 from models.conversion.peft_folder import check_peft
-from models.families import family_of
+from models.families import FAMILIES, family_of
 from models.hf_config import HFConfig
 from models.megatron_overrides import (
     FIELDS_SET_BY_MRL,
@@ -322,11 +322,9 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
         )
     family = family_of(actor.hf)
     family.check_engine(actor.hf, actor.arch)
-    if family.engine_needs_gpu and _engines_use_cpus(config):
-        raise ValueError(
-            f"model.path: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; use GPUs, or train the model with mrl "
-            "sft, or from recorded rollouts (rollout.replay)."
-        )
+    if not config.rollout.engine_urls:
+        otherwise = ", or train the model with mrl sft, or from recorded rollouts (rollout.replay)"
+        check_engine_device(config, family, otherwise=otherwise)
     check_heads(actor.arch, topology)
     _check_key_norms(family, actor.arch, topology)
     return topology
@@ -340,6 +338,32 @@ def _check_key_norms(family: Family, arch: Architecture, topology: Topology) -> 
         raise ValueError(
             f"rollout.engine_tp={topology.tp}: SGLang normalizes the keys of all ranks together, and several ranks would hold "
             f"the same of the {heads} key/value heads of {family.architecture}; use at most {heads}."
+        )
+
+
+def check_served_folders(config: Config) -> None:
+    """Raise ValueError if a model that SGLang should serve has no Hugging Face folder, or would be on CPUs and needs GPUs."""
+    for name, role in roles_of(config).items():
+        if not role.is_served:
+            continue
+        key = f"roles.{name}.path={role.path}"
+        if not Path(str(role.path), "config.json").is_file():
+            raise ValueError(
+                f"{key}: there is no config.json in this folder; expected a Hugging Face folder of the model that SGLang serves."
+            )
+        for architecture in HFConfig.load(str(role.path)).fields.get("architectures") or ():
+            if family := FAMILIES.get(architecture):  # SGLang also serves models of other families
+                check_engine_device(config, family, key)
+
+
+def check_engine_device(config: Config, family: Family, key: str = "model.path", *, otherwise: str = "") -> None:
+    """Raise ValueError if SGLang's servers would be on CPUs, but SGLang cannot compute models of this family there.
+
+    `key`: names the model. `otherwise`: what the user can do without GPUs.
+    """
+    if family.engine_needs_gpu and _engines_use_cpus(config):
+        raise ValueError(
+            f"{key}: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; use GPUs{otherwise}."
         )
 
 

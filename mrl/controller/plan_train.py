@@ -6,7 +6,6 @@ Every function raises ValueError for a mistake in the config. The message names 
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from models.hf_config import HFConfig
@@ -26,6 +25,7 @@ from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
     chat_template,
+    check_served_folders,
     engine_layout,
     make_input_files,
     plan_models,
@@ -398,16 +398,6 @@ def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[
             raise ValueError(
                 f"{', '.join(f'{key}={value:g}' for key, value in fractions.items())}: these servers share GPUs "
                 "(placement.pools) and are in their memory at the same time; set fractions whose sum is below 1."
-            )
-
-
-def check_served_folders(config: Config) -> None:
-    """Raise ValueError if a model that SGLang should serve has no Hugging Face folder."""
-    for name, role in roles_of(config).items():
-        if role.is_served and not Path(str(role.path), "config.json").is_file():
-            raise ValueError(
-                f"roles.{name}.path={role.path}: there is no config.json in this folder; expected a Hugging Face folder of the "
-                "model that SGLang serves."
             )
 
 

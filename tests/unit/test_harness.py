@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -10,12 +11,13 @@ import pytest
 from http_engines import BROKEN, HttpEngine
 from omegaconf import OmegaConf
 
+from models.families import family_of
 from mrl.commands import evaluate as command
 from mrl.config.schema import Config
 from mrl.config.secrets import authorization
 from mrl.config.validate import from_hydra
 from mrl.data.synthetic_tasks import make_doubling_task
-from mrl.evaluation import engines
+from mrl.evaluation import engines, harness
 from mrl.evaluation.generation_plan import SampledModel
 from mrl.evaluation.harness import OpenAIEndpoint, plan_harness, read_results, run_harness
 from mrl.rollout.client import EngineError
@@ -199,6 +201,12 @@ def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
 def test_mistakes_are_found_before_an_engine_starts(configure, program, harness, keys, message):
     with pytest.raises(ValueError, match=message):
         plan_harness(configure(harness and harness.format(program=program), **keys))
+
+
+def test_a_model_without_kernels_for_a_cpu_is_refused(configure, monkeypatch):
+    monkeypatch.setattr(harness, "family_of", lambda hf: replace(family_of(hf), engine_needs_gpu=True))
+    with pytest.raises(ValueError, match=r"model\.path: SGLang .* for Qwen3ForCausalLM on a CPU; use GPUs\.$"):
+        plan_harness(configure(sglang={"device": "cpu"}))
 
 
 def test_metrics_of_groups_have_no_number_of_samples():
