@@ -53,6 +53,20 @@ def discard_random_kv_scales(method: Any, layer: Any) -> None:
         layer.v_scale.fill_(-1.0)
 
 
+LOAD_MODEL = "sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker"
+"""Method that builds the model of an engine rank. SGLang captures CUDA graphs later."""
+
+
+def round_embedding_scale(result: None, scheduler: Any) -> None:
+    """Round the factor of Gemma 3's embeddings to the dtype of the model, as transformers and mrl's trainers do.
+
+    Hook after SGLang (0.5.23) has built a model. SGLang itself multiplies by the unrounded factor.
+    """
+    for module in scheduler.tp_worker.model_runner.model.modules():
+        if type(module).__name__ == "Gemma3TextScaledWordEmbedding":
+            module.embed_scale = torch.tensor(module.embed_scale, dtype=module.weight.dtype).item()
+
+
 def activate() -> str | None:
     """Return the name of the platform class, or None if there is an accelerator.
 
@@ -65,6 +79,7 @@ def activate() -> str | None:
         # On a machine with a GPU, SGLang spawns its processes, so each process must register the hooks itself.
         HookRegistry.register(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)
         HookRegistry.register(KV_SCALES, discard_random_kv_scales, HookType.BEFORE)
+        HookRegistry.register(LOAD_MODEL, round_embedding_scale, HookType.AFTER)
         register_hooks()
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
