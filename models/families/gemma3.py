@@ -21,9 +21,9 @@ from models.families.decoder_blocks import (
     read_windows,
 )
 from models.hf_config import HFConfig
-from parallel.rope import Rope
+from parallel.rope import LinearRope, Rope
 
-_SCALED_ROPE = "a scaled rotary embedding"
+_SCALED_ROPE = "a scaled rotary embedding other than linear scaling in layers with full attention"
 _OWN_OUTPUT = "an output layer of its own"  # SGLang always computes logits with the embedding
 
 
@@ -33,7 +33,7 @@ def translate(config: HFConfig) -> Architecture:
     config.expect(attn_logit_softcapping=None, final_logit_softcapping=None)
     config.read_fields.add("_sliding_window_pattern")  # transformers writes this field, but does not read it
     rope, local_rope = config.rope_by_layer(config["head_dim"], config["rope_theta"], config["rope_local_base_freq"])
-    is_scaled = type(rope) is not Rope or type(local_rope) is not Rope
+    is_scaled = type(rope) not in (Rope, LinearRope) or type(local_rope) is not Rope
     unsupported = {_SCALED_ROPE: is_scaled, _OWN_OUTPUT: not config["tie_word_embeddings"]}
     arch = read_decoder(
         config,

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from tiny_families import FAMILIES as TINY
 from tiny_families import GEMMA, IMAGE_FAMILIES, LLAMA3_ROPE, LONG_ROPE, RECURRENT, SIZES, YARN_ROPE, config_class
@@ -22,6 +23,7 @@ from mrl.weight_sync.engine_layout import Topology, check_heads
 from parallel.dims import ParallelDims
 from parallel.rope import Rope
 
+GEMMA_ROPE = GEMMA["rope_parameters"]
 PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 
 
@@ -208,8 +210,17 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
     [
         ("llama_mlp_biased", {}, "has mlp_bias, which SGLang silently ignores"),
         ("seed_oss", {}, "SGLang 0.5.23 does not implement SeedOssForCausalLM"),
-        ("gemma3", {}, "has a scaled rotary embedding, which SGLang silently ignores"),
-        ("gemma3", dict(tie_word_embeddings=False), "has a scaled rotary embedding, an output layer of its own, which"),
+        ("gemma3", dict(tie_word_embeddings=False), "has an output layer of its own, which SGLang silently ignores"),
+        (
+            "gemma3",
+            dict(rope_parameters=dict(GEMMA_ROPE, full_attention=YARN_ROPE)),
+            "has a scaled rotary embedding other",
+        ),
+        (
+            "gemma3",
+            dict(rope_parameters=dict(GEMMA_ROPE, sliding_attention=GEMMA_ROPE["full_attention"])),
+            "other than linear scaling in layers with full attention, which SGLang silently ignores",
+        ),
         ("minimax_m2", dict(rotary_dim=None, partial_rotary_factor=0.25), "has partial_rotary_factor, which SGLang"),
         ("olmo3", {}, "SGLang 0.5.23 does not implement Olmo3ForCausalLM"),
         ("qwen3_5", {}, 'SGLang requires fields that transformers omits; add "full_attention_interval": 4'),
@@ -241,6 +252,7 @@ ALIKE = [
     *(
         "llama",
         "llama_attention_biased",
+        "gemma3",  # with linear scaling
         "qwen2",
         "qwen3_biased",
         "minimax_m2",
@@ -347,9 +359,19 @@ def test_layers_with_a_window_have_a_rotary_embedding_of_their_own(fields):
 
 
 def test_gemma_with_plain_rotary_embeddings_has_an_engine(fields):
-    ropes = GEMMA["rope_parameters"] | dict(full_attention=dict(rope_type="default", rope_theta=1e6))
+    ropes = GEMMA_ROPE | dict(full_attention=dict(rope_type="default", rope_theta=1e6))
     config = HFConfig("config.json", fields("gemma3") | dict(rope_parameters=ropes))
     family_of(config).check_engine(config, family_of(config).read(config))
+
+
+def test_sglang_scales_the_rotary_embeddings_of_gemma_in_layers_with_full_attention(fields):
+    """SGLang passes the parameters of these layers to its module, and plain ones for layers with a window."""
+    from sglang.srt.models.gemma3_causal import Gemma3RotaryEmbedding  # the import takes seconds
+
+    known = fields("gemma3")
+    config = config_class("Gemma3").from_dict(known)
+    config.rope_parameters = dict(GEMMA_ROPE["full_attention"])
+    assert torch.equal(Gemma3RotaryEmbedding(config).inv_freq, read(known).rope.inv_freq())
 
 
 @pytest.mark.parametrize(("name", "is_refused"), [("olmo2", True), ("qwen3", False)])
