@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from models.conversion.fp8_blocks import BLOCK, SCALE_BYTES, is_quantized
 from mrl.planner.model_shape import ModelShape, ParameterShape
@@ -12,6 +14,9 @@ from mrl.weight_sync.engine_layout import VOCAB_PADDING, Topology
 
 # Fraction of GPU memory for the weights and the KV cache of an engine if sglang.mem_fraction_static is not set.
 DEFAULT_MEM_FRACTION = 0.8
+# Bytes of states of recurrent layers per byte of keys and values if sglang.mamba_full_memory_ratio is not set.
+_STATE_RATIO = 0.9
+_CONVOLUTION_BYTES, _STATE_BYTES = 2, 4  # bytes of one element of a state in SGLang (0.5.23), by default
 
 
 @dataclass(frozen=True)
@@ -19,13 +24,14 @@ class EngineRankMemory:
     """Bytes that one engine rank uses on its GPU."""
 
     weights: int  # model weights
-    kv_cache: int  # negative if the weights alone do not fit
+    kv_cache: int  # keys, values and states of recurrent layers; negative if the weights alone do not fit
     token_bytes: int  # bytes of the keys and values of one token
+    states: int = 0  # the part of `kv_cache` for states of recurrent layers
 
     @property
     def tokens(self) -> int:
         """Number of tokens that fit in the KV cache, over all running requests."""
-        return max(0, self.kv_cache) // self.token_bytes
+        return max(0, self.kv_cache - self.states) // self.token_bytes
 
     @property
     def total(self) -> int:
@@ -50,13 +56,41 @@ def engine_memory(
     """
     token = kv_bytes(shape, topology, kv_itemsize or itemsize)
     weights = engine_weights(shape, topology, itemsize, fp8)
-    return EngineRankMemory(weights, int(free * fraction) - weights, token)
+    return with_states(EngineRankMemory(weights, int(free * fraction) - weights, token), shape, topology)
+
+
+def with_states(
+    rank: EngineRankMemory, shape: ModelShape, topology: Topology, server_args: Mapping[str, Any] = {}
+) -> EngineRankMemory:
+    """Return the memory of an engine rank with the part of its cache that SGLang (0.5.23) reserves for recurrent layers.
+
+    `server_args`: the config section `sglang`, which may set the size of this part.
+    """
+    if not shape.recurrence:
+        return rank
+    if slots := server_args.get("max_mamba_cache_size"):
+        return replace(rank, states=(slots // topology.dp + 1) * state_bytes(shape, topology))
+    ratio = server_args.get("mamba_full_memory_ratio") or _STATE_RATIO
+    return replace(rank, states=int(max(0, rank.kv_cache) * ratio / (1 + ratio)))
+
+
+def state_bytes(shape: ModelShape, topology: Topology) -> int:
+    """Return the bytes that one engine rank stores for the states of one request, in all recurrent layers together.
+
+    A layer keeps the state of its recurrence, and the last inputs of its convolution.
+    """
+    sizes = shape.recurrence
+    assert sizes is not None, "the model has no recurrent layers"
+    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+    convolution = (2 * keys + values) * (sizes.kernel - 1) * _CONVOLUTION_BYTES
+    layer = convolution + values * sizes.key_dim * _STATE_BYTES
+    return sum(shape.recurrent) * layer * topology.dp // topology.tp
 
 
 def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
     """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
 
-    Recurrent layers have no keys and values in the cache. Their states, one for each running request, are not counted.
+    Recurrent layers have no keys and values. `state_bytes` counts their states.
     If there are fewer key/value heads than ranks, several ranks store the same head. Latent attention caches one compressed
     vector for each token, and every rank stores a full copy of the vector.
     """

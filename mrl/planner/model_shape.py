@@ -85,6 +85,7 @@ class RecurrentShape:
     value_heads: int
     key_dim: int  # channels of a key
     value_dim: int  # channels of a value
+    kernel: int  # number of tokens that the convolution reads
 
     @property
     def rule_macs(self) -> int:
@@ -318,7 +319,7 @@ class ModelShape:
 
 
 def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
-    fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     return RecurrentShape(*(t[f"linear_{name}"] for name in fields))
 
 

@@ -16,7 +16,7 @@ from mrl.config.process_schema import HardwareConfig
 from mrl.config.schema import Config
 from mrl.config.validate import token_budgets
 from mrl.placement.resource_pools import Pool, Pools, gpus_of_nodes, slots_per_node
-from mrl.planner.engine_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, engine_memory
+from mrl.planner.engine_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, engine_memory, with_states
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerMemory, TrainerRankMemory, TrainerSettings, trainer_memory
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, checkpoint_bytes
@@ -268,10 +268,11 @@ def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Po
     fraction = config.sglang.get("mem_fraction_static") or DEFAULT_MEM_FRACTION
     fp8 = config.sglang.get("quantization") == "fp8"
     rank = engine_memory(actor.shape, topology, itemsize, free, fraction, kv_itemsize(config, itemsize), fp8)
+    rank = with_states(rank, actor.shape, topology, config.sglang)
     max_tokens = config.sglang.get("max_total_tokens") or (0 if limit else CPU_KV_TOKENS)
     if not max_tokens:
         return rank
-    most = max_tokens * rank.token_bytes
+    most = max_tokens * rank.token_bytes + rank.states
     return replace(rank, kv_cache=min(most, rank.kv_cache) if limit else most)
 
 

@@ -16,7 +16,7 @@ from mrl.controller import plan_tools
 from mrl.controller.memory_check import MemoryEstimator, advise
 from mrl.controller.plan_models import engine_topology, plan_model
 from mrl.data.synthetic_tasks import make_doubling_task
-from mrl.planner.engine_memory import kv_bytes
+from mrl.planner.engine_memory import kv_bytes, state_bytes
 from mrl.planner.run_memory import GIB
 from mrl.weight_sync.engine_layout import Topology
 
@@ -248,3 +248,17 @@ def test_a_model_with_gated_delta_nets_caches_keys_only_in_its_other_layers(tmp_
     config = config_of("Qwen3.5-27B", tmp_path, *LAYOUT, "rollout.engine_tp=4")
     shape = MemoryEstimator.of(config).shapes["actor"]
     assert kv_bytes(shape, Topology(4), 2) == 16 * 2 * 256 * 2, "one of four key heads in 16 of 64 layers"
+
+
+def test_an_engine_divides_its_cache_between_keys_and_states_of_gated_delta_nets(tmp_path):
+    keys = [*LAYOUT, "rollout.engine_tp=4"]
+    config = config_of("Qwen3.5-27B", tmp_path, *keys)
+    # one of four ranks, 48 layers: a float32 matrix for each of 48 heads, and three inputs of the convolution in bfloat16
+    state = 48 * (48 * 128 * 128 * 4 + (2 * 2048 + 6144) * 3 * 2) // 4
+    assert state_bytes(MemoryEstimator.of(config).shapes["actor"], Topology(4)) == state
+    settings = ([], ["sglang.mamba_full_memory_ratio=0.25"], ["sglang.max_mamba_cache_size=100"])
+    default, fifth, slots = (memory_of(config_of("Qwen3.5-27B", tmp_path, *keys, *more)).engine for more in settings)
+    assert default.kv_cache == fifth.kv_cache == slots.kv_cache and default.total == slots.total
+    assert default.states / default.kv_cache == pytest.approx(0.9 / 1.9)
+    assert fifth.states / fifth.kv_cache == pytest.approx(1 / 5) and slots.states == 101 * state
+    assert all(rank.tokens == (rank.kv_cache - rank.states) // rank.token_bytes for rank in (default, fifth, slots))
