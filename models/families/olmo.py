@@ -26,6 +26,7 @@ from models.families.decoder_blocks import (
 from models.hf_config import HFConfig
 
 _PARTS = frozenset(["projection_norms", "post_norms", "no_pre_norms"])
+_OTHER_HEADS = "a head_dim other than hidden_size / num_attention_heads"
 _TABLE = (
     *EMBEDDINGS,
     *without_pre_norms(*ATTENTION, *DENSE_MLP),
@@ -38,7 +39,8 @@ _DEFAULTS = DEFAULTS | dict(rms_norm_eps=1e-5, attention_bias=False, head_dim=No
 
 def translate_olmo2(config: HFConfig) -> Architecture:
     """Translate an OLMo 2 config. Raises ValueError if a value is not supported."""
-    return read_decoder(config, parts=attention_parts(config) | _PARTS)
+    is_other = config["head_dim"] not in (None, config["hidden_size"] // config["num_attention_heads"])
+    return read_decoder(config, parts=attention_parts(config) | _PARTS | ({_OTHER_HEADS} if is_other else set()))
 
 
 def translate_olmo3(config: HFConfig) -> Architecture:
@@ -58,6 +60,7 @@ OLMO2 = Family(
     table=_TABLE,
     engine_fusions=ENGINE_FUSIONS,
     defaults=_DEFAULTS,
+    engine_unsupported_parts=frozenset([_OTHER_HEADS]),
 )
 OLMO3 = Family(
     architecture="Olmo3ForCausalLM",

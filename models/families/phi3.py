@@ -12,7 +12,7 @@ from models.hf_config import HFConfig
 from parallel.rope import LongRope, Rope
 
 _FUSED = {QKVMapping: "self_attn.qkv_proj.weight", GatedMLPMapping: "mlp.gate_up_proj.weight"}
-_NESTED_FRACTION = "rope_parameters.partial_rotary_factor"  # SGLang reads this field only outside of rope_parameters
+_NESTED_FRACTION = "rope_parameters.partial_rotary_factor"
 
 
 def translate(config: HFConfig) -> Architecture:
@@ -28,7 +28,8 @@ def translate(config: HFConfig) -> Architecture:
         raise ValueError(
             f"{config.path}: a rotary embedding of {type(rope).__name__} is not supported; expected default or longrope."
         )
-    is_nested = rope.dim < head_dim and "partial_rotary_factor" not in config.fields
+    # SGLang reads this field only outside of rope_parameters; transformers prefers the one inside.
+    is_nested = rope.dim != int(head_dim * (config["partial_rotary_factor"] or 1.0))
     return read_decoder(config, rope=rope, parts=frozenset([_NESTED_FRACTION] if is_nested else []))
 
 

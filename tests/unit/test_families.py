@@ -222,6 +222,7 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
             "other than linear scaling in layers with full attention, which SGLang silently ignores",
         ),
         ("minimax_m2", dict(rotary_dim=None, partial_rotary_factor=0.25), "has partial_rotary_factor, which SGLang"),
+        ("olmo2", dict(head_dim=16), "has a head_dim other than hidden_size / num_attention_heads, which SGLang"),
         ("olmo3", {}, "SGLang 0.5.23 does not implement Olmo3ForCausalLM"),
         ("qwen3_5", {}, 'SGLang requires fields that transformers omits; add "full_attention_interval": 4'),
         ("qwen3_5", dict(full_attention_interval=3), ", layer_types that differ from full_attention_interval, which"),
@@ -231,6 +232,13 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
         (
             "phi3",
             dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)),
+            "has rope_parameters.partial_rotary_factor, which SGLang silently ignores",
+        ),
+        (
+            "phi3",
+            dict(
+                rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5), partial_rotary_factor=0.75
+            ),
             "has rope_parameters.partial_rotary_factor, which SGLang silently ignores",
         ),
         (
