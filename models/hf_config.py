@@ -44,6 +44,8 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
 """What the config fields describe -> names of the fields. None of these fields changes the logits."""
 
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # suffixes of architecture names
+# Classifier -> language model, where XForSequenceClassification is the classifier of a model with images
+_TEXT_CLASSIFIERS = {f"{name}Text{_CLASSIFIER}": f"{name}{_LANGUAGE_MODEL}" for name in ("Gemma3", "Qwen3_5")}
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
 
@@ -141,14 +143,15 @@ class HFConfig:
     @property
     def family_architecture(self) -> str:
         """Architecture under which the family is registered: XForCausalLM, also for XForSequenceClassification."""
-        return self.architecture.replace(_CLASSIFIER, _LANGUAGE_MODEL)
+        return _TEXT_CLASSIFIERS.get(self.architecture) or self.architecture.replace(_CLASSIFIER, _LANGUAGE_MODEL)
 
     def as_reward_model(self) -> "HFConfig":
         """Return the config of a sequence classifier with one output and the same layers.
 
         The length of `id2label` sets the number of outputs, in all versions of transformers.
         """
-        classifier = self.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER)
+        text = {model: classifier for classifier, model in _TEXT_CLASSIFIERS.items()}
+        classifier = text.get(self.architecture) or self.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER)
         labels = dict(architectures=[classifier], id2label={"0": "score"}, label2id={"score": 0})
         return replace(self, fields=self.fields | labels)
 
@@ -198,6 +201,11 @@ class HFConfig:
                 "full_attention and for sliding_attention."
             )
         full |= self.fields.get("rope_scaling") or {}
+        if not (full.get("truncate", True) and local.get("truncate", True)):
+            raise ValueError(
+                f"{self.path}: truncate=false of the rotary embedding is not supported, because transformers ignores it in "
+                "models whose layers with a window have their own rotary embedding; expected true."
+            )
         ropes = [
             self._build_rope({"rope_theta": base} | given, head_dim)
             for given, base in ((full, theta), (local, local_theta))

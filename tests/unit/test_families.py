@@ -12,6 +12,7 @@ import torch
 import transformers
 from tiny_families import FAMILIES as TINY
 from tiny_families import GEMMA, IMAGE_FAMILIES, LLAMA3_ROPE, LONG_ROPE, RECURRENT, SIZES, YARN_ROPE, config_class
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
@@ -64,6 +65,15 @@ def test_every_family_has_a_tiny_model():
 def test_the_default_config_of_transformers_is_accepted(tmp_path, prefix):
     found = saved(tmp_path, prefix, **NOT_DEFAULT.get(prefix, {}))
     assert read(found).num_layers == found["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_reward_model_has_the_name_of_the_classifier_of_transformers(prefix):
+    reward_model = HFConfig("c", dict(architectures=[f"{prefix}ForCausalLM"])).as_reward_model()
+    assert reward_model.as_reward_model() == reward_model
+    assert reward_model.family_architecture == f"{prefix}ForCausalLM"
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config_class(prefix).model_type)
+    assert known == (None if prefix in ("Glm4Moe", "MiniMaxM2") else reward_model.architecture)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -160,6 +170,11 @@ def test_no_ignored_field_is_read_by_a_family():
         ("olmo3", dict(layer_types=["linear_attention"] * 4), "layer_types=['linear_attention', "),
         ("olmo3", dict(rope_theta=10000.0), "rope_theta=10000.0 is not supported; expected 500000.0"),
         ("olmo3", dict(rope_parameters=YARN_ROPE), "expected parameters for full_attention and for sliding_attention"),
+        (
+            "olmo3",
+            dict(rope_parameters=None, rope_scaling=dict(YARN_ROPE, truncate=False)),
+            "truncate=false of the rotary",
+        ),
         ("phi3", dict(sliding_window=47), "sliding_window=47 is not supported; expected null, or at least"),
         ("phi3", dict(resid_pdrop=0.1), "resid_pdrop=0.1 is not supported; expected 0.0"),
         ("phi3", dict(attention_bias=True), "attention_bias=True is not supported; expected False"),
