@@ -116,8 +116,8 @@ def plan_model(
     check_layout(config, arch, dims)
     if arch.window and dims.cp > 1 and not config.trainer.share_prompts:
         raise ValueError(
-            f"trainer.share_prompts=false with parallel.cp={dims.cp}: Transformer Engine's attention has no sliding windows with "
-            "context parallelism; set trainer.share_prompts=true, or parallel.cp=1."
+            f"trainer.share_prompts=false with parallel.cp={dims.cp}: on GPUs, Transformer Engine would compute the attention, "
+            "but it has no sliding windows with context parallelism; set trainer.share_prompts=true, or parallel.cp=1."
         )
     if config.lora.rank and not section:
         _check_lora(config, hf, arch, head)

@@ -417,7 +417,9 @@ def test_windows_under_context_parallelism_need_shared_prompts(fields, tmp_path)
     fields("olmo3")  # writes config.json
     keys = ["model.dtype=float32", "run.dir=out", "parallel.cp=2", "trainer.share_prompts=false"]
     config = hydra_entry.compose_config(hydra_entry.check_overrides([f"model.path={tmp_path}", *keys]))
-    why = r"trainer.share_prompts=false with parallel.cp=2: .* set trainer.share_prompts=true, or parallel.cp=1"
+    why = (
+        r"trainer.share_prompts=false with parallel.cp=2: on GPUs, .* set trainer.share_prompts=true, or parallel.cp=1"
+    )
     with pytest.raises(ValueError, match=why):
         plan_model(config, str(tmp_path), weights=False)
     plan_model(replace(config, trainer=replace(config.trainer, share_prompts=True)), str(tmp_path), weights=False)
