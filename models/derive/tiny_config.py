@@ -6,6 +6,7 @@ sizes. Fields that this module does not know keep their value.
 
 import inspect
 import json
+import re
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 NUM_EXPERTS = 8
 MAX_POSITIONS = 64
 SLIDING_WINDOW = 5  # smaller than the sequences of the probes
+_TOKENS = re.compile("window|chunk")  # in the name of a field with a number of tokens to which a token attends
 INITIALIZER_RANGE = 0.2  # gives logits of the order of 1
 SIZE_FIELDS = frozenset(
     [
@@ -169,8 +171,10 @@ def _tiny_layer_kinds(found: dict[str, Any], known: dict[str, Any]) -> dict[str,
         fields["layer_types"] = [distinct[min(layer, len(distinct) - 1)] for layer in range(NUM_LAYERS)]
     if known.get("max_window_layers") is not None:
         fields["max_window_layers"] = NUM_LAYERS // 2
-    if known.get("sliding_window") is not None:
-        fields["sliding_window"] = SLIDING_WINDOW
+    for name, value in known.items():
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if is_number and _TOKENS.search(name) and not name.endswith(("_layers", "_pattern")):
+            fields[name] = SLIDING_WINDOW
     return fields
 
 

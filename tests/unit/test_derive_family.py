@@ -168,6 +168,14 @@ def test_the_tiny_config_has_different_sizes_that_two_ranks_can_divide():
     assert build_config(fields).num_hidden_layers == fields["num_hidden_layers"] == 4
 
 
+def test_the_sequences_of_the_probes_are_longer_than_each_window_and_chunk_of_the_tiny_config():
+    fields = dict(sliding_window=4096, attention_chunk_size=8192, local_window=512)
+    others = dict(sliding_window_pattern=6, max_window_layers=2, use_local_window=True, chunk_size_feed_forward=0)
+    tiny_fields = shrink(config_of("Llama") | fields | others)
+    assert {name: tiny_fields[name] for name in fields} == dict.fromkeys(fields, 5)
+    assert {name: tiny_fields[name] for name in others} == others
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
