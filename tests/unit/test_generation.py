@@ -13,14 +13,12 @@ import pytest
 from http_engines import BROKEN, HttpEngine
 from omegaconf import OmegaConf
 
-from models.families import family_of
 from mrl.commands import generate as command
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.config.schema import Config, GenerateConfig
 from mrl.config.validate import check, from_hydra
 from mrl.data.synthetic_tasks import make_doubling_task, write_prompts
 from mrl.evaluation import engines as engines_module
-from mrl.evaluation import generation_plan
 from mrl.evaluation.engines import EngineWatcher, engine_pools
 from mrl.evaluation.evaluation_prompts import prompts_digest
 from mrl.evaluation.generation import Generation, RequestDispatcher, generate
@@ -562,14 +560,6 @@ def test_the_engines_of_a_job_need_a_pool_of_their_own(configure):
 def test_invalid_settings_are_refused_before_anything_starts(configure, overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_generation(configure(**overrides)).prompts()
-
-
-def test_a_model_without_kernels_for_a_cpu_is_refused_unless_its_engines_run_already(configure, monkeypatch):
-    monkeypatch.setattr(generation_plan, "family_of", lambda hf: replace(family_of(hf), engine_needs_gpu=True))
-    on_cpu = {"sglang": {"device": "cpu"}}
-    with pytest.raises(ValueError, match=r"model\.path: SGLang .* for Qwen3ForCausalLM on a CPU; use GPUs\.$"):
-        plan_generation(configure(**on_cpu))
-    plan_generation(configure(**on_cpu, **{"rollout.engine_urls": ["http://host:1"]}))
 
 
 def test_a_folder_without_a_model_is_refused_with_the_path_to_use(configure, tmp_path):

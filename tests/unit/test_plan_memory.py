@@ -217,13 +217,14 @@ def test_only_the_memory_is_printed_as_json(capsys):
 
 @pytest.mark.parametrize("model", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B"])
 def test_engines_of_gated_delta_nets_need_gpus(tmp_path, model):
-    config = config_of(model, tmp_path, *LAYOUT, "rollout.engine_tp=4")
+    layout = ["cluster=h100", "parallel.tp=2", "parallel.dp=4"]
+    config = config_of(model, tmp_path, *layout, "rollout.engine_tp=4")
     actor = MemoryEstimator.of(config).models["actor"]
     assert engine_topology(config, actor).tp == 4
     with pytest.raises(
         ValueError, match=r"SGLang 0.5.23 has no kernels for \w+ on a CPU; use GPUs, or train .* mrl sft"
     ):
-        engine_topology(config_of(model, tmp_path, *LAYOUT, "sglang.device=cpu"), actor)
+        engine_topology(config_of(model, tmp_path, *layout, "sglang.device=cpu"), actor)
 
 
 def test_gated_delta_nets_are_not_computed_in_fp8(tmp_path):
