@@ -80,5 +80,6 @@ MINIMAX_M2 = Family(
     engine_float32=(f"{_BLOCK}.gate.weight",),  # the router
     engine_required_fields=("use_qk_norm", "use_routing_bias", "scoring_func"),
     engine_unsupported_parts=frozenset([_FRACTION]),
+    engine_needs_gpu=True,  # for the norms of queries and keys
     has_mtp_layers=True,
 )

@@ -162,7 +162,8 @@ def test_gradients_of_a_dense_actor(run_ranks, expected, dims):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("tied", "biased", "moe", "glm", "deepseek", "gemma", "olmo2", "olmo3", "minimax", "phi"),
+        *("tied", "biased", "qkv_biased", "mistral", "seed", "gemma", "olmo2", "olmo3", "phi"),
+        *("moe", "mixtral", "glm", "deepseek", "minimax"),
         *("recurrent", "recurrent_biased", "recurrent_moe"),
     ],
 )

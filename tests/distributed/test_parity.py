@@ -154,7 +154,7 @@ def test_tied_embeddings(traced, dims):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("dims", layouts("tp2 ep2 etp1", "pp2 dp2 ep2"), ids=str)
+@pytest.mark.parametrize("dims", layouts("tp2", "cp2", "tp2 ep2 etp1", "pp2 dp2 ep2"), ids=str)
 def test_mixtral(traced, dims):
     check(reference(traced, "mixtral"), traced("mixtral", dims))
 
@@ -242,7 +242,7 @@ def test_updated_correction_biases(traced, dims):
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [("biased", dims) for dims in layouts("tp2", "pp2", "tp2 sp0 cp2")]
-    + [("qkv_biased", dims) for dims in layouts("tp2", "tp2 pp2")],
+    + [("qkv_biased", dims) for dims in layouts("tp2", "tp2 pp2", "cp2")],
     ids=str,
 )
 def test_biases(traced, kind, dims):

@@ -367,6 +367,15 @@ def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(
         engine_topology(config, actor)
 
 
+def test_engines_of_minimax_need_gpus(fields, tmp_path):
+    hf = HFConfig("config.json", fields("minimax_m2"))
+    actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))
+    keys = [f"model.path={tmp_path}", "model.dtype=float32", "run.dir=out", "sglang.device=cpu"]
+    config = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
+    with pytest.raises(ValueError, match=r"SGLang 0.5.23 has no kernels for MiniMaxM2ForCausalLM on a CPU"):
+        engine_topology(config, actor)
+
+
 def test_windows_under_context_parallelism_need_shared_prompts(fields, tmp_path):
     fields("olmo3")  # writes config.json
     keys = ["model.dtype=float32", "run.dir=out", "parallel.cp=2", "trainer.share_prompts=false"]
