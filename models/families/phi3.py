@@ -11,7 +11,7 @@ from models.families.decoder_blocks import ATTENTION, DEFAULTS, DENSE_MLP, EMBED
 from models.hf_config import HFConfig
 from parallel.rope import LongRope, Rope
 
-_FUSED = {QKVMapping: "self_attn.qkv_proj.weight", GatedMLPMapping: "mlp.gate_up_proj.weight"}
+_FUSED: dict[type, str] = {QKVMapping: "self_attn.qkv_proj.weight", GatedMLPMapping: "mlp.gate_up_proj.weight"}
 _NESTED_FRACTION = "rope_parameters.partial_rotary_factor"
 
 
