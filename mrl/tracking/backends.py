@@ -198,7 +198,7 @@ class WandbSink(ThreadedSink):
     """Logs to Weights & Biases: online if a login is configured, otherwise offline in the run directory.
 
     The sink never asks for a login. The id of the wandb run is stored in the run directory, so a resumed run continues the same
-    wandb run. Online, the sink does not send a step again that wandb already has. If a run was preempted before the evaluation of
+    wandb run. Online, the sink does not send again what wandb already has. If a run was preempted before the evaluation of
     a step, wandb shows the metrics eval/* of this step at the next step. Offline, wandb writes a new folder for each process and
     does not know the steps in earlier folders, so two folders may contain the same step.
     """
@@ -234,7 +234,10 @@ class WandbSink(ThreadedSink):
         )
 
     def _first_unsure_step(self) -> int:
-        """Return the step after the last one that wandb has. Offline, this is unknown, but only the last step may be missing."""
+        """Return the step after the last step that wandb has.
+
+        Offline, this step is unknown. But then at most the step from which the run resumes may be missing.
+        """
         return self._wandb_run.step if wandb_mode() == "online" else self.run.last_step
 
     def _write(self, step: int, metrics: Metrics) -> None:
@@ -323,7 +326,7 @@ class MlflowSink(ThreadedSink):
     """Logs to the MLflow server of MLFLOW_TRACKING_URI, or else to the folder `mlflow` of the run directory.
 
     The id of the MLflow run is stored in the run directory, so a resumed run continues the same MLflow run. The sink does not
-    send a step again that MLflow already has.
+    send again what MLflow already has.
     """
 
     name = "mlflow"

@@ -125,9 +125,8 @@ class EngineLoad:
 
     running: int  # requests
     waiting: int  # requests
-    tokens_per_s: (
-        float  # sampled tokens, as SGLang last measured them; 0 while no request runs, or before the first measurement
-    )
+    # sampled tokens, as SGLang last measured them; 0 while no request runs, or before the first measurement
+    tokens_per_s: float
 
 
 def read_engine_load(pid: int) -> EngineLoad | None:
@@ -213,7 +212,10 @@ class Gpus:
         return called is not None and called(*arguments) == 0
 
     def read(self) -> list[GpuUse]:
-        """Return the use of each GPU. The result omits GPUs that do not report their use, such as GPUs that MIG splits."""
+        """Return the use of each GPU. The result omits GPUs whose memory the library does not report.
+
+        If the library does not report how busy a GPU is, `busy_percent` is 0.
+        """
         found = []
         for index, handle in enumerate(self._handles):
             busy, memory = _Utilization(), _Memory()

@@ -105,7 +105,7 @@ Points = dict[int, float]  # step -> value
 SMOOTHED_STEPS = 10  # number of steps in the moving average of the curve
 HELD_OUT = ("eval/reward_sampled", "eval/reward_greedy")
 STYLES = (("#E45756", "o"), ("#54A24B", "D"), ("#F58518", "s"), ("#B279A2", "^"), ("#72B7B2", "v"), ("#9D755D", "P"))
-"""(color, marker) of each curve of a held-out reward. The picture has at most this number of such curves."""
+"""(color, marker) of each curve of a held-out reward. The picture has at most one such curve for each entry."""
 
 
 class CurveSink:
@@ -186,7 +186,7 @@ def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metri
 
 
 def drawn_evaluations(held_out: dict[str, Points]) -> list[str]:
-    """Return the metrics to draw: the mean rewards of all held-out prompts; if a run has none, those of each held-out set."""
+    """Return the metrics to draw: the mean rewards of all held-out prompts or, without these, those of each held-out set."""
     measured = [name for name, points in held_out.items() if points]
     found = [name for name in HELD_OUT if name in measured]
     return found or [name for name in measured if name.rpartition("/")[2].startswith("reward")]

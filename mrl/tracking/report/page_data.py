@@ -147,9 +147,9 @@ def metric_differences(first: RecordedRun, second: RecordedRun) -> tuple[int, li
 
 
 def sample_pairs(first: RecordedRun, second: RecordedRun) -> list[dict[str, Any]]:
-    """Return {prompt, expected answer, samples of both runs} for each prompt for which both runs kept samples.
+    """Return {prompt, expected answer, last four samples of each run} for each prompt for which both runs kept samples.
 
-    The prompt that the first run sampled last comes first.
+    The prompt that the first run sampled last comes first. The result has at most MAX_PAIRS prompts.
     """
     one, two = _by_prompt(first), _by_prompt(second)
     shared = sorted(one.keys() & two.keys(), key=lambda prompt: -max(each["step"] for each in one[prompt]))
