@@ -81,7 +81,10 @@ class EvaluationResult:
 
     @property
     def summaries(self) -> list[dict[str, Any]]:
-        """Pass@k, maj@k and mean scores with confidence intervals, for each data source and for all prompts."""
+        """For each data source: pass@k, maj@k and mean score, with confidence intervals.
+
+        If there are several data sources, a summary of all prompts follows. With evaluate.harness, the list is empty.
+        """
         return self.report["summaries"]
 
 
@@ -148,11 +151,12 @@ def convert(
 ) -> Path | None:
     """Convert weights, and return the folder of the result. `direction` is "to-megatron", "to-hf" or "check".
 
-    "check" converts every tensor in both directions and compares bytes and logits. The function then returns None.
+    "check" converts every tensor in both directions, compares bytes and logits, and returns None. For GGUF files, use the command
+    `mrl convert from-gguf`.
 
     Args:
         direction: Subcommand of `mrl convert`.
-        model_path: Hugging Face folder. "to-hf" reads only its config and tokenizer.
+        model_path: Hugging Face folder, or an id on the Hub. "to-hf" reads only config and tokenizer.
         checkpoint: Megatron checkpoint, for "to-hf" and "check".
         output: Folder for the result, which must not exist yet.
         dtype: float32, float16 or bfloat16. Default: the dtype of the input.

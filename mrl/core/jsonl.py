@@ -27,7 +27,8 @@ def write_json(path: Path, content: object) -> None:
 def last_lines(path: Path, count: int) -> list[bytes]:
     """Return the last `count` complete lines in order, or [] if there is no file. Only the end of the file is read.
 
-    Lines that differ from their hashes (see JsonLinesFile) are not returned, and a warning is logged.
+    Lines that differ from their hashes (see JsonLinesFile) are not returned. A warning is logged, unless only the last line
+    differs.
     """
     if not path.exists():
         return []

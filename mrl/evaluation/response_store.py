@@ -27,7 +27,7 @@ class ResponseStore:
         """Check the folder without changing it.
 
         Args:
-            settings: everything that determines the responses, as a flat JSON object.
+            settings: everything that determines the responses, as a JSON object: name of a setting -> its value.
 
         Raises:
             ValueError: the folder belongs to a generation with other settings (the message names the differences), or it
