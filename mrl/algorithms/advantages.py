@@ -3,8 +3,8 @@
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
 advantage 0 if its group has only one response, or if all rewards of the group are equal. (For GDPO, every part of the reward
-must be equal in the group. OptimalTokenBaseline gives 0 to a response that is alone in its group only with zero_tail=false.)
-docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters B and R.
+must be equal in the group. OptimalTokenBaseline with `zero_tail` is an exception.) docs/concepts/algorithms.md lists the papers.
+mrl.core.types explains the letters B and R.
 """
 
 from collections.abc import Mapping

@@ -37,7 +37,10 @@ class Loss(Protocol):
 
     @property
     def zero_without_advantage(self) -> bool:
-        """Whether a response with advantage 0 has loss 0 and gradient 0. If this is true, training skips these responses."""
+        """Whether a response with advantage 0 has loss 0 and gradient 0.
+
+        If this is true, training skips these responses, unless algorithm.skip_zero_advantage is false.
+        """
         ...
 
     @property

@@ -191,7 +191,7 @@ def measure_matrix_products(job: SectionJob) -> None:
 def fp8_product(m: int, k: int, n: int) -> Callable[[], Tensor]:
     """Return a function that computes one product of fp8 matrices with one scale for each matrix."""
     left = torch.randn(m, k, device=device()).to(torch.float8_e4m3fn)
-    right = torch.randn(n, k, device=device()).to(torch.float8_e4m3fn).t()  # the kernel needs columns in memory order
+    right = torch.randn(n, k, device=device()).to(torch.float8_e4m3fn).t()  # the kernel needs column-major order
     scale = torch.ones((), device=device())
     return lambda: torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=has_cuda())
 

@@ -13,7 +13,7 @@ from parallel.durable_files import fsync_path
 MANIFEST = "_generate.json"
 OUTPUT_FILES = "responses_*.parquet"  # `*` is replaced by the index of the file
 
-Row = dict[str, Any]  # one response, as the columns of `response_schema`
+Row = dict[str, Any]  # one response: column of `response_schema` -> value
 JsonObject = dict[str, Any]  # settings or totals of a generation, as in _generate.json
 
 
