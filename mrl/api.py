@@ -104,8 +104,9 @@ def load_config(settings: Settings = ()) -> Config:
 def train(settings: Settings = ()) -> TrainResult:
     """Train a model with reinforcement learning, and wait until the run ends.
 
-    With resume=auto (the default), an unfinished run in run.dir continues. Raises ValueError for a mistake in the settings, before
-    anything starts. Raises CommandError if the run fails or is preempted.
+    With resume=auto (the default), an unfinished run in run.dir continues.
+
+    Raises ValueError for a mistake in the settings, before anything starts. Raises CommandError if the run fails or is preempted.
     """
     config = load_config(settings)
     _refuse_slurm_job("train", config)
