@@ -34,7 +34,7 @@ from mrl.core.code_locations import CONF, add_working_directory
 
 type Settings = Config | Mapping[str, Any] | Sequence[str]
 
-# longest wait: after Ctrl-C until the command gets SIGTERM, and after its end for its last error output
+# longest wait from Ctrl-C to SIGTERM for the command, and longest wait for the last error output of a command that has ended
 END_TIMEOUT_S = 30
 SHOWN_LINES = 15  # number of lines of the error output in the message of CommandError
 REWARD_STEPS = 5  # `TrainResult.reward` is the mean reward of this number of steps at the end of the run

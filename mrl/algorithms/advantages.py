@@ -194,7 +194,7 @@ class GPG:
 
     M is the number of responses whose group has equal rewards. Such groups give no gradient; the factor compensates for
     this. In verl, M is the number of responses with reward 0. The paper also divides by F_norm. By default F_norm is 1;
-    with `normalize_std`, F_norm is the standard deviation of the group.
+    with `normalize_std`, F_norm is the standard deviation of the group plus `eps`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -281,7 +281,7 @@ class GDPO:
     group_relative: ClassVar[bool] = True
     uses_token_rewards: ClassVar[bool] = False
     weights: Mapping[str, float] = field(default_factory=dict)
-    eps: float = 1e-4
+    eps: float = 1e-4  # added to the standard deviations by which the two normalizations divide
     normalize_batch: bool = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:

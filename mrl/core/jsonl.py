@@ -94,7 +94,7 @@ class JsonLinesFile:
     def __init__(self, path: Path, last_step: int = 0, *, every_step: bool = False) -> None:
         """Open the file. If it exists, remove the lines of steps after `last_step`, and an incomplete last line.
 
-        `every_step`: whether each step of a run has a line. If it does, a missing line is found without its hash.
+        `every_step`: whether each step of a run has a line. If so, a missing line is noticed even if its hash is missing, too.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._every_step = path, every_step

@@ -436,7 +436,7 @@ class RankBatch:
 class SyncReport:
     """Report of one sender on one weight push. Without engines, all values are 0."""
 
-    bytes: int = 0  # number of bytes sent, summed over all receivers
+    bytes: int = 0  # number of bytes sent, summed over all receivers; with the transport disk, bytes written
     uncompressed_bytes: int = 0  # size of the same data before compression
     tensors: int = 0  # number of Hugging Face tensors of which this rank sent parts
     buckets: int = 0  # number of buckets sent
