@@ -34,7 +34,7 @@ from mrl.core.code_locations import CONF, add_working_directory
 
 type Settings = Config | Mapping[str, Any] | Sequence[str]
 
-# longest wait: after Ctrl-C until the command gets SIGTERM, and after its end for its last error output
+# longest wait from Ctrl-C to SIGTERM for the command, and longest wait for the last error output of a command that has ended
 END_TIMEOUT_S = 30
 SHOWN_LINES = 15  # number of lines of the error output in the message of CommandError
 REWARD_STEPS = 5  # `TrainResult.reward` is the mean reward of this number of steps at the end of the run
@@ -81,7 +81,10 @@ class EvaluationResult:
 
     @property
     def summaries(self) -> list[dict[str, Any]]:
-        """Pass@k, maj@k and mean scores with confidence intervals, for each data source and for all prompts."""
+        """For each data source: pass@k, maj@k and mean score, with confidence intervals.
+
+        If there are several data sources, a summary of all prompts follows. With evaluate.harness, the list is empty.
+        """
         return self.report["summaries"]
 
 
@@ -99,7 +102,9 @@ def load_config(settings: Settings = ()) -> Config:
 
 
 def train(settings: Settings = ()) -> TrainResult:
-    """Train a model with reinforcement learning, and wait until the run ends. If run.dir has an unfinished run, continue it.
+    """Train a model with reinforcement learning, and wait until the run ends.
+
+    With resume=auto (the default), an unfinished run in run.dir continues.
 
     Raises ValueError for a mistake in the settings, before anything starts. Raises CommandError if the run fails or is preempted.
     """
@@ -148,11 +153,12 @@ def convert(
 ) -> Path | None:
     """Convert weights, and return the folder of the result. `direction` is "to-megatron", "to-hf" or "check".
 
-    "check" converts every tensor in both directions and compares bytes and logits. The function then returns None.
+    "check" converts every tensor in both directions, compares bytes and logits, and returns None. For GGUF files, use the command
+    `mrl convert from-gguf`.
 
     Args:
         direction: Subcommand of `mrl convert`.
-        model_path: Hugging Face folder. "to-hf" reads only its config and tokenizer.
+        model_path: Hugging Face folder, or an id on the Hub. "to-hf" reads only config and tokenizer.
         checkpoint: Megatron checkpoint, for "to-hf" and "check".
         output: Folder for the result, which must not exist yet.
         dtype: float32, float16 or bfloat16. Default: the dtype of the input.

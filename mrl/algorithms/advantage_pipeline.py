@@ -123,7 +123,7 @@ class AdvantagePipeline:
     def with_parts(self, advantage: Advantage | None, loss: Loss | None) -> AdvantagePipeline:
         """Return the pipeline with another estimator or another policy loss. None keeps the present estimator or loss.
 
-        The correction and the KL penalty of an objective stay, unless `loss` is an Objective.
+        A policy loss replaces only the policy loss of the present objective. An Objective replaces the whole objective.
         """
         if loss is not None and isinstance(self.loss, Objective):
             loss = self.loss.with_loss(loss)

@@ -258,7 +258,7 @@ class Rejection:
 
 
 def _factors(correction: Correction) -> Iterator[Correction]:
-    """Yield the corrections whose weights are multiplied, also those of nested products; otherwise `correction` itself."""
+    """Yield the factors of a product, with the factors of nested products. Any other correction is its own only factor."""
     if not isinstance(correction, Product):
         yield correction
         return
@@ -342,8 +342,9 @@ def mismatch_sums(old: Tensor, rollout: Tensor, left_out: Tensor | None = None) 
     """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
     `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are the engine's. Tokens for which
-    the engine reported NaN count only in `mismatch/nan`. `left_out` [R]: whether no engine of the run sampled the token. Such
-    tokens count in no sum. The results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
+    the engine reported NaN count only in `mismatch/nan`. `left_out` [R] is true for rows of data.offline.path, whose tokens no
+    engine of the run sampled. These tokens count in no sum. The results are float64 scalars. The caller adds the sums of all
+    micro-batches and ranks.
     """
     # Unknown tokens are masked and not removed: with removal, the host would wait until the GPU knows how many tokens remain.
     not_reported = rollout.isnan() if left_out is None else rollout.isnan() & ~left_out

@@ -50,8 +50,8 @@ class Distillation(PolicyLoss):
     tokens together. This D is at most the D over the whole vocabulary. Without the probability of all other tokens, D could be
     negative, and the policy would not learn how much probability the teacher gives to the k tokens.
 
-    Raises ValueError for an unknown divergence, for a beta that is not between 0 and 1, and for a `top_k`, `temperature` or
-    `coef` that is not positive.
+    Raises ValueError for an unknown divergence, for js with a beta outside (0, 1), and for a `top_k`, `temperature` or `coef`
+    that is not positive.
     """
 
     zero_without_advantage: ClassVar[bool] = False

@@ -110,7 +110,7 @@ def broadcast_to_tokens(
 
 
 MAX_LOG_RATIO = 20.0
-"""Largest absolute value of a log-ratio in nats that is exponentiated. verl has the same bound."""
+"""Bound of the absolute value of a log-ratio, in nats: `bounded_exp` clamps larger values. verl has the same bound."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -155,7 +155,9 @@ class LossInputs:
     """Input of a loss or correction. R is the number of sampled tokens of a micro-batch on this rank."""
 
     logprobs: Tensor  # [R] log-probabilities under the current model weights; differentiable
-    old_logprobs: Tensor  # [R] log-probabilities before the first optimizer step on these responses
+    # [R] log-probabilities before the first optimizer step on these responses; with algorithm.old_logprobs=rollout, those that
+    # the engine reported
+    old_logprobs: Tensor
     advantages: Tensor  # [R]
     # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
     entropy: Tensor

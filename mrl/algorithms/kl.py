@@ -85,8 +85,7 @@ class KLPenalty:
     def values(self, logprobs: Column, ref_logprobs: Column) -> NDArray[np.float64]:
         """Return a KL estimate for each of the R sampled tokens, for the reward. The estimates are not multiplied by `coef`.
 
-        `logprobs` and `ref_logprobs` are columns, which have one number per sampled token. `logprobs` are the
-        log-probabilities under the policy that sampled the tokens.
+        `logprobs` [R] are the old log-probabilities, and `ref_logprobs` [R] are the log-probabilities under the reference.
         """
         return KL_ESTIMATORS[self.kind](logprobs.astype(np.float64) - ref_logprobs.astype(np.float64), np.exp)
 

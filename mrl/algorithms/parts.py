@@ -31,7 +31,7 @@ One forward pass computes all of these columns that the algorithm needs."""
 COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
 """Columns (one number per sampled token) that parts of an algorithm may name in `needs`. Models compute the needed columns.
 
-An entry of the key `roles` computes a further column, such as teacher_logprobs.
+Each model of the key `roles` that SGLang does not serve computes a further column, such as teacher_logprobs.
 
     old_logprobs      log-probability of the token under the policy before the first optimizer step on the rollout
     entropies         entropy, in nats, of the distribution of this policy that predicts the token
@@ -81,7 +81,7 @@ class AlgorithmParts:
 
     objective: Objective
     advantage_pipeline: AdvantagePipeline
-    rollout_filter: Filter | None  # decides which groups are trained; None: all groups are trained
+    rollout_filter: Filter | None  # decides on which groups a step trains; None: on all groups
     needs: frozenset[str]  # what the parts read: names of columns, "greedy_rewards", and names in TEACHER_OUTPUTS
     terms: dict[str, Term]  # the configured terms that have a coefficient; possible keys: kl_reward, kl_loss, entropy
     weighting: TokenWeighting  # computes the weight of each token in the loss

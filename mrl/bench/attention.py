@@ -28,10 +28,10 @@ class AttentionSizes:
 
     heads: int
     kv_heads: int
-    channels: int
+    channels: int  # channels of one head
     mixed_tokens: int  # tokens of the pack with sequences of mixed lengths
-    prompt: int
-    responses: int
+    prompt: int  # tokens of the prompt in the packs of one group
+    responses: int  # responses in the packs of one group
     response: int  # tokens of each response
 
 

@@ -1,4 +1,4 @@
-"""Instantiation of plug-ins: the objects that a config names by `_target_`. They are checked before any process starts."""
+"""Instantiates plug-ins, the objects that a config names by `_target_`, and checks them before any process starts."""
 
 import difflib
 import inspect

@@ -29,7 +29,7 @@ class PauseMode(StrEnum):
 
 
 class Scheduler(StrEnum):
-    """Cluster schedulers that `mrl train` can submit to."""
+    """Cluster schedulers to which mrl can submit jobs."""
 
     slurm = "slurm"
 

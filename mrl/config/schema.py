@@ -43,7 +43,7 @@ RolloutMode = StrEnum("RolloutMode", ["sync", "one_step_off", "async"])  # type:
 
 
 class GroupOrder(StrEnum):
-    """Order in which sampled groups are trained: the order of drawing their prompts, or of completion."""
+    """Order in which steps train on groups: as their prompts were drawn, or as their responses are finished."""
 
     dispatched = "dispatched"
     completed = "completed"
@@ -214,7 +214,7 @@ class RolloutConfig:
 
     @property
     def in_order(self) -> bool:
-        """Whether steps train groups in the order in which their prompts were drawn."""
+        """Whether steps train on groups in the order in which their prompts were drawn."""
         if self.group_order is not None:
             return self.group_order == "dispatched"
         return self.mode != "async" and not self.over_sample_rate

@@ -387,7 +387,7 @@ def verl_clip(value: Any, values: Values) -> Overrides | Note:
 
 
 def verl_filter_metric(value: Any, values: Values) -> Overrides | Note:
-    """Select the part of the reward that the filter of groups compares."""
+    """Select the part of the reward that the rollout filter compares."""
     if not is_on(values.get("algorithm.filter_groups.enable", False)):
         return Note("algorithm.filter_groups.enable is off", needed=False)
     if value in ("reward", "score", "seq_reward", "seq_final_reward"):

@@ -125,8 +125,8 @@ def read_responses_of_other_tools(path: Path, columns: Mapping[str, Any]) -> tup
     """Return the settings and the rows of responses, as `read_responses` does. `columns`: the config key evaluate.columns.
 
     `path` is a file, or a folder with files. A row has all responses to its prompt in a list, or one response as a text. In the
-    second case, rows with equal prompt, ground truth and data source have responses to the same prompt. The number of tokens and
-    the finish reason of a response are null if the file does not have them.
+    second case, rows with equal prompt, ground truth and data source have responses to the same prompt. The finish reason of a
+    response is always None. The number of tokens of a response is None if the file has no column for it.
 
     Raises ValueError with file, row and column if a row cannot be used.
     """

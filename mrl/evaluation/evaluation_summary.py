@@ -243,7 +243,7 @@ def compare(
     """Return the differences between two evaluations. `before` are the scores that `folder` contains.
 
     A prompt of one evaluation is paired with the prompt of the other evaluation that has the same digest. If several prompts are
-    equal, they are paired in order. The result contains only values of k up to the number of responses to each prompt. The
+    equal, they are paired in order. Values of k above the smallest number of responses to a paired prompt are left out. The
     intervals are Student's t intervals over the differences of the prompts.
 
     Raises ValueError if the evaluations have no prompt in common.
