@@ -89,7 +89,7 @@ class EngineLifecycle:
     startup: Startup
     weights_dir: str  # folder through which the disk transport sends weights
     start_timeout_s: float  # longest time until all engines take requests
-    # Whether to tell the rollout worker about each push. Needed if requests run during a push (staleness > 0).
+    # Whether to tell the rollout worker about each push. Needed if requests run during a push, as they do with staleness > 0.
     marks_pushes_as_pauses: bool
     weight_version: int = field(default=-1, init=False)  # version that all engines serve; -1: no push has finished yet
     _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL

@@ -1,8 +1,8 @@
 """Hydra launcher for sweeps of `mrl train`. A point is one run of a sweep: one combination of values.
 
-Points run as processes on this machine, or as tasks of a Slurm job array. A sweeper launches all points together
-(grid), or one batch of points after another (optuna). All points of a launch are checked before any of them starts. When the same
-command with the same run.dir is started again, it runs the points that failed or have not run yet.
+Points run as processes on this machine, or as tasks of a Slurm job array. A sweeper launches all points together (grid), or one
+batch of points after another (optuna). All points of a launch are checked before any of them starts. When the same command with
+the same run.dir is started again, it runs the points that failed or have not run yet.
 """
 
 import json
