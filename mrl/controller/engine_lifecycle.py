@@ -37,11 +37,11 @@ class RolloutSideEngines(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Return whether the process answers."""
+        """Return whether the rollout worker answers."""
         ...
 
     def restart(self) -> None:
-        """Kill the process and its engines. Start a new process, which starts new engines."""
+        """Kill the rollout worker and its engines. Start a new rollout worker, which starts new engines."""
         ...
 
     def replace_engines(self, urls: Sequence[str]) -> Sequence[str]:
@@ -89,7 +89,7 @@ class EngineLifecycle:
     startup: Startup
     weights_dir: str  # folder through which the disk transport sends weights
     start_timeout_s: float  # longest time until all engines take requests
-    # Whether to tell the rollout worker about each push. Needed if requests run during a push (staleness > 0).
+    # Whether to tell the rollout worker about each push. Needed if requests run during a push, as they do with staleness > 0.
     marks_pushes_as_pauses: bool
     weight_version: int = field(default=-1, init=False)  # version that all engines serve; -1: no push has finished yet
     _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL
@@ -122,9 +122,9 @@ class EngineLifecycle:
     def reset_after_trainer_restart(self) -> None:
         """Forget the connection to the old trainers. Restart the engines if new trainers cannot connect to them.
 
-        When trainers connect, the weights that the trainers loaded at their start are compared with the weights that the
-        engines loaded at their own start. Equal weights prove that trainers and engines agree on the layout. An engine that was
-        offloaded before its first push has lost the weights from its start, so new trainers cannot connect to this engine.
+        When trainers connect, each engine without a push compares its weights with the files of its model (see `_check_plan` in
+        mrl/weight_sync/receiver.py). Equal weights prove that the transfer plan agrees with the engine's layout. An engine that
+        was offloaded before its first push has lost the weights from its start, so new trainers cannot connect to this engine.
         """
         self._connected = False
         if any(engine.was_offloaded and engine.weight_version is None for engine in self._engines.values()):

@@ -49,7 +49,8 @@ class RolloutSource(Protocol):
         """Compute advantages [R] of the responses that the last `generate` returned.
 
         The advantages depend on the rewards of the responses, and on `columns`: name of a column [R] -> handles of its values.
-        `rows` [B] selects responses; `advantage` and `loss` replace those of the config.
+        `kl_coef` is the coefficient of the KL penalty in the reward, and `step` is the index of the training step. `rows` [B]
+        selects responses; None: all responses. `advantage` and `loss` replace those of the config, unless they are None.
         """
         ...
 
@@ -71,7 +72,7 @@ class RolloutSource(Protocol):
 
 
 class PolicyUpdater(Protocol):
-    """Optimizer steps of the actor."""
+    """Runs optimizer steps of the actor."""
 
     def begin_update(
         self,
@@ -97,12 +98,15 @@ class PolicyUpdater(Protocol):
 
 
 class ValueUpdater(Protocol):
-    """Optimizer steps of the critic."""
+    """Runs optimizer steps of the critic."""
 
     def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None
     ) -> PendingCall[CriticUpdate]:
-        """Begin to train on the returns of the responses that `rows` [B] selects; None: on those of all responses."""
+        """Begin to train on the returns of the responses that `rows` [B] selects; None: on the returns of all responses.
+
+        `step`: number of earlier steps of the run.
+        """
         ...
 
     def metrics(self, updates: Sequence[CriticUpdate]) -> Metrics:
@@ -111,7 +115,7 @@ class ValueUpdater(Protocol):
 
 
 class WeightPusher(Protocol):
-    """Weight sync from the actor to all engines."""
+    """Pushes the actor's weights to all engines."""
 
     def push(self, version: int) -> Metrics:
         """Push the actor's weights, and return when every engine serves them as `version`."""
@@ -127,8 +131,9 @@ class LostProcessRecovery(Protocol):
         """Restart the lost processes. Returns the state of the run that matches the trainers' weights.
 
         `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If
-        `state_after_step` is not None and only the rollout worker was lost, it is returned. Otherwise new trainers load
-        the last checkpoint, and the state in that checkpoint is returned. Raises an error if the run cannot continue.
+        only the rollout worker was lost, and `state_after_step` is not None, this method returns `state_after_step`. Otherwise
+        new trainers load the last checkpoint, and the method returns the state in that checkpoint, or `initial_state` if there is
+        no checkpoint. Raises an error if the run cannot continue.
         """
         ...
 
@@ -193,11 +198,11 @@ class StepRecord:
 
     @property
     def token_weights(self) -> list[NDArray[np.float64]]:
-        """For each optimizer step, an array [B]: the loss weight that each token of a response has."""
+        """For each optimizer step, an array [B]: the token weight that all tokens of a response have."""
         return [weights for update in self.updates for weights in update.token_weights]
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Add to a metric that counts seconds."""
+        """Add `seconds` to the metric `name`, which counts seconds."""
         self.metrics[name] = self.metrics.get(name, 0.0) + seconds
 
     def check_generate(self) -> None:

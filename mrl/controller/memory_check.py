@@ -224,7 +224,7 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
 def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
     """Yield one change for each token budget that is set: it halves the budget.
 
-    A budget that is not set follows the budget of the actor.
+    A budget that is not set follows a budget of the actor.
     """
     for section in ("trainer", "critic"):
         for name in ("max_tokens_per_micro_batch", "max_tokens_per_forward_micro_batch"):
@@ -237,9 +237,9 @@ def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
-    """Yield layouts in which one parallel axis is doubled, with half the replicas or with twice the GPUs.
+    """Yield layouts in which one parallel axis is doubled: tp, pp or cp with half the replicas or with twice the GPUs.
 
-    Also yield the current layout with twice the replicas.
+    The axis ep is doubled with the same replicas and GPUs. Also yield the current layout with twice the replicas.
     """
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):

@@ -93,7 +93,8 @@ def plan_model(
     """Plan the model in the folder `path`.
 
     `section` is "" for the actor, and "critic" or "roles.NAME" for a second model. A second model has the actor's layout, except
-    for the keys that its config section sets. If `weights` is False, only config.json is read. `head`: see ModelPlan.
+    for the keys that its config section sets. `optimizer` is the optimizer of a second model; the actor has config.optim. If
+    `weights` is False, only config.json is read. `head`: see ModelPlan.
     """
     dims = parallel_layout(config, section)
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)

@@ -257,7 +257,7 @@ def _warn_of_unused_keys(config: Config, algorithm: AlgorithmParts, roles: Colle
 def check_profile(config: Config, num_ranks: int, last: int | None = None) -> None:
     """Raise ValueError if the section `profile` names a step or a trainer rank that the run does not have.
 
-    `last`: last step of the run; None: trainer.max_steps.
+    Also raise ValueError if the section names steps but no rank. `last`: last step of the run; None: trainer.max_steps.
     """
     profile, max_steps = config.profile, config.trainer.max_steps
     last = max_steps if last is None else last

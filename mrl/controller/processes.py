@@ -239,7 +239,8 @@ def run_processes(plan: TrainPlan, startup: Startup) -> Iterator[RunProcesses]:
 def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
     """Lock the run directory, start the trainer ranks of `mrl sft` and wait for them. The ranks end when the context exits.
 
-    Raises StartupLostError if a process is lost during the start.
+    Raises StartupLostError if Ray does not start, and another ProcessesLostError if a rank is lost while it builds the model.
+    Raises StartError if the cluster has no room for the ranks, or if the ranks cannot build the model.
     """
     startup = Startup()
     with _closed_in_time() as stack:
@@ -289,10 +290,10 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
 
 
 def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
-    """Return the NCCL variables that must be equal in trainer ranks and engines, if these may join common NCCL groups.
+    """Return the NCCL variables that must be equal in trainer ranks and engines, because both may join a common NCCL group.
 
-    If the actor and the engines share a pool, they never join a common NCCL group. The result is then {}, so NCCL keeps its
-    defaults in the trainer ranks. A warning names each variable that has another value in this process.
+    If the run has no engines, or if the actor and the engines share a pool, there is no such group. The result is then {}, so
+    NCCL keeps its defaults in the trainer ranks. A warning names each variable that has another value in this process.
     """
     engines, actor = pools.by_role.get("engines"), pools.by_role["actor"]
     if engines in (None, actor):

@@ -33,7 +33,8 @@ from mrl.rollout.response_metrics import rewards_of_sets
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0  # longest wait, at the end of the rehearsal, for a new worker process that is still starting
-NUM_ROWS = 2  # number of rows of each data source for which responses are made up
+# Responses are made up for this many rows of each combination of data source, ability and style. A reward gets at most this many.
+NUM_ROWS = 2
 PLAIN_TEXT = "This is a made-up response."
 EXPECTED = "expected a finite number, a bool, a dict whose key 'score' is a finite number, or a Score for each response"
 # Failures that may be temporary: the server of a reward may start later than the run, and a first call may load a model.
@@ -41,13 +42,13 @@ _TEMPORARY_FAILURE = re.compile(r"\w*(Connect|Timeout|Network|HTTP)\w*: |no scor
 
 
 def rehearse(plan: TrainPlan) -> None:
-    """Call the agent with a made-up turn, and the reward with made-up responses to the first rows of each data source.
+    """Call the agent with a made-up turn, and each reward with made-up responses to the first rows that this reward scores.
 
-    The rows are rows of the training data. The reward of a held-out set is called for the first rows of this set.
+    The rows are rows of the training data. For the reward of a held-out set, they are rows of this set. Before these calls, this
+    function logs the first prompts, as the chat template renders them. If scoring.rehearse is false, it does nothing else.
 
     A reward runs in a worker process, or in a thread if it has `in_process = True`, with the time limits of the run. The worker
-    process ends before this function returns. Rewards that have `needs_server = True` are not called. The first prompts are
-    logged, as the chat template renders them.
+    process ends before this function returns. Rewards that have `needs_server = True` are not called.
 
     Raises ValueError if the agent fails, if a reward cannot be pickled or returns an invalid score, or if a reward fails for all
     responses. Failures for only some responses, and failures that may be temporary (a network error or a timeout), are logged
@@ -85,7 +86,10 @@ def _make_up_responses(data: PromptDataset, rows: Sequence[int], multi_turn: boo
 
 
 def _make_up_response(data: PromptDataset, row: int, multi_turn: bool, is_right: bool) -> Response:
-    """Return a response to the prompt of a row. Its text is the ground truth if `is_right`, and otherwise a plain sentence."""
+    """Return a response to the prompt of a row. Its text is the ground truth if `is_right`, and otherwise a plain sentence.
+
+    It is also a plain sentence if the ground truth is neither a text nor a number.
+    """
     truth = data.ground_truth(row)
     text = str(truth) if is_right and isinstance(truth, str | int | float) else PLAIN_TEXT
     return Response(
@@ -171,7 +175,7 @@ def _call(
 
 
 def _call_in_thread(reward: Reward, batch: list[Response], limit_s: float) -> CallResult:
-    """Call a reward that has `in_process = True` in a thread, and wait for it for at most `limit_s` seconds."""
+    """Call a reward that has `in_process = True` in a thread. Wait at most `limit_s` seconds for its scores."""
     results: list[CallResult] = []
     thread = threading.Thread(target=lambda: results.append(call_reward(reward, batch)), daemon=True)
     thread.start()

@@ -163,7 +163,7 @@ class Trainer:
         """Sample responses to the next prompts with the engines, and score the responses. A step calls this once."""
         self.record.check_generate()
         with self.phase("rollout"):
-            rollouts = self.rollout.generate(self.prompts, self.record.step)  # B = N * G responses
+            rollouts = self.rollout.generate(self.prompts, self.record.step)  # B responses
         self.record.rollouts = rollouts
         self.record.metrics |= rollouts.metrics(version=self.record.step)
         return rollouts

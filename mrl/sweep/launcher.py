@@ -1,7 +1,8 @@
 """Hydra launcher for sweeps of `mrl train`. A point is one run of a sweep: one combination of values.
 
-Points run as processes on this machine, or as tasks of a Slurm job array. All points are checked before any of them starts. When
-the same command with the same run.dir is started again, it runs the points that failed or have not run yet.
+Points run as processes on this machine, or as tasks of a Slurm job array. A sweeper launches all points together (grid), or one
+batch of points after another (optuna). All points of a launch are checked before any of them starts. When the same command with
+the same run.dir is started again, it runs the points that failed or have not run yet.
 """
 
 import json
@@ -80,6 +81,8 @@ class PointLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the points that are not done yet, and return the metric of each point. Raises ValueError if a point cannot run.
+
+        Raises SystemExit after a dry run, and if a signal arrives before all points have ended.
 
         Args:
             job_overrides: all overrides of each point.
@@ -173,7 +176,7 @@ def check_point(folder: Path, overrides: Sequence[str]) -> int:
 def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point, ...], first: int) -> Sweep:
     """Return the sweep in `folder` with `points` added from index `first` on.
 
-    Raises ValueError if `folder` contains another sweep.
+    If the sweep in `folder` has more points than that, they stay. Raises ValueError if `folder` contains another sweep.
     """
     stored = load_sweep(folder) if (folder / SWEEP_FILE).exists() else None
     earlier = stored.points[:first] if stored else ()

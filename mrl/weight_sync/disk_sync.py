@@ -73,7 +73,8 @@ class DiskSync:
         """Write the current weights to `folder/<version>` and have every engine load this folder. All ranks call this.
 
         `engines_offloaded`: whether the engines had released their weights. Such engines stay paused, because they have no
-        KV cache yet. Raises WeightMismatchError if an engine holds other weights than the folder has.
+        KV cache yet. Raises WeightMismatchError if an engine on CPUs holds other weights than the folder has. Engines on GPUs
+        are not checked.
         """
         report = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
         return report or SyncReport()
@@ -102,7 +103,7 @@ class DiskSync:
     def _load_on_engines(
         self, folder: Path, version: int, expected: ExpectedChecksums | None, resume: bool
     ) -> dict[str, str]:
-        """Have every engine load the folder, and check the loaded weights. Returns URL -> reason for each failed engine."""
+        """Have every engine load the folder, and compare its checksums with `expected`. Returns failed engines: URL -> reason."""
         engines = self._coordinator
         assert engines is not None, "only rank 0 talks to the engines"
         engines.call_all(lambda engine: engine.pause(PauseMode.retract))

@@ -42,11 +42,14 @@ def _tls() -> ssl.SSLContext:
 
 
 class EngineError(RuntimeError):
-    """An engine refused a request."""
+    """An engine refused a request, or did not finish it before its deadline."""
 
 
 class EngineControl:
-    """Typed requests to one server. Every request has a deadline. A refused request raises EngineError."""
+    """Typed requests to one server. Every request has a deadline.
+
+    A refused request raises EngineError. A request without an answer raises httpx.TransportError.
+    """
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
         """Create a client for the server at `url`, which is http://host:port.

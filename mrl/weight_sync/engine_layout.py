@@ -219,7 +219,7 @@ class EngineLayout:
         return whole.narrow(row.axis, rank * (size // ranks), (rank + 1) * (size // ranks))
 
     def _num_shards(self, row: ParamMapping) -> int:
-        """Return the number of ranks over which the tensors of this row are sharded."""
+        """Return the number of ranks over which the tensors of this row are sharded. The embedding is sharded like attention."""
         if row.expert is not None:
             return self.topology.tp // self.topology.ep
         in_attention = ".self_attention." in row.megatron or row.hf == (EMBEDDING,)

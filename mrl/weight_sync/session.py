@@ -123,8 +123,9 @@ class LiveSync:
         and the engines stay paused, because they have no KV cache yet.
 
         The report says what this rank sent and which engines failed. Failed engines are out of service. If there are any, the
-        caller must open a new session with the other engines and with replacements of the failed engines. Raises
-        WeightMismatchError on all ranks if an engine holds wrong weights after a push of all weights.
+        caller must open a new session with the other engines and with replacements of the failed engines. If an engine holds
+        wrong weights after a push of all weights, all ranks raise WeightMismatchError. After a push of a difference, the report
+        has `must_repeat` instead.
         """
         assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         start = time.perf_counter()

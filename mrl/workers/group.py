@@ -40,8 +40,8 @@ class StepRecording:
 
     timeline: bool = False  # the spans of every rank and step
     profile_steps: Sequence[int] = ()  # steps that torch.profiler profiles; the first step is 1
-    profile_ranks: Sequence[int] = ()
-    profile_memory: bool = False
+    profile_ranks: Sequence[int] = ()  # ranks that torch.profiler profiles
+    profile_memory: bool = False  # whether profiles also record the allocation of memory
 
     def of_rank(self, rank: int, step: int) -> tuple[bool, bool, bool]:
         """Return the arguments of TrainWorker.begin_step that follow `step`."""
@@ -207,9 +207,10 @@ class WorkerGroup:
     ) -> PendingCall[list[Any]]:
         """Call a method on `workers` (default: all ranks). The results are in the order of the ranks.
 
-        Every rank receives the batches of all replicas, as one list behind a handle. All batches refer to the same arrays, with
-        one value for each response, so the list is little larger than one batch. If the method needs the model on its devices,
-        `before_device_use` first waits for running calls of other models on these devices, and offloads these models.
+        If the method takes batches, every rank receives the batches of all replicas, as one list behind a handle. All batches
+        refer to the same arrays, with one value for each response, so the list is little larger than one batch. If the method
+        needs the model on its devices, `before_device_use` first waits for running calls of other models on these devices,
+        offloads these models, and loads this model.
         """
         name = method.__name__
         if must_be_loaded_first(method):
@@ -335,7 +336,7 @@ class WorkerGroup:
     # Checkpoints, see mrl.checkpoint.saver. Each rank itself checks the deadline of a checkpoint.
 
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
-        """Take a snapshot of the model's state and start to write it into `folder`."""
+        """Take a snapshot of the model's state and start to write it into `folder`. If not `asynchronous`, wait for the write."""
         deadline_s = timeout_s + RANK_TIMEOUT_MARGIN_S
         self._call_ranks(TrainWorker.begin_save, (folder, asynchronous), {}, timeout_s=deadline_s)
 

@@ -54,7 +54,7 @@ class UpdateRunner:
 
     optimizer: OptimConfig
     packing: Packing
-    weighting: TokenWeighting  # computes the weight of each token in the loss
+    weighting: TokenWeighting  # computes the token weights
     mini_batches: int = 1  # optimizer steps in each epoch
     epochs: int = 1  # passes over a rollout
     observer: UpdateObserver | None = None
@@ -94,7 +94,7 @@ class ActorUpdate:
 
     reports: Sequence[UpdateReport]  # one for each optimizer step
     lr: float  # learning rate of the last optimizer step
-    token_weights: Sequence[NDArray[np.float64]]  # for each optimizer step: [B] loss weight of every token of the row
+    token_weights: Sequence[NDArray[np.float64]]  # for each optimizer step: [B] token weight of every token of the row
     zero_advantage: NDArray[np.bool_]  # [selected rows] whether the advantage of every token of the row is 0
 
 
@@ -146,7 +146,7 @@ class ActorTrainer:
             step: number of earlier steps of the run that trained the actor.
             coefs: name of a term of the loss (kl_loss, entropy) -> its coefficient.
             rows: [B] whether each row counts in the loss. Default: all rows count.
-            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces only its policy loss.
+            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces that of `self.objective`.
             index: number of earlier updates of the actor in this step.
 
         Raises ValueError if `advantages` is None and the loss reads advantages.
@@ -188,7 +188,10 @@ class ActorTrainer:
 def _selected(
     advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, rollouts: Rollouts
 ) -> AdvantageResult:
-    """Return the advantages of the B responses. In the result, responses outside `rows` [B] are rejected, too."""
+    """Return the advantages of the B responses. In the result, responses outside `rows` [B] are rejected, too.
+
+    If `advantages` is None, no other response is rejected, unless the rollout filter rejected all sampled groups.
+    """
     if advantages is None:
         size = len(rollouts.groups)
         rejected = (np.arange(size) < rollouts.num_sampled) & rollouts.all_filtered
@@ -211,7 +214,10 @@ class CriticTrainer:
     def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
     ) -> PendingCall[CriticUpdate]:
-        """Begin the optimizer steps on all `rows` [B] that are not rejected. The targets are the returns."""
+        """Begin the optimizer steps on the rows that the mask `rows` [B] selects and that are not rejected.
+
+        The targets are the returns. `rows` is None for all rows. `step`: number of earlier steps of the run.
+        """
         batch = train_batch(rollouts, _selected(advantages, rows, rollouts))
         call = self.updates.begin(self.group, batch, step, loss=self.loss)
         return call.then(lambda result: CriticUpdate(*result))
@@ -321,7 +327,7 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
 def _step_averages(reports: list[UpdateReport]) -> Metrics:
     """Average the statistics that are not in ACTOR_SUMS or ACTOR_MAXIMA over the optimizer steps.
 
-    Each sum is first divided by the sum of the loss weights in its optimizer step.
+    Each sum is first divided by the sum of the token weights in its optimizer step.
     """
     by_step: list[Metrics] = []
     for report in reports:

@@ -56,7 +56,7 @@ def requires_on_device[W: _HasModel, **P, R](
     """Declare how much of the model a worker method needs on its device.
 
     Before a call of such a method, WorkerGroup loads the whole model. If `loaded_by_scheduler` is true, WorkerGroup does not load
-    it, because the caller is inside MemoryScheduler.during_push, which has loaded the weights of the actor only. If less than
+    the model, because the caller is inside MemoryScheduler.during_push, which keeps only the actor's weights loaded. If less than
     `level` is loaded, the method raises RuntimeError, because it would compute on released memory.
     """
 
@@ -89,7 +89,7 @@ def must_be_loaded_first(method: Callable) -> bool:
 
 
 class TrainWorker:
-    """Ray actor of one trainer rank. WorkerGroup calls each method on all ranks of the layout at once.
+    """Ray actor of one trainer rank. WorkerGroup calls most methods on all ranks at once, and some only on rank 0.
 
     `rank_batches` has one batch for each data-parallel replica. Each rank takes the batch of its own replica.
     """
@@ -405,7 +405,7 @@ class TrainWorker:
             self._sync.close()
         self._sync = None
         try:
-            # `mrl replay` has no engines.
+            # A run with rollout.replay has no engines.
             self._sync = self.model.connect_engines(urls, settings, folder) if urls else None
         except WeightSyncError as error:
             if not error.failed:
