@@ -160,7 +160,7 @@ def character_tokenizer(vocab_size: int = 32) -> Any:
 def byte_tokenizer() -> Any:
     """Build a tokenizer with one token for each UTF-8 byte, so that every text can be encoded and decoded without loss.
 
-    The chat template renders a message as <|start|>, role, line break, content, <|end|>.
+    The chat template renders a message as <|start|>, role, line break, content, <|end|>, line break.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
