@@ -252,7 +252,7 @@ class ToolTemplate:
     def wrap(self, results: Sequence[Sequence[int]], *, turn_ended: bool) -> list[int]:
         """Return the tokens between an assistant's turn and its next turn, with the tokens of `results`.
 
-        `turn_ended`: whether the policy has already sampled a token that ends the turn. If so, the result has no `end_of_turn`.
+        `turn_ended`: whether the policy has already sampled a token that ends the turn. If so, `end_of_turn` is left out.
         """
         inner: list[int] = []
         for result in results:

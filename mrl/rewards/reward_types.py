@@ -40,7 +40,7 @@ class Response:
     prompt: list[dict[str, Any]] = field(default_factory=list)  # messages {role, content}
     group: int = 0  # index of the group: responses to the same prompt have the same index
     num_tokens: int = 0  # number of sampled tokens
-    truncated: bool = False  # whether the response was cut at the token limit
+    truncated: bool = False  # whether the token limit or the turn limit ended the response
     turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty: the response has one turn, `text`
     ability: str = ""  # value of the column ability, such as math; empty: the row has none
     style: str = ""  # value of the column reward_model.style, such as rule or model; empty: the row has none

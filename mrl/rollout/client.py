@@ -31,8 +31,8 @@ TRAINING, HELD_OUT = 0, 1
 """`response_seed` identifies a response by a tuple of integers. In a training run, the first integer is one of these constants.
 
 The tuple is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out prompts, index of the response
-among the responses to this prompt). For the greedy response to a training prompt, which needs no random numbers, it is empty.
-EvaluationPrompt.seed makes the tuples of `mrl generate` and `mrl evaluate`.
+among the responses to this prompt). The tuple is empty for the greedy response to a training prompt, because this response
+needs no random numbers. EvaluationPrompt.seed makes the tuples of `mrl generate` and `mrl evaluate`.
 """
 RETRYABLE_STATUSES = (408, 425, 429)
 """HTTP statuses below 500 after which a request may be repeated, because the engine is at fault, not the request."""

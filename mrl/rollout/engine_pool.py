@@ -92,10 +92,10 @@ class StickySession:
 
 
 class EnginePool:
-    """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces each engine that fails.
+    """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces engines that fail.
 
-    The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the
-    current weights to the new engine.
+    External servers are not replaced, because they may recover. A new engine, or an external server that has recovered, is in
+    service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the current weights to it.
     """
 
     def __init__(self, spec: PoolSettings) -> None:

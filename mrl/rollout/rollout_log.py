@@ -367,7 +367,7 @@ def _ground_truth_text(value: Any) -> str | None:
 def _token_lists(trajectory: Trajectory, data: PromptDataset, columns: Mapping[str, Column]) -> dict[str, Any]:
     """Return the fields of TextSample that are lists with one entry for each kept token, and the field `omitted_tokens`.
 
-    A response with more than MAX_TOKENS tokens keeps only the first half and the last half of this number.
+    Of a response with more than MAX_TOKENS tokens, the first MAX_TOKENS // 2 and the last MAX_TOKENS // 2 tokens are kept.
     """
     total = len(trajectory.token_ids)
     kept = list(range(total))
