@@ -63,7 +63,7 @@ class RowReport:
         return f"{self.kept} of {self.rows} rows kept, {self.num_bad} bad, {self.num_overlong} overlong"
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
-        """Write the omitted rows to `path`, one JSON object per line. If no row is omitted, no file is written.
+        """Write the omitted rows to `path`, one JSON object per line. If no row is omitted, delete the file of an earlier run.
 
         Raises:
             ValueError: bad_rows="error" and there are bad rows, or overlong="error" and there are overlong rows.
@@ -110,7 +110,7 @@ class RowTable:
 
 
 def read_table(path: str | Path) -> RowTable:
-    """Read all rows of a file.
+    """Read all rows of a file, or of a folder with a saved data set.
 
     Raises:
         ValueError: the file does not exist, has an unsupported type, cannot be read, or has no rows.

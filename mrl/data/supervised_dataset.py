@@ -40,6 +40,8 @@ from mrl.data.tokenizer import (
 class SftDataset:
     """Token ids of B sequences. The loss covers the response and its end-of-sequence token, but not tool results.
 
+    In a data set for a reward model, the loss covers only the end mark.
+
     A row of the file is one sequence, or two successive sequences: the chosen and the rejected response of a pair.
     """
 
@@ -185,7 +187,7 @@ def load_preferences(
     """Read and check every row.
 
     Args:
-        path: jsonl or parquet file.
+        path: jsonl or parquet file, or a folder with a saved data set.
         model_path: Hugging Face folder with the tokenizer.
         max_tokens: largest number of tokens of a sequence.
         chat: replaces the chat template of the tokenizer.

@@ -160,7 +160,7 @@ def character_tokenizer(vocab_size: int = 32) -> Any:
 def byte_tokenizer() -> Any:
     """Build a tokenizer with one token for each UTF-8 byte, so that every text can be encoded and decoded without loss.
 
-    The chat template renders a message as <|start|>, role, line break, content, <|end|>.
+    The chat template renders a message as <|start|>, role, line break, content, <|end|>, line break.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -252,7 +252,7 @@ class ToolTemplate:
     def wrap(self, results: Sequence[Sequence[int]], *, turn_ended: bool) -> list[int]:
         """Return the tokens between an assistant's turn and its next turn, with the tokens of `results`.
 
-        `turn_ended`: whether the policy has already sampled a token that ends the turn. If so, the result has no `end_of_turn`.
+        `turn_ended`: whether the policy has already sampled a token that ends the turn. If so, `end_of_turn` is left out.
         """
         inner: list[int] = []
         for result in results:

@@ -162,7 +162,7 @@ def _fit_length(values: NDArray[Any], length: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=1024)
 def _legendre(num_nodes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return nodes and weights that integrate polynomials of degree 2 * num_nodes - 1 from 0 to 1 exactly."""
+    """Return nodes and weights that integrate polynomials up to degree 2 * num_nodes - 1 from 0 to 1 exactly."""
     from scipy.special import roots_legendre  # the import is slow
 
     nodes, weights = roots_legendre(num_nodes)

@@ -109,7 +109,7 @@ class WorkerPool:
             assert self._started_pool().active, "the pool is started"
 
     def run(self, index: int, batches: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
-        """Call the reward with index `index` in `rewards` once for each batch of responses.
+        """Call the reward with index `index` in `rewards` once for each batch of responses. Returns the result of each call.
 
         `deadline` is a time of time.monotonic. The time limit of a call is `sample_s` seconds per response, but at most half
         of the time until the deadline, so that time remains for a second attempt. Calls that still run at the deadline are
@@ -285,7 +285,7 @@ class Scorer:
     def __call__(self, responses: list[Response], reward: Reward | None = None) -> list[Score]:
         """Return one score per response, in the order of the responses.
 
-        `reward`: one of `further_rewards`; None: the reward of the scorer.
+        `reward`: the reward of the scorer, or one of `further_rewards`. None: the reward of the scorer.
         """
         if not responses:
             return []

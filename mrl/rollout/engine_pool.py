@@ -1,10 +1,11 @@
 """The engine pool: sends requests to the engines, retries failed requests, and takes failed engines out of service.
 
-An engine has failed if its processes have ended, or if it answered several requests in a row with errors. An engine with
-pending requests has also failed if its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow
-engine still computes, so it has not failed. Another engine samples the pending responses of a failed engine.
+An engine has failed if its processes have ended, if it takes no connections, or if
+`fault_tolerance.max_response_attempts` requests in a row have failed. An engine with pending requests has also failed if its
+scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow engine still computes, so it has not
+failed. Another engine samples the pending responses of a failed engine.
 
-`open_session` chooses the engine for `generate` and `converse`: the engine with the fewest failed requests in a row
+`open_session` chooses the engine for `generate`, `converse` and `forward`: the engine with the fewest failed requests in a row
 and, among several such engines, the one with the least expected work. `generate_all` and `converse_all` get all prompts
 at once, and divide them evenly among the engines.
 """
@@ -84,17 +85,17 @@ type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutin
 class StickySession:
     """Keeps all turns of a response on the same engine, because this engine caches the earlier turns.
 
-    If the engine fails, EnginePool._send chooses another engine for the session.
+    If a request fails, EnginePool._send chooses the engine of the session again.
     """
 
     engine: PooledEngine
 
 
 class EnginePool:
-    """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces each engine that fails.
+    """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces engines that fail.
 
-    The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the
-    current weights to the new engine.
+    External servers are not replaced, because they may recover. A new engine, or an external server that has recovered, is in
+    service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the current weights to it.
     """
 
     def __init__(self, spec: PoolSettings) -> None:
@@ -114,7 +115,7 @@ class EnginePool:
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
         self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
-        self._num_retried = self._num_retried_before = 0  # retries in all: now, and at the last `take_metrics`
+        self._num_retried = self._num_retried_before = 0  # retried responses: now, and at the last `take_metrics`
 
     @property
     def urls(self) -> list[str]:
@@ -122,7 +123,7 @@ class EnginePool:
         return self._servers.urls
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until every engine was ready once, and put all engines in service. Returns the URLs of all engines."""
+        """Wait for all engines, as EngineServers.wait_ready does, and put them in service. Returns the URLs of all engines."""
         self._servers.wait_ready(timeout_s)
         failed = self._unreported_failures()
         in_service = {engine.client.url: engine for engine in self.engines if engine.failure is None}
@@ -212,7 +213,10 @@ class EnginePool:
 
     @property
     def _retrying(self) -> AsyncRetrying:
-        """Calls a coroutine function again if it raises EngineFaultError, up to `fault_tolerance.max_response_attempts` times."""
+        """Calls a coroutine function again if it raises EngineFaultError.
+
+        After `fault_tolerance.max_response_attempts` calls in all, it raises EngineError.
+        """
         max_attempts = self.spec.fault_tolerance.max_response_attempts
 
         def give_up(state: RetryCallState) -> NoReturn:
@@ -229,7 +233,10 @@ class EnginePool:
         )
 
     async def _send[T](self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float) -> T:
-        """Send one request to the session's engine. If the request fails, choose another engine and raise EngineFaultError.
+        """Send one request to the session's engine.
+
+        If the engine takes no connections, the request goes to another engine at once. If the request fails in another way, this
+        method chooses the engine for the next attempt and raises EngineFaultError.
 
         `count`: number of responses for which the request asks. `expected_work`: work that the request adds to the engine.
         """
@@ -323,7 +330,7 @@ class EnginePool:
         """Sample one multi-turn response to each prompt. Returns the responses in the order of the prompts.
 
         Must run in the pool's event loop (see `submit`). If an engine fails during a turn, another engine samples this turn.
-        Earlier turns and their tool calls are not repeated. For `cache` and `sessions`, see `generate`.
+        Earlier turns and their tool calls are not repeated. For `numbers`, `cache` and `sessions`, see `generate`.
         """
 
         def generate_turn_of(index: int) -> GenerateTurn:
@@ -339,7 +346,10 @@ class EnginePool:
     def generate_all(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], cache: CompletionCache | None = None
     ) -> list[Completion]:
-        """Sample like `generate`, but spread the prompts evenly over the engines, and wait for the completions."""
+        """Sample like `generate`, but spread the prompts evenly over the engines, and wait for the completions.
+
+        In `cache`, the index of a prompt is the serial number of its response.
+        """
 
         async def run() -> list[Completion]:
             engines = self._in_service()
@@ -363,7 +373,10 @@ class EnginePool:
         sampling: Sequence[SamplingParams],
         cache: CompletionCache | None = None,
     ) -> list[Trajectory]:
-        """Sample like `converse`, but spread the prompts evenly over the engines, and wait for the responses."""
+        """Sample like `converse`, but spread the prompts evenly over the engines, and wait for the responses.
+
+        In `cache`, the index of a prompt is the serial number of its response.
+        """
 
         async def run() -> list[Trajectory]:
             engines, count = self._in_service(), len(prompts)
@@ -456,7 +469,7 @@ class EventLoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop, and return its future. Only other threads may wait for the future."""
+        """Run a coroutine in the loop, and return its future. The thread of the loop must not wait for the future."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)

@@ -91,7 +91,7 @@ class RolloutWorkerHandle:
         return lambda: self._waiter.get([future], deadline_s, f"{method.__name__}() on the rollout worker")[0]
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until all engines take requests; return the URLs of all engines."""
+        """Wait until all engines and all served models take requests; return the URLs of all engines."""
         self._start_timeout_s = timeout_s
         return self.call(RolloutWorker.wait_ready, timeout_s, timeout_s=timeout_s + 60)
 
@@ -101,7 +101,7 @@ class RolloutWorkerHandle:
         return self.call(RolloutWorker.replace_engines, list(urls), start_s, timeout_s=start_s + 60)
 
     def begin_step(self, step: int) -> None:
-        """Tell the worker that training step `step` begins, for its timeline. Does not wait for the worker."""
+        """Tell the worker, for its timeline, that step `step`, from 1, begins. Does not wait for the worker."""
         self.actor.begin_step.remote(step)
 
     def set_paused(self, paused: bool) -> None:

@@ -118,9 +118,9 @@ class StalenessBuffer[T]:
     def restore(self, num_drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
         """Set the buffer to the state before `step`, in which exactly `requests` are in flight and no group is finished.
 
-        `num_drawn`: number of prompts drawn so far. `requests` are in the order of drawing. If there are more requests than
-        the buffer has room for, the last requests get a later `min_weight_version`: the version at which there will be room for
-        these requests.
+        `num_drawn`: number of prompts drawn so far. `requests` are in the order of drawing. Each step takes N groups, so the
+        request with index i may have to wait for step `step + i // N`. Its `min_weight_version` is therefore raised, if
+        necessary, to `step + i // N - K`: otherwise its tokens might be too old for that step.
         """
         oldest = step - self.staleness
         versions = [

@@ -161,8 +161,9 @@ class RolloutWorker:
         """Add prompts to the staleness buffer, and wait for the groups on which `step` trains.
 
         `rows`: rows of the data set, one per prompt. `first_number`: serial number of the prompt request for the
-        first row. `sizes`: number of responses to each row; None: rollout.responses_per_prompt. If the rollout log has the groups
-        of the step, the step gets these groups, and nothing is sampled.
+        first row. `step`: index of the step, from 0. `sizes`: number of responses to each row. None: all rows get
+        rollout.responses_per_prompt responses. If the rollout log has the groups of the step, or if rollout.replay is set, the
+        step gets the groups on disk, and nothing is sampled.
 
         Returns 0 if the groups are ready for `collect`. Otherwise returns the number of prompts that the driver must draw for
         the next call, for example in place of rejected groups. If a call fails, the driver may repeat the call with the same

@@ -55,7 +55,10 @@ def record_forward(config: Mapping[str, Any]) -> ForwardRecorder:
 
 
 class ForwardRecorder:
-    """Forward hook of all modules of an engine's model. It writes one file for each request and rank."""
+    """Forward hook of all modules of an engine's model. It writes one file for each request and rank.
+
+    While the request file exists, each further forward pass overwrites the file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.request = folder / REQUEST
@@ -116,7 +119,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _array(tensor: Any) -> NDArray:
-    """Return a copy, because SGLang overwrites some activations in place."""
+    """Return a tensor as an array, floats as float32. The array is a copy, because SGLang overwrites some tensors in place."""
     values = tensor.detach()
     return (values.float() if values.is_floating_point() else values).cpu().numpy().copy()
 
