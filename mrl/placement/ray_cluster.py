@@ -50,7 +50,7 @@ def private_ray_folder() -> Path:
 
     The parent is RAY_TMPDIR itself if only this user can enter it. Otherwise the parent is mrl-ray-UID in RAY_TMPDIR. If
     RAY_TMPDIR is not set, the parent is mrl-ray-UID in the folder of temporary files, or in /tmp if the path would be too long
-    for sockets. Raises ValueError if RAY_TMPDIR is too long, or if another user could access or has created mrl-ray-UID.
+    for sockets. Raises ValueError if RAY_TMPDIR is too long, or if another user has created mrl-ray-UID or could access it.
     """
     chosen, name = os.environ.get("RAY_TMPDIR"), f"mrl-ray-{os.getuid()}"
     base = Path(chosen or tempfile.gettempdir()).absolute()
@@ -86,6 +86,9 @@ def _is_private(folder: Path) -> bool:
 
 # OMP_WAIT_POLICY: ranks and engines share the cores, and by default the idle threads of GNU OpenMP busy-wait.
 # THP_MEM_ALLOC_ENABLE: torch allocates large tensors in huge pages, so that the kernel spends less time on page faults.
+# TOKENIZERS_PARALLELISM: tokenizers of Hugging Face start no threads. With threads, they warn when the process forks.
+# CUDA_DEVICE_MAX_CONNECTIONS: with 1, a GPU starts kernels in the order of the launches. So a collective that Megatron launches
+# first also starts before the matrix product with which it overlaps.
 # SPT_NOENV: setproctitle, with which Ray renames its processes, must not overwrite their environment. mrl finds the processes
 # of a run by their environment.
 PROCESS_ENV = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
