@@ -1,4 +1,4 @@
-"""Placement of resource pools on a Ray cluster. Each pool is a Ray placement group, and each slot of the pool is a bundle."""
+"""Places resource pools on a Ray cluster. Each pool is a Ray placement group, and each slot of the pool is a bundle."""
 
 import ipaddress
 import time

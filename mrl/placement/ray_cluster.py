@@ -122,9 +122,10 @@ def ray_cluster(
 
     Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
     number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
-    independently of the number of cores. `variables`: further environment variables for every process of the run. All processes
-    also get the network variables of this process. Raises ProcessesLostError if the local cluster does not start, and ValueError
-    if the folder for its files would not be private.
+    independently of the number of cores; if `num_slots` is None, it gets one for each core. `variables`: further environment
+    variables for every process of the run. All processes also get the network variables of this process.
+
+    Raises ProcessesLostError if the local cluster does not start, and ValueError if the folder for its files is not private.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # generates the key, so that every process of the run inherits the same key
@@ -179,7 +180,9 @@ def cluster_hosts() -> list[dict[str, Any]]:
 
 
 def object_store_bytes(memory: int, shared_memory: int) -> int:
-    """Return the size of a local cluster's object store, from the free memory of the machine and the free space of /dev/shm.
+    """Return the size of a local cluster's object store, in bytes.
+
+    `memory`: free memory of the machine (bytes). `shared_memory`: free space of /dev/shm (bytes).
 
     The store gets a tenth of the memory, but at most half of /dev/shm, because engines and NCCL have buffers there, too. It gets
     at least MIN_OBJECT_STORE_BYTES. If the store does not fit in /dev/shm, Ray puts it on the disk. The store uses memory only

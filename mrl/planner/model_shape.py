@@ -49,7 +49,8 @@ MODULE_ORDER = (
 )
 """Order of a layer's parameters in Megatron's flat buffers.
 
-Data-parallel ranks shard the optimizer state of a buffer. The order determines which parameters each shard contains.
+The ranks that have the same parameters shard the optimizer state of a buffer. The order determines which parameters each shard
+contains.
 """
 
 

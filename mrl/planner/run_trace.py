@@ -205,7 +205,8 @@ def _groups(ledger: Iterable[Mapping[str, Any]]) -> GroupLengths:
 def read_lengths(path: Path, prompt_tokens: int = 0) -> GroupLengths:
     """Read groups from a JSON Lines file. Each line is a list with the response lengths of one group.
 
-    All lists must have the same size. Raises ValueError if the file cannot be read or a line is invalid.
+    All lists must have the same size. Every prompt gets `prompt_tokens` tokens. Raises ValueError if the file cannot be read or a
+    line is invalid.
     """
     try:
         lengths = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
