@@ -12,7 +12,7 @@ The schedulers of verl and slime in this file were written from their descriptio
 SGLang, and slime is not on PyPI. All schedulers get the same lengths.
 
     verl           Karmarkar-Karp with equal numbers of sequences; cost `24576 * L + L**2` for every model
-    verl, greedy   sequences in sampled order go to the lightest replica that has the fewest sequences
+    verl, greedy   each sequence, in sampled order, goes to the lightest of the replicas that have the fewest sequences
     slime          first-fit packs of at most 32768 tokens; the largest packs are split until their number is a multiple of the
                    number of replicas; Karmarkar-Karp with equal numbers of packs, by their FLOPs
 """

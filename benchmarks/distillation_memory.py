@@ -3,7 +3,7 @@
     python benchmarks/distillation_memory.py [--positions 8192] [--hidden 128] [--vocab 151936] [--dtype bfloat16] [--repeats 1]
 
 Each method runs one forward and one backward pass, in a new process with one thread. The memory of a method is the peak resident
-size of the process minus its resident size before the measurement. At this time, the process has imported all modules, and has
+size of the process minus its peak resident size before the measurement. By then, the process has imported all modules, and has
 created the hidden states and the output layer of the policy, with zeroed gradients. So the memory includes the hidden states and
 the output layer of the teacher, which have the same sizes. "sampled tokens" has no teacher. It computes log-probabilities and
 entropies, as a policy loss does. "whole logits" computes the divergence from the logits of all positions. The methods alternate.

@@ -3,7 +3,8 @@
     python benchmarks/logprobs_memory.py [--positions 8192] [--hidden 512] [--vocab 32000] [--entropy] [--repeats 1]
 
 Each method runs one forward and one backward pass, in a new process with one thread. The memory of a method is the peak resident
-size of the process minus its size after the imports and the creation of inputs and zeroed gradients. The methods alternate.
+size of the process minus its peak resident size before the measurement. By then, the process has imported all modules, and has
+created the inputs and zeroed gradients. The methods alternate.
 """
 
 import argparse

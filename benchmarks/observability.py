@@ -68,7 +68,7 @@ def set_mode(trainer: Trainer, mode: str, run_dir: str) -> None:
 
 
 def measure(overrides: Sequence[str], num_blocks: int, steps: int) -> dict[str, list[Block]]:
-    """Return the blocks of each mode, in the order in which they were made. The first block of each mode does not count."""
+    """Return the blocks of each mode, in the order in which they were run. The first block of each mode is left out."""
     hydra_entry.register_schema()
     blocks: dict[str, list[Block]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

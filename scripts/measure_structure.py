@@ -41,7 +41,7 @@ type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def module_files(root: Path) -> list[Path]:
-    """Return all source files except `__init__.py` files. Most of these contain only the docstring of their package."""
+    """Return all source files except `__init__.py` files, most of which contain only the docstring of their package."""
     files = (path for package in PACKAGES for path in (root / package).rglob("*.py"))
     return sorted(path for path in files if path.name != "__init__.py")
 

@@ -52,7 +52,7 @@ fitted to the run in run.dir. Every speed can also be set by its key.
 
 @dataclass(frozen=True)
 class RolloutPlanKeys:
-    """Arguments of the command; see USAGE. For None, the command uses the value of the run in `run.dir`, or else a default."""
+    """Arguments of the command; see USAGE. If a field is None, the value of the run in `run.dir` applies, or else a default."""
 
     run_dir: str | None = None
     lengths: str | None = None

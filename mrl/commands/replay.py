@@ -52,7 +52,11 @@ OPTIONS = ("model.dtype", "weights", "output")  # accepted keys that do not begi
 
 @dataclass
 class ReplayArguments:
-    """The parsed command line. `layout` and `against` contain the sizes of the two layouts, such as {"tp": 2}."""
+    """The parsed command line.
+
+    `layout` and `against` contain the sizes of the two layouts, such as {"tp": 2}. An empty `layout` means the layout of the run,
+    and an empty `against` means one process. `options`: key in OPTIONS -> its value.
+    """
 
     dump: Path
     layout: dict[str, Any] = field(default_factory=dict)

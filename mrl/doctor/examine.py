@@ -58,7 +58,7 @@ CHECKS: dict[str, Check] = {
     "address": host_checks.check_address,
     "model": host_checks.check_model,
 }
-"""All checks by name, in the order in which their findings are shown."""
+"""All checks by name. Findings of one severity are shown in this order."""
 
 
 @dataclass(frozen=True)

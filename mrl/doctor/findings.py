@@ -35,7 +35,7 @@ class DoctorFinding:
 
 SEVERITY_COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 INDENT = "         "  # before the lines `why` and `fix` of a finding
-MAX_SHOWN_HOSTS = 6  # a longer list of hosts shows only this many names and a count
+MAX_SHOWN_HOSTS = 6  # if a list has at least two more hosts, it shows only this many names and a count
 
 
 def error(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
@@ -54,7 +54,7 @@ def note(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
 
 
 def format_hosts(hosts: Sequence[str]) -> str:
-    """Join host names. A long list shows only the first MAX_SHOWN_HOSTS names, and how many hosts follow."""
+    """Join host names. A list that is too long shows only the first MAX_SHOWN_HOSTS names, and how many hosts follow."""
     rest = len(hosts) - MAX_SHOWN_HOSTS
     return ", ".join(hosts) if rest < 2 else f"{', '.join(hosts[:MAX_SHOWN_HOSTS])} and {rest} more"
 

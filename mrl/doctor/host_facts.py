@@ -107,7 +107,8 @@ class RayAuthFacts:
 
     mode: str = ""  # RAY_AUTH_MODE
     digest: str = ""  # short checksum of the token; "": no token is set
-    source: str = ""  # variable or file of the token; if RAY_AUTH_TOKEN_PATH is set, even an empty or missing file
+    # variable or file that has the token. If RAY_AUTH_TOKEN_PATH names the file, `source` is set even if the file has no token
+    source: str = ""
     readable: bool = False  # whether other users can read the file of the token
 
 

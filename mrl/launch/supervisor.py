@@ -70,9 +70,10 @@ def request_restart() -> None:
 
 
 def supervise(module: str, argv: Sequence[str]) -> int:
-    """Run `python -m module argv` until it exits normally, with at most MAX_RESTARTS restarts.
+    """Run `python -m module argv`, and restart it after each crash, at most MAX_RESTARTS times in a row.
 
-    Returns the exit status of the last child.
+    After a forwarded signal, the child is not restarted. Returns the exit status of the last child; see
+    `_ChildWatcher.exit_status`.
     """
     become_subreaper()
     watcher = _ChildWatcher()
@@ -155,7 +156,8 @@ class _ChildWatcher:
     def exit_status(self, status: int) -> int:
         """Return the child's exit status in the form that a shell reports.
 
-        If a preemption signal ended the child before it could handle the signal, return REQUEUE_STATUS.
+        Return REQUEUE_STATUS if a preemption signal ended the child before it could handle the signal, or arrived in a pause
+        between two children.
         """
         preempted = {signal.SIGTERM, signal.SIGUSR1} & set(self.signals)
         if preempted and (self.child is None or -status in preempted):

@@ -104,6 +104,7 @@ class RolloutTime:
         """Combine the speeds of an engine with the workload. The engines share the responses of a training step evenly."""
         lengths, most = work.lengths, speeds.max_running
         requests = -(-work.responses // num_engines)
+        # The first request of a group prefills the prompt. Each request prefills one more token: see EngineQueue._start_waiting.
         prompts = requests / work.responses_per_prompt * lengths.prompt_tokens
         # Tokens of the requests that run when weights are pushed; after the push, the engine prefills these tokens again.
         prefilled_again = min(most, requests * staleness) * lengths.mean_context
@@ -192,8 +193,8 @@ class SimulatedRequest:
     """
 
     key: Hashable  # identifies the request for the caller
-    # Equal for requests with the same prompt. The first of these requests prefills the prompt. The others find all tokens of the
-    # prompt except the last one in the prefix cache
+    # Identifies the prompt. Of several requests with the same prompt, the first one prefills the prompt. The others find all
+    # tokens of the prompt except the last one in the prefix cache
     prompt: Hashable
     prompt_tokens: int
     response_tokens: int

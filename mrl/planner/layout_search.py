@@ -302,7 +302,7 @@ class LayoutSearch:
         """Yield candidates whose engines use only GPUs of the trainers, and get their weights by weight_sync.transport=cuda_ipc.
 
         With this transport, every engine rank must share its GPU with a trainer rank. On one node, the weight push is predicted
-        for links within the node. On several nodes, the prediction is that for weight_sync.transport=process_group, because the
+        for links within the node. On several nodes, the push is predicted as for weight_sync.transport=process_group, because the
         trainer ranks first pass the weights on between nodes. The copies on each GPU are neglected.
         """
         cluster, shape = self.space.cluster, self.space.shape

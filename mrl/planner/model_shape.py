@@ -47,7 +47,11 @@ MODULE_ORDER = (
     "mlp.linear_fc1.layer_norm_weight",
     "mlp.linear_fc2.",
 )
-"""Order of a layer's parameters in Megatron's flat buffers. The order determines which parameters each rank's shard contains."""
+"""Order of a layer's parameters in Megatron's flat buffers.
+
+The ranks that have the same parameters shard the optimizer state of a buffer. The order determines which parameters each shard
+contains.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of the rollouts, the training and the weight pushes of a run, and comparison of different setups.
+"""Simulates the rollouts, the training and the weight pushes of a run, event by event, and compares different setups.
 
 mrl.planner.engine_time.EngineQueue simulates each engine. The simulation calls the code of real runs to admit groups to the
 staleness buffer, to choose the groups of a step, and to split groups over engines. So the simulated schedule is exact if the
@@ -144,7 +144,8 @@ class _EngineRequest:
     """One HTTP request to an engine. All groups of the request finish at the same time."""
 
     engine: int  # index of the engine
-    work: float  # expected number of response tokens, or in synchronous runs the number of responses
+    # expected number of response tokens; in synchronous runs without over-sampling, the number of responses
+    work: float
     numbers: list[int]  # serial numbers of the groups
     unfinished: int  # number of responses that are not finished
 

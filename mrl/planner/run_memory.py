@@ -1,7 +1,7 @@
 """Memory that a run needs, compared with the memory of its machines: GPU memory in each phase of a step, host memory, and disk.
 
 A GpuPhase describes the memory of one GPU of a pool during one phase. One role is active in this phase. The other roles of the
-pool are offloaded. A GpuPhase includes the memory that they still use on the GPU.
+pool are offloaded. A GpuPhase includes the memory that the offloaded roles still use on the GPU.
 """
 
 from __future__ import annotations

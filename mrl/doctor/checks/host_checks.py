@@ -160,7 +160,7 @@ MIN_FREE_DISK_BYTES = 5 * GB  # less free space gives a warning
 MAX_USED_FRACTION = 0.95  # Ray creates no objects on a file system that is fuller than this
 MIN_INODES = 10_000  # fewer free inodes give a warning; each new file takes one inode
 MIN_BYTES_PER_S = 20e6  # a lower write speed gives a warning
-OBJECT_STORE_BYTES = 512 * 2**20  # size of Ray's object store in a run on one machine
+OBJECT_STORE_BYTES = 512 * 2**20  # smallest size of Ray's object store in a run on one machine
 SHM_BYTES_PER_GPU = 2**30  # size of the buffers that NCCL and SGLang share between processes of a host
 RESIZE_SHM = "mount -o remount,size=16g /dev/shm; in a container --shm-size=16g (or --ipc=host)"
 

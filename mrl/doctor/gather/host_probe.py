@@ -243,7 +243,7 @@ def probe_shared_memory() -> FolderFacts:
 
 
 def ray_temporary_folder() -> str:
-    """Return the folder of Ray's sessions: sockets, logs, and objects that do not fit into memory."""
+    """Return the folder below which Ray's sessions have their files: sockets, logs, and objects that do not fit into memory."""
     return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
 
 
@@ -355,7 +355,10 @@ def _cuda_version() -> str:
 
 
 def _run(*arguments: str, required: bool = True) -> str:
-    """Return the output of nvidia-smi. If it fails, raise NvidiaSmiError if `required`, otherwise return ""."""
+    """Return the output of nvidia-smi. If its exit status is not 0, raise NvidiaSmiError if `required`, otherwise return "".
+
+    Raises NvidiaSmiError in any case if nvidia-smi does not answer or cannot be run.
+    """
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
