@@ -35,9 +35,10 @@ from parallel.trainer_config import OptimConfig
 class GradientReducer:
     """Starts the reduction of a bucket group as soon as the gradients of this group and of all earlier groups are complete.
 
-    The order of the bucket groups is the order in which a backward pass completes them. It depends only on the parameters, so all
-    ranks of a pipeline stage start the same reductions in the same order, whatever their micro-batches are. `start_remaining`
-    starts the reductions that the backward pass did not start.
+    A bucket group is one or several gradient buckets that Megatron reduces together. The order of the bucket groups is the order
+    in which a backward pass completes them. It depends only on the parameters, so all ranks of a pipeline stage start the same
+    reductions in the same order, whatever their micro-batches are. `start_remaining` starts the reductions that the backward pass
+    did not start.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:

@@ -200,8 +200,8 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
 def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
     """Compare the logits of Megatron and of transformers for a sequence of random tokens, in float32 in this process.
 
-    The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this process has no process group, the
-    check creates a process group and destroys it at the end.
+    The model must be a language model. The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this
+    process has no process group, the check creates a process group and destroys it at the end.
     """
     vocab = family_of(config).read(config).vocab_size
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))

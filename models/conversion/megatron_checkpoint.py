@@ -46,7 +46,7 @@ _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a checkpoint stores the tensor of a ParamMapping, which is a row of the family's table: `stored[key][index]`.
+    """Where a checkpoint stores the Megatron tensor of a row of the family's table (a ParamMapping): at `stored[key][index]`.
 
     `index` selects an entry in each leading dim. `counts` are the sizes of these dims: the numbers of stacked layers and experts.
     """

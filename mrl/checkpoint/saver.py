@@ -102,7 +102,7 @@ class CheckpointSaver:
 
         A failure is logged, and the run continues. `state`: state of the driver. `metrics`: metrics of the last step. Raises
         RunDirMovedError if the run directory was moved, deleted or replaced. The methods `save_now` and `finish` raise this
-        error, too. Raises ProcessesLostError if a trainer rank died.
+        error, too. Raises ProcessesLostError if trainer ranks died or hang.
         """
         check_in_place(self._folder, self.run_dir)
         step, schedule = state["progress"]["step"], self.schedule
