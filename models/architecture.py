@@ -82,7 +82,10 @@ class Architecture:
             raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
     def multiply_adds(self) -> tuple[float, float]:
-        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds."""
+        """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
+
+        Only matrix products count, without those of the routers.
+        """
         t = self.transformer
         width = t["hidden_size"]
         projections, per_pair = (
@@ -224,6 +227,8 @@ class ModelSpec:
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
     share_prompts: bool = True  # a pack may compute a prompt only once for all its responses
     logprob_chunk: int = 1024  # largest number of rows of logits that are in memory at the same time
-    overlap_grad_reduce: bool | None = None  # whether gradients are reduced during the backward pass; None: on a GPU
+    # whether gradients are reduced during the backward pass; None: only on a GPU
+    overlap_grad_reduce: bool | None = None
     ddp: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's DistributedDataParallelConfig
-    family: str | None = None  # reference to a family outside models/families (see models.families.load_family)
+    # reference to a family outside models/families (see models.families.load_family); None: the built-in family
+    family: str | None = None

@@ -62,7 +62,7 @@ class BackgroundWriter[T]:
             child_connection.close()
 
     def is_done(self) -> bool:
-        """Whether the write has ended: it has succeeded, has failed or was killed. The child's memory is free then."""
+        """Whether the write has ended: it has succeeded, has failed or was killed. If so, the child's memory is free."""
         if self._outcome is None and self._connection.poll():
             self._outcome = self._receive(timeout_s=0)
         return self._outcome is not None
@@ -70,7 +70,7 @@ class BackgroundWriter[T]:
     def result(self, timeout_s: float) -> T:
         """Wait for `write` and return its result. The child has always ended when this method returns or raises.
 
-        Raises RuntimeError if `write` failed, if the child was killed, or if it does not end within `timeout_s` seconds.
+        Raises RuntimeError if `write` failed, if the child was killed, or if the child does not end within `timeout_s` seconds.
         """
         if self._outcome is None:
             self._outcome = self._receive(timeout_s)

@@ -106,12 +106,15 @@ DEFAULTS: dict[str, Any] = dict(
     tie_encoder_decoder=False,
     is_encoder_decoder=False,
 )
-"""Defaults of transformers for fields that many families have and that a config may omit. Sizes are never omitted."""
+"""Defaults of transformers for fields that many families have and that a config may omit.
+
+A family adds the defaults of the sizes that its configs may omit, such as `head_dim`. All other sizes must be in the config.
+"""
 FULL_ATTENTION_DEFAULTS: dict[str, Any] = dict(use_sliding_window=False, layer_types=None)
 
 
 def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
-    """Return the rows of an MoE layer. The arguments are the Hugging Face names of the block and of its matrices."""
+    """Return the rows of an MoE layer. The arguments are the Hugging Face names of the block and of an expert's matrices."""
     prefix = f"{_HF_LAYER}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
     return (

@@ -86,7 +86,8 @@ class CheckpointSaver:
     constant_parts: Mapping[str, Callable[[str], None]]
     schedule: CheckpointSchedule
     notes: Mapping[str, Any]  # model, layout and config of the run, which each checkpoint records
-    discard_rollout_log: Callable[[int], None]  # removes the steps before this step from the rollout log
+    # with the argument n, removes the first n steps of the run from the rollout log
+    discard_rollout_log: Callable[[int], None]
     export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
     run_dir: Path
     failed: int = 0  # number of checkpoints that could not be written
@@ -97,10 +98,11 @@ class CheckpointSaver:
         self._folder = os.open(self.run_dir, os.O_RDONLY)  # stays open; `check_in_place` compares it with the path
 
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Begin a checkpoint if one is due, and finish a pending checkpoint. A failure is logged, and the run continues.
+        """Begin a checkpoint if one is due, finish a pending checkpoint, and write an export if one is due.
 
-        `state`: state of the driver. `metrics`: metrics of the last step. Raises RunDirMovedError if the run directory was
-        moved, deleted or replaced. The methods `save_now` and `finish` raise this error, too.
+        A failure is logged, and the run continues. `state`: state of the driver. `metrics`: metrics of the last step. Raises
+        RunDirMovedError if the run directory was moved, deleted or replaced. The methods `save_now` and `finish` raise this
+        error, too. Raises ProcessesLostError if trainer ranks died or hang.
         """
         check_in_place(self._folder, self.run_dir)
         step, schedule = state["progress"]["step"], self.schedule

@@ -113,7 +113,7 @@ def compare_places(
 ) -> tuple[list[PlaceDifference], NDArray[np.bool_]]:
     """Compare all places that both sides have. The trainer must have computed its experts with the engine's routing weights.
 
-    At the place `routing`, tokens whose experts round-off decides are not compared.
+    At the place `routing`, a token is not compared if round-off decides its experts.
 
     Returns the differences, and a mask [S] of these tokens and of all later tokens of their rows. The engine may have sampled
     these tokens with other experts.
