@@ -6,7 +6,7 @@ mrl.core.types explains the letters of array dimensions, such as B and R.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -54,8 +54,12 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def write_samples(self, step: int) -> None:
-        """Write samples of the step as text, with the columns of all calls of `estimate` in this step."""
+    def begin_writing_samples(self, step: int) -> Callable[[], None]:
+        """Begin to write samples of the step as text, with the columns of all earlier calls of `estimate` in this step.
+
+        Returns a function that waits until the samples are written, and that raises the errors of this call. If samples of the
+        step were written before, the new samples replace them.
+        """
         ...
 
     def evaluate(self, step: int) -> Metrics:
@@ -186,6 +190,8 @@ class StepRecord:
     # Whether an update has begun; the trainers may then have newer weights than before the step
     has_trained: bool = False
     pushed: bool = False  # whether the engines have the weights of the step
+    # Waits until samples of the step are written; None: the call that writes them has not begun
+    wait_for_samples: Callable[[], None] | None = None
 
     def begin(self, step: int, metrics: Metrics) -> None:
         """Begin the step with index `step`, whose first metrics are `metrics`."""

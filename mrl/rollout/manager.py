@@ -238,9 +238,14 @@ class RolloutManager:
         """
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step, rows, advantage, loss)
 
-    def write_samples(self, step: int) -> None:
-        """Write samples of the last generated groups to samples.jsonl, with the columns that `estimate` computed."""
-        self.worker.call(RolloutWorker.write_samples, step)
+    def begin_writing_samples(self, step: int) -> Callable[[], None]:
+        """Begin to write samples of the last generated groups to samples.jsonl, with the columns that `estimate` computed.
+
+        Returns a function that waits until the samples are written. Does not call the worker if the run keeps no samples.
+        """
+        if not self.worker.spec.samples_per_step:
+            return lambda: None
+        return self.worker.begin(RolloutWorker.write_samples, step)
 
     def discard_log(self, before_step: int) -> None:
         """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Does not wait for the worker."""

@@ -335,14 +335,16 @@ class RolloutWorker:
     def write_samples(self, step: int) -> None:
         """Write samples of the last collected step to samples.jsonl, with the columns of all calls of `estimate` for this step.
 
-        The samples are chosen so that their rewards are spread evenly from the worst to the best.
+        The samples are chosen so that their rewards are spread evenly from the worst to the best. The call runs while the
+        trainer ranks update the weights. Ray runs the calls of this actor one after another, so the groups and the columns of the
+        step do not change during the call.
         """
-        if self._sample_file:
-            assert self._collected, "collect() must be called before write_samples()"
-            groups = self._collected[0]
-            rewards = [sample.score.value for group in groups for sample in group.samples]
-            chosen = spread(rewards, self.spec.samples_per_step)
-            self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
+        assert self._sample_file, "the driver calls this only if the run keeps samples"
+        assert self._collected, "collect() must be called before write_samples()"
+        groups = self._collected[0]
+        rewards = [sample.score.value for group in groups for sample in group.samples]
+        chosen = spread(rewards, self.spec.samples_per_step)
+        self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
 
     def _passes_filter(self, group: Group) -> bool:
         """Return whether steps may train on this group according to the rollout filter."""
