@@ -212,7 +212,7 @@ class EngineServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))],
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("server_supervisor.py"))],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
