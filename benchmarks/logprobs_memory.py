@@ -64,7 +64,7 @@ def report(args: argparse.Namespace) -> None:
     """Measure every method and print the table."""
     logits = args.positions * args.vocab * 4 / 2**20
     title = (
-        f"T={args.positions} H={args.hidden} V={args.vocab} float32, logits {logits:.0f} MiB, entropy {args.entropy}"
+        f"L={args.positions} H={args.hidden} V={args.vocab} float32, logits {logits:.0f} MiB, entropy {args.entropy}"
     )
     runs = {name: [] for name in METHODS}
     for _ in range(args.repeats):
@@ -96,7 +96,7 @@ def measurements_of(runs: dict[str, list[dict[str, float]]]) -> list[measurement
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=8192, help="T: number of positions")
+    parser.add_argument("--positions", type=int, default=8192, help="L: number of positions")
     parser.add_argument("--hidden", type=int, default=512, help="H: hidden size")
     parser.add_argument("--vocab", type=int, default=32000, help="V: size of the vocabulary")
     parser.add_argument("--entropy", action="store_true", help="also compute entropies and their gradient")

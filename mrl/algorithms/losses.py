@@ -155,7 +155,7 @@ class SAPO(PolicyLoss):
 
     For on-policy samples, every tau gives the gradient of the plain policy gradient. With a larger tau, the gradient
     falls faster as r moves away from 1. By default, tau is larger for negative advantages. In the paper, all responses
-    have the same loss weight (`algorithm.aggregation=sequence_mean`).
+    have the same weight in the loss (`algorithm.aggregation=sequence_mean`).
     """
 
     tau_positive: float = 1.0  # tau of tokens with A > 0

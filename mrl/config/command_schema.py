@@ -52,7 +52,7 @@ class SftConfig:
     batch_size: int = key(128, "Number of rows in one optimizer step. A pair is one row.", "rows", least=1)
     optim: OptimConfig = key(
         _sft_optim,
-        "Optimizer of supervised fine-tuning. If sft.optim.lr_decay_steps is 0, the decay ends after sft.steps steps.",
+        "Optimizer of supervised training. If sft.optim.lr_decay_steps is 0, the decay ends after sft.steps steps.",
     )
 
 
@@ -132,7 +132,8 @@ class EvaluateConfig:
     confidence: float = key(0.95, "Confidence level of the intervals.", above=0, below=1)
     rescore: bool = key(
         False,
-        "Whether to compute all scores again with the reward of this config. Otherwise only missing scores are computed.",
+        "Whether to compute all scores again with the reward of this config. Otherwise scores are computed only if the input has "
+        "none.",
     )
 
 

@@ -54,8 +54,8 @@ class CheckpointConfig:
     )
     keep_best: int = key(
         0,
-        "Number of checkpoints to keep in addition to keep_last: the checkpoints with the highest values of "
-        "checkpoint.best_metric.",
+        "Number of checkpoints with the highest values of checkpoint.best_metric to keep, even if they are older than the "
+        "keep_last newest.",
         "checkpoints",
         least=0,
     )
@@ -89,7 +89,10 @@ class FaultToleranceConfig:
         60.0, "An engine that has requests and computes nothing for this time is replaced.", "s", above=0
     )
     max_response_attempts: int = key(
-        3, "Largest number of attempts to sample one response, each on another engine.", least=1
+        3,
+        "Largest number of attempts to sample one response, each on another engine if there is one. The same number of failed "
+        "requests in a row takes an engine out of service.",
+        least=1,
     )
     preemption_grace_s: float = key(
         60.0,

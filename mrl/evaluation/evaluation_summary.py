@@ -96,7 +96,7 @@ class EvaluationSummary:
     maj_at: dict[int, IntervalEstimate]  # k -> mean of maj@k
     failed_fraction: float  # fraction of responses that could not be scored
     unanswered_fraction: float  # fraction of responses without an answer, which do not vote in maj@k
-    cut_fraction: float | None  # fraction of responses that were truncated at the token limit; None: unknown
+    truncated_fraction: float | None  # fraction of responses that were truncated at the token limit; None: unknown
     mean_tokens: float | None  # mean number of tokens in a response; None: unknown
 
 
@@ -188,7 +188,7 @@ def _summary(
         maj_at={k: over_prompts([by_k[k] for by_k in majority]) for k in ks},
         failed_fraction=sum(prompt.failed for prompt in prompts) / responses,
         unanswered_fraction=sum(prompt.answers.count(None) for prompt in prompts) / responses,
-        cut_fraction=None if truncated is None else truncated / responses,
+        truncated_fraction=None if truncated is None else truncated / responses,
         mean_tokens=None if tokens is None else tokens / responses,
     )
 

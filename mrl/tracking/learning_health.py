@@ -180,7 +180,7 @@ def _nothing_trained(step: StepView) -> str:
         )
     elif (rejected := step.value("correction/rejected_fraction")) > 0:
         reason = (
-            f"algorithm.correction rejects {rejected:.0%} of the response tokens as too far off-policy. Lower "
+            f"algorithm.correction rejects {rejected:.0%} of the sampled tokens as too far off-policy. Lower "
             "rollout.max_staleness, or relax algorithm.correction."
         )
     else:

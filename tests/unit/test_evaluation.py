@@ -122,7 +122,7 @@ def test_a_summary_equals_the_enumeration_of_all_subsets(folder, k):
         for estimate in (summary.pass_at[k], summary.maj_at[k]):
             assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
     b = found.summaries[1]
-    assert (b.prompts, b.responses, b.cut_fraction, b.unanswered_fraction) == (3, 12, 1 / 12, 4 / 12)
+    assert (b.prompts, b.responses, b.truncated_fraction, b.unanswered_fraction) == (3, 12, 1 / 12, 4 / 12)
     assert b.mean_score.value == pytest.approx(0.25 + 0.75 * 5 / 12) and b.failed_fraction == 0
 
 
@@ -297,7 +297,7 @@ def test_validation_dumps_of_verl_are_scored(tmp_path, capsys):
     expected = np.mean([brute_force(texts, 2) for texts in list(TEXTS.values())[:2]], axis=0)
     found = (summary["pass_at"]["2"]["value"], summary["maj_at"]["2"]["value"])
     assert found == pytest.approx(tuple(expected))
-    assert summary["mean_tokens"] is None and summary["cut_fraction"] is None
+    assert summary["mean_tokens"] is None and summary["truncated_fraction"] is None
     shown = capsys.readouterr().out
     assert "60: 8 responses; 0.0% not scored" in shown
 
