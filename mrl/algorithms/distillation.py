@@ -44,8 +44,8 @@ class Distillation(PolicyLoss):
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).
-    The gradient flows through the distribution of the policy, not through the choice of the sampled tokens, as in GKD. An off-policy
-    correction multiplies the whole loss, D included.
+    The gradient flows through the distribution of the policy, not through the choice of the sampled tokens, as in GKD. An
+    off-policy correction multiplies the whole loss, D included.
 
     With `top_k`, D compares k + 1 probabilities: those of the teacher's k most probable tokens, and the probability of all other
     tokens together. This D is at most the D over the whole vocabulary. Without the probability of all other tokens, D could be

@@ -295,9 +295,17 @@ def stop_texts(value: Any, values: Values) -> Overrides:
 
 
 def gae_argument(name: str, value: Any, values: Values) -> Overrides | Note:
-    if str(values.get("algorithm.adv_estimator", "gae")) != "gae":
-        return Note("only for PPO's advantages", needed=False)
-    return {f"algorithm.advantage.{name}": value}
+    """Set gamma or lam of the advantages. REINFORCE++ uses only gamma."""
+    estimator = str(values.get(VERL_ESTIMATOR, "gae")).lower()
+    if estimator == "gae" or (estimator == "reinforce_plus_plus" and name == "gamma"):
+        return {f"algorithm.advantage.{name}": value}
+    return Note("the estimator does not use it", needed=False)
+
+
+def adam_betas(first: str, second: str, value: Any, values: Values) -> Overrides:
+    """Set optim.betas. `first`, `second`: keys of both betas. Without a key, the default of slime (Megatron) and trl applies."""
+    defaults = {first: 0.9, second: 0.999}
+    return {"optim.betas": [default if values.get(key) is None else values[key] for key, default in defaults.items()]}
 
 
 def pf_ppo(name: str, value: Any, values: Values) -> Overrides | Note:
@@ -310,6 +318,26 @@ def pf_ppo(name: str, value: Any, values: Values) -> Overrides | Note:
 def num_engines(value: Any, values: Values) -> Overrides | Note:
     per_engine = int(str(values.get("rollout-num-gpus-per-engine", 1)))
     return {"rollout.num_engines": max(1, int(value) // per_engine)}
+
+
+def slime_nodes(value: Any, values: Values) -> Overrides | Note:
+    """Compute the number of trainer ranks from the number of nodes. By default, slime uses 8 GPUs of each node."""
+    if "actor-num-gpus-per-node" in values:
+        return Note("part of parallel.world_size", needed=False)
+    return {"parallel.world_size": int(value) * 8}
+
+
+def slime_rollout_seed(value: Any, values: Values) -> Overrides | Note:
+    if str(values.get("seed", value)) != str(value):
+        return Note("run.seed is the seed of training and of sampling; it gets the value of --seed")
+    return {"run.seed": value}
+
+
+def slime_filter(value: Any, values: Values) -> Overrides | Note:
+    """Translate slime's own filter. A user's filter reads slime's samples, so it has no counterpart."""
+    if str(value).rpartition(".")[2] == "check_reward_nonzero_std":
+        return {"rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"}
+    return Note("write a filter that reads the rewards of a group, and name it in rollout.filter._target_")
 
 
 def slime_reward(value: Any, values: Values) -> Overrides | Note:
