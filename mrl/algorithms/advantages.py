@@ -355,9 +355,10 @@ class OptimalTokenBaseline:
 
     With `zero_tail`, B[t] is 0 if only one response of the group has a token t. Without `zero_tail`, the advantage of such a
     token is 0. `correction` is for samples of another policy than the old policy: the terms of W are multiplied by the squares of
-    its weights. Its `veto` and `batch_normalize` have no effect here. A token whose old log-probability is NaN adds 0 to W.
+    its weights. `batch_normalize` has no effect here, because it multiplies all weights by the same number. A token whose old
+    log-probability is NaN adds 0 to W.
 
-    Raises ValueError for a `correction` with numerator=current.
+    Raises ValueError for a `correction` with numerator=current or with a `veto`.
     """
 
     zero_tail: bool = True
@@ -368,6 +369,11 @@ class OptimalTokenBaseline:
             raise ValueError(
                 "correction.numerator='current': baselines are computed before the optimizer steps, from the weights of the old "
                 "policy; use numerator=old."
+            )
+        if self.correction and self.correction.veto is not None:
+            raise ValueError(
+                f"correction.veto={self.correction.veto}: baselines cannot reject responses; set the veto in "
+                "algorithm.correction, and remove it here."
             )
 
     @property

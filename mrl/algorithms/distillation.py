@@ -38,6 +38,14 @@ DIVERGENCE_OUTPUTS = ("divergence", "teacher_mass", "policy_mass")
 """
 
 
+def reads_rewards(advantage: object, needs: frozenset[str]) -> bool:
+    """Return whether the algorithm learns from rewards; false for distillation without rewards.
+
+    `advantage`: its advantage estimator. `needs`: what its parts read.
+    """
+    return not needs & (TEACHER_OUTPUTS | {"teacher_logprobs"}) or getattr(advantage, "uses_token_rewards", True)
+
+
 @dataclass(frozen=True)
 class Distillation(PolicyLoss):
     """Distillation loss: coef * D(teacher, policy) at each sampled token, plus the loss `policy` if it is given.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from models.hf_config import HFConfig
-from mrl.algorithms.distillation import TEACHER_OUTPUTS
+from mrl.algorithms.distillation import TEACHER_OUTPUTS, reads_rewards
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
@@ -287,8 +287,7 @@ def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSett
         lr=config.optim.lr,
         advantage=plug_in_name(advantage),
         group_relative=getattr(advantage, "group_relative", False),
-        reads_rewards=not algorithm.needs & (TEACHER_OUTPUTS | {"teacher_logprobs"})
-        or getattr(advantage, "uses_token_rewards", True),
+        reads_rewards=reads_rewards(advantage, algorithm.needs),
         mask_truncated=config.algorithm.mask_truncated,
     )
 

@@ -22,6 +22,7 @@ from mrl.rollout.staleness_buffer import (
     ResponseLengths,
     StalenessBuffer,
     longest_first,
+    num_extra_groups,
     split_over_engines,
 )
 from mrl.rollout.trajectory import StepGroups
@@ -381,7 +382,7 @@ def _other_staleness(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
 
 def _over_sampled(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
     for rate in OVER_SAMPLE_RATES:
-        changed = replace(setup, extra=round(rate * setup.prompts_per_step), in_order=False)
+        changed = replace(setup, extra=num_extra_groups(rate, setup.prompts_per_step), in_order=False)
         if changed != setup:
             yield f"over-sampling {rate:g}", changed
 

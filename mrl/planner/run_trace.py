@@ -16,7 +16,7 @@ from mrl.config.schema import RolloutConfig
 from mrl.core.jsonl import check_lines
 from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds
-from mrl.rollout.staleness_buffer import split_over_engines
+from mrl.rollout.staleness_buffer import num_extra_groups, split_over_engines
 
 MIN_STEPS = 4  # smallest number of steps to which speeds can be fitted
 MAX_ROUNDS = 20  # fit_engine repeats its two parts at most this number of times
@@ -174,7 +174,7 @@ def _setup(rollout: Mapping[str, Any]) -> RolloutSetup:
     """Return the setup that the section `rollout` of the recorded config describes."""
     fields = RolloutConfig.__dataclass_fields__
     known = RolloutConfig(**{name: value for name, value in rollout.items() if name in fields})
-    extra = math.ceil(known.over_sample_rate * known.prompts_per_step)
+    extra = num_extra_groups(known.over_sample_rate, known.prompts_per_step)
     return RolloutSetup(known.prompts_per_step, known.num_engines, known.staleness, known.in_order, extra)
 
 

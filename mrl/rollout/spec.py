@@ -1,6 +1,5 @@
 """RolloutSpec: all settings of a rollout worker."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from mrl.rewards.reward_types import Reward
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.response_metrics import HeldOutEvaluation, RolloutFilter
+from mrl.rollout.staleness_buffer import num_extra_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class RolloutSpec:
     @property
     def extra_groups(self) -> int:
         """Number of groups that over-sampling adds to the groups in flight."""
-        return math.ceil(self.over_sample_rate * self.prompts_per_step)
+        return num_extra_groups(self.over_sample_rate, self.prompts_per_step)
 
     @property
     def buffer_capacity(self) -> int:

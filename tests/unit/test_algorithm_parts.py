@@ -80,6 +80,10 @@ IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampl
             "algorithm.advantage: .* rejects its arguments: correction.numerator='current'",
         ),
         (
+            ["algorithm=otb", OTB_CORRECTION, "++algorithm.advantage.correction.veto=1e-4"],
+            "algorithm.advantage: .* rejects its arguments: correction.veto=0.0001: baselines cannot reject responses",
+        ),
+        (
             ["algorithm=gdpo", "++algorithm.kl_in_reward.coef=0.1"],
             "GDPO does not use token rewards; use algorithm.kl_in_loss",
         ),
