@@ -249,7 +249,7 @@ ROLE_COLORS = {
     "critic": "#F58518",
     "actor": "#4C78A8",
 }
-"""Color of each role. The order is the order in which the roles work during a step."""
+"""Color of each role. The order is the order in which the roles work during a step. Other models work before the critic."""
 OTHER_COLOR = "#9D755D"  # color of the other models in the key `roles`
 MAX_NODE_ROWS = 16  # if a map has more nodes, consecutive nodes with equal roles share a row
 
@@ -297,9 +297,9 @@ def _present_roles(devices: DeviceMap) -> list[str]:
     return sorted(devices.pools.by_role, key=_work_order)
 
 
-def _work_order(role: str) -> tuple[int, str]:
+def _work_order(role: str) -> tuple[float, str]:
     known = list(ROLE_COLORS)
-    return known.index(role) if role in known else known.index("critic"), role
+    return known.index(role) if role in known else known.index("critic") - 0.5, role
 
 
 def _color(role: str) -> str:

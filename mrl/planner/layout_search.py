@@ -227,6 +227,9 @@ class LayoutSearch:
         """
         for plain in self.space.layouts():
             replicas = self._replicas(plain)
+            if not len(replicas):
+                self.space.excluded["no possible number of replicas"] += 1
+                continue
             recomputing = replace(plain, recompute=True)
             first_plain = self._first_that_fits(plain, replicas)
             first_recomputing = self._first_that_fits(recomputing, replicas[:first_plain])
@@ -402,7 +405,10 @@ def _balance(best: RunCandidate) -> str:
 def _sampling_limit(search: LayoutSearch, best: RunCandidate) -> str:
     running, requested = search.engine_load(best)
     if requested > running:
-        return f"sampling: the KV cache of an engine holds only {running:,} of its {requested:,} responses at one time"
+        return (
+            f"sampling: an engine runs only {running:,} of its {requested:,} responses at one time (KV cache, or "
+            "sglang.max_running_requests)"
+        )
     longest = search.work.lengths.longest_of(search.work.responses)
     return (
         f"sampling: all {requested:,} responses of an engine run at one time; the step waits for the longest response, "

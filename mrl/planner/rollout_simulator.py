@@ -400,7 +400,12 @@ def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, R
         trainers = total - engines * gpus.per_engine
         changed = replace(setup, num_engines=engines, train_scale=gpus.trainers / trainers, colocated=False)
         if changed != setup:
-            yield f"{engines} engines, {trainers} GPUs to train", changed
+            yield f"{_counted(engines, 'engine')}, {_counted(trainers, 'GPU')} to train", changed
     if not setup.colocated and total >= gpus.per_engine:
         shared = replace(setup, num_engines=total // gpus.per_engine, train_scale=gpus.trainers / total, colocated=True)
-        yield f"synchronous, colocated on {total} GPUs", replace(shared, staleness=0, in_order=not setup.extra)
+        name = f"synchronous, colocated on {_counted(total, 'GPU')}"
+        yield name, replace(shared, staleness=0, in_order=not setup.extra)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"

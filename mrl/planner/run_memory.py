@@ -272,7 +272,7 @@ def kv_itemsize(config: Config, itemsize: int) -> int:
 def _gpu_phases(
     config: Config, pool: Pool, trainers: Mapping[str, TrainerMemory], engine: EngineRankMemory | None
 ) -> Iterator[GpuPhase]:
-    limit, reserve = _gpu_limit(config.cluster.hardware), {"context": _reserve(config) * len(pool.demands)}
+    limit, reserve = _gpu_limit(config.cluster.hardware), {"reserve": _reserve(config) * len(pool.demands)}
     shared = len(pool.demands) > 1
     buckets = (
         {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.demands else {}

@@ -168,7 +168,7 @@ class GpuUse:
     """Use of one GPU of this host."""
 
     index: int
-    busy_percent: int  # percentage of the last sample period in which a kernel ran
+    busy_percent: int | None  # percentage of the last sample period in which a kernel ran; None: not reported
     used_bytes: int
     total_bytes: int
 
@@ -212,16 +212,13 @@ class Gpus:
         return called is not None and called(*arguments) == 0
 
     def read(self) -> list[GpuUse]:
-        """Return the use of each GPU. The result omits GPUs whose memory the library does not report.
-
-        If the library does not report how busy a GPU is, `busy_percent` is 0.
-        """
+        """Return the use of each GPU. The result omits GPUs whose memory the library does not report."""
         found = []
         for index, handle in enumerate(self._handles):
             busy, memory = _Utilization(), _Memory()
             if self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory)):
-                self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
-                found.append(GpuUse(index, busy.gpu, memory.used, memory.total))
+                is_known = self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
+                found.append(GpuUse(index, busy.gpu if is_known else None, memory.used, memory.total))
         return found
 
     def memory_by_process(self) -> dict[int, dict[int, int]]:

@@ -133,7 +133,7 @@ def test_colocated_roles_are_counted_in_the_phases_in_which_they_work(tmp_path):
     assert {(m.role, m.phase) for m in shared.phases} >= {("actor, engines", "weight_sync"), ("engines", "rollout")}
     assert shared.gpus == 8 and apart.gpus == 9
     of = {m.phase: m for m in shared.phases}
-    assert of["update"].parts["context"] == 4 * GIB
+    assert of["update"].parts["reserve"] == 4 * GIB
     assert shared.host.offloaded > 0 and apart.host.offloaded == 0
 
 

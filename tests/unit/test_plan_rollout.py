@@ -24,6 +24,7 @@ def test_each_scenario_changes_one_thing_on_the_same_number_of_gpus():
     scenarios = compare_scenarios(lengths_of(0), SPEEDS, base, gpus, 4)
     names = [scenario.name for scenario in scenarios]
     assert names[0] == "as it is" and scenarios[0].setup == base and len(set(names)) == len(names)
+    assert "1 engine, 10 GPUs to train" in names
     for scenario in scenarios[1:]:
         setup = scenario.setup
         changed = {name for name, value in vars(setup).items() if value != vars(base)[name]} - {"in_order"}
