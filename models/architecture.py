@@ -66,9 +66,13 @@ class Architecture:
         shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
         _check_divides("tp", dims.tp, heads | dense | shared)
         if dims.pp * dims.vpp > 1 and not uneven_stages:
-            _check_divides(
-                "pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers)
-            )
+            layers = dict(num_hidden_layers=self.num_layers)
+            if dims.vpp > 1:
+                _check_divides(
+                    "pp x parallel.vpp", dims.pp * dims.vpp, layers, "choose pp and vpp whose product is one of"
+                )
+            else:
+                _check_divides("pp", dims.pp, layers)
         if self.num_experts:
             _check_divides("ep", dims.ep, dict(num_experts=self.num_experts))
             _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
@@ -81,10 +85,11 @@ class Architecture:
         elif dims.etp not in (None, dims.tp):
             raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
-    def multiply_adds(self) -> tuple[float, float]:
+    def multiply_adds(self, num_outputs: int | None = None) -> tuple[float, float]:
         """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
 
-        Only matrix products count, without those of the routers.
+        Only matrix products count, without those of the routers. `num_outputs`: numbers that the output head computes for each
+        token; None: the logits of the vocabulary.
         """
         t = self.transformer
         width = t["hidden_size"]
@@ -98,7 +103,8 @@ class Architecture:
                 ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
             linear += projections + 3 * width * ffn_width
         attended = 0.5  # fraction of a sequence that a token attends to, on average
-        return linear + width * self.vocab_size, self.num_layers * per_pair * attended
+        head = width * (self.vocab_size if num_outputs is None else num_outputs)
+        return linear + head, self.num_layers * per_pair * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
@@ -117,11 +123,13 @@ def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     return queries + keys + heads * value * width, heads * (key + value)
 
 
-def _check_divides(axis: str, size: int, dimensions: dict[str, int]) -> None:
+def _check_divides(axis: str, size: int, dimensions: dict[str, int], advice: str = "use") -> None:
     for name, whole in dimensions.items():
         if whole % size:
             valid_sizes = ", ".join(str(n) for n in range(1, whole + 1) if all(w % n == 0 for w in dimensions.values()))
-            raise ValueError(f"parallel.{axis}={size} does not divide {name}={whole} of this model; use {valid_sizes}.")
+            raise ValueError(
+                f"parallel.{axis}={size} does not divide {name}={whole} of this model; {advice} {valid_sizes}."
+            )
 
 
 @dataclass(frozen=True)

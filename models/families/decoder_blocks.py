@@ -279,6 +279,9 @@ def read_sigmoid_routed_moe(config: HFConfig) -> dict[str, Any]:
 
 def _read_expert_groups(config: HFConfig) -> dict[str, int]:
     groups, chosen, topk = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+    for name, value in dict(n_group=groups, topk_group=chosen, num_experts_per_tok=topk).items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{config.path}: {name}={value!r} is not supported; expected a number of 1 or more.")
     if topk < 2:
         raise ValueError(f"{config.path}: num_experts_per_tok={topk} is not supported; expected at least 2.")
     if groups == 1:

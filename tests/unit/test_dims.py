@@ -212,9 +212,10 @@ def moe() -> Architecture:
         (
             dense,
             dict(pp=2, vpp=3),
-            "parallel.pp x vpp=6 does not divide num_hidden_layers=28 of this model; use 1, 2, 4,",
+            "parallel.pp x parallel.vpp=6 does not divide num_hidden_layers=28 of this model; choose pp and vpp whose product is "
+            "one of 1, 2, 4, 7, 14, 28.",
         ),
-        (dense, dict(pp=28, vpp=2), "parallel.pp x vpp=56 does not divide num_hidden_layers=28"),
+        (dense, dict(pp=28, vpp=2), "parallel.pp x parallel.vpp=56 does not divide num_hidden_layers=28"),
         (dense, dict(tp=3), "parallel.tp=3 does not divide num_attention_heads=16 of this model; use 1, 2, 4, 8."),
         (dense, dict(tp=16), "parallel.tp=16 does not divide num_key_value_heads=8 of this model; use 1, 2, 4, 8."),
         (dense, dict(tp=32), "parallel.tp=32 does not divide num_attention_heads=16 of this model; use 1, 2, 4, 8."),

@@ -128,6 +128,8 @@ def test_no_ignored_field_is_read_by_a_family():
             dict(num_experts_per_tok=6),
             "ranked by their best two experts; expected 4 or 5 experts per token",
         ),
+        ("glm4_moe", dict(n_group=None), "n_group=None is not supported; expected a number of 1 or more"),
+        ("glm4_moe", dict(topk_group=0), "topk_group=0 is not supported; expected a number of 1 or more"),
         ("glm4_moe_plain", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; expected at least 2"),
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
