@@ -148,7 +148,7 @@ def _own_part(run: RecordedRun, key: str) -> object:
     """Build the recorded part of the algorithm. None if it has classes outside mrl: a report does not run a user's code."""
     node = run.setting(key, {})
     targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(node, default=str))
-    if not targets or not all(target.startswith("mrl.algorithms.") for target in targets):
+    if not targets or not all(re.fullmatch(r"mrl\.algorithms\.\w+\.\w+", target) for target in targets):
         return None
     try:
         return instantiate(node, key)
