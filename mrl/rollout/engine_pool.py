@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0  # the interval is shorter if `fault_tolerance.engine_stall_timeout_s` is below 20 s
-RETRY_PAUSE_S = 0.1  # the pause before the first retry is random, up to this limit; the limit doubles with each retry
+FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # upper limit of the random pause before the first retry; it doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
 CLOSE_TIMEOUT_S = 15.0  # how long `close` waits until failed engines have ended
 
@@ -227,7 +227,7 @@ class EnginePool:
 
         return AsyncRetrying(
             stop=stop_after_attempt(max_attempts),
-            wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
+            wait=wait_random_exponential(multiplier=FIRST_RETRY_PAUSE_LIMIT_S, max=MAX_RETRY_PAUSE_S),
             retry=retry_if_exception_type(EngineFaultError),
             retry_error_callback=give_up,
         )

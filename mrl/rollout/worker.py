@@ -180,7 +180,7 @@ class RolloutWorker:
         pipeline.admit(first_number, rows.tolist(), step, sizes)
         taken = self._read_log(step)
         if taken is None:
-            self._cache.start_step(step)
+            self._cache.begin_step(step)
             pipeline.send_requests(step)
             with spans.span("wait for groups"):
                 groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)
