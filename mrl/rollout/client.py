@@ -25,7 +25,15 @@ from parallel.spans import is_recording, record
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "EngineUnreachableError", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "EngineClient",
+    "EngineError",
+    "EngineFaultError",
+    "EngineUnreachableError",
+    "ResponsesAbortedError",
+    "SamplingParams",
+]
 
 TRAINING, HELD_OUT = 0, 1
 """`response_seed` identifies a response by a tuple of integers. In a training run, the first integer is one of these constants.
@@ -40,6 +48,10 @@ RETRYABLE_STATUSES = (408, 425, 429)
 
 class EngineFaultError(EngineError):
     """The engine failed, and the request is valid. Another engine, or the same engine later, may answer the request."""
+
+
+class ResponsesAbortedError(EngineFaultError):
+    """The engine aborted responses of the request, for example because it was paused with weight_sync.pause_mode=abort."""
 
 
 class EngineUnreachableError(EngineError):
@@ -241,9 +253,8 @@ class EngineClient(EngineControl):
         if aborted := [
             done.finish_reason for done in completions if done.finish_reason == "abort" or not done.token_ids
         ]:
-            raise EngineFaultError(
-                f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]})."
-            )
+            error = ResponsesAbortedError if "abort" in aborted else EngineFaultError
+            raise error(f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]}).")
         if is_recording():
             sizes = dict(
                 responses=len(completions),

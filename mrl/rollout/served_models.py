@@ -200,7 +200,8 @@ def top_k_of_rows(
         calls = []
         for number, row in enumerate(rows.tolist()):
             start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
-            positions = sampled[slice(*np.searchsorted(sampled, [start, end]))] - start
+            first, last = np.searchsorted(sampled, [start, end])
+            positions = sampled[first:last] - start
             calls.append(pool.submit(_top_k_of_row, urls, number, block.tokens[start:end], positions, k, deadline))
         answers = [_no_top_k(k), *(call.result() for call in calls)]
     logprobs, ids = (np.concatenate(arrays) for arrays in zip(*answers, strict=True))
