@@ -37,12 +37,12 @@ from mrl.rollout.client import (
     EngineError,
     EngineFaultError,
     EngineUnreachableError,
+    EventLoopThread,
     ResponsesAbortedError,
     SamplingParams,
 )
 from mrl.rollout.engines.hosts import AnyEngineServer, EngineServers
 from mrl.rollout.engines.server import ExternalEngine, check_seed_support, check_stop_support
-from mrl.rollout.event_loop_thread import EventLoopThread
 from mrl.rollout.rollout_log import CompletionCache
 from mrl.rollout.spec import PoolSettings
 from mrl.rollout.staleness_buffer import MAX_RESPONSES_PER_REQUEST
