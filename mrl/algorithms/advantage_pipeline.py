@@ -52,7 +52,7 @@ class AdvantagePipeline:
     loss: Loss  # the objective or a policy loss; only its `extra_columns` and `needs` are used
     kl: KLPenalty | None = None  # penalty that is subtracted from the rewards
     whiten: bool = False  # normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
-    mask_truncated: bool = False  # exclude responses that were cut at the token limit (overlong filtering)
+    mask_truncated: bool = False  # exclude responses that the token limit or the turn limit ended (overlong filtering)
     resampling: Resampling | None = None  # None: each response counts once in the loss
 
     @property

@@ -24,7 +24,7 @@ class ScoredBatch:
     rewards: NDArray[np.float64]  # [B]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0; the sum is R
-    truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
+    truncated: NDArray[np.bool_]  # [B] whether the token limit or the turn limit ended the response
     # [R] reward of each turn at the last token of the turn, else 0; used in place of `rewards`. None: no rewards per turn
     turn_rewards: NDArray[np.float64] | None = None
     # name of a part of the reward -> values of this part [B]

@@ -198,12 +198,14 @@ class CheckpointSaver:
             logger.error("a checkpoint was not written (%d so far); earlier ones are intact: %s", self.failed, error)
 
     def _export(self, folder: Path) -> None:
-        """Write a Hugging Face folder. An existing folder is replaced."""
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        """Write a Hugging Face folder. An existing folder is replaced when the new one is complete."""
+        new, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
+        for remains in (new, old):
+            shutil.rmtree(remains, ignore_errors=True)
+        self.export(str(new))
         if folder.exists():
             folder.rename(old)
-        self.export(str(folder))
+        new.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
 
     def _prune_exports(self, step: int) -> None:
@@ -215,5 +217,6 @@ class CheckpointSaver:
             folder = self.run_dir / "exports" / f"step_{old:06d}"
             # Renamed first, so that a kill during the removal leaves no incomplete folder with the old name.
             folder.rename(folder.with_name(f".{folder.name}.old"))
-        for remains in (self.run_dir / "exports").glob(".step_*.old"):
-            shutil.rmtree(remains, ignore_errors=True)
+        for word in ("new", "old"):
+            for remains in (self.run_dir / "exports").glob(f".step_*.{word}"):
+                shutil.rmtree(remains, ignore_errors=True)

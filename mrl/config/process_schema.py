@@ -134,7 +134,7 @@ class WeightSyncConfig:
     pause_mode: PauseMode = key(
         PauseMode.retract,
         "What happens to running requests. retract recomputes their KV cache, in_place keeps the KV cache, and abort ends "
-        "the requests.",
+        "the requests, which are then sent again.",
     )
     delta: bool = key(
         False,

@@ -382,7 +382,7 @@ def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[
         if len(fractions) > 1 and sum(fractions.values()) >= 1:
             raise ValueError(
                 f"{', '.join(f'{key}={value:g}' for key, value in fractions.items())}: these servers share GPUs "
-                "(placement.pools) and are in their memory at the same time; set fractions whose sum is below 1."
+                "(placement.pools) and use their memory at the same time; set fractions whose sum is below 1."
             )
 
 

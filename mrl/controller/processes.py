@@ -312,6 +312,10 @@ def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
 MAX_PAUSE_S = 60.0  # longest time that the driver waits before it restarts lost processes
 
 
+class NoIntactCheckpointError(ValueError):
+    """Every checkpoint from which lost trainers could restart is damaged."""
+
+
 @dataclass
 class ProcessRecovery:
     """Restarts lost processes at most `max_restarts` times between two checkpoints, with pauses that grow."""
@@ -338,7 +342,7 @@ class ProcessRecovery:
     def __call__(self, error: ProcessesLostError, state_after_step: State | None) -> State:
         """Restart the lost processes. Returns the state that matches the trainers' weights (see LostProcessRecovery).
 
-        Raises the latest error if all restarts are used up.
+        Raises the latest error if all restarts are used up. Raises NoIntactCheckpointError if all checkpoints are damaged.
         """
         while True:
             checkpoint = self.store.latest() or self.initial_checkpoint
@@ -353,6 +357,8 @@ class ProcessRecovery:
                 return self._restart(error, state_after_step)
             except ProcessesLostError as another:
                 error, state_after_step = another, None
+            except NoIntactCheckpointError:
+                raise  # another restart would find the same files
             except (RuntimeError, ValueError) as failure:  # e.g. a port is taken, or memory is not free yet
                 error, state_after_step = ProcessesLostError(f"{type(failure).__name__}: {failure}"), None
 
@@ -371,14 +377,17 @@ class ProcessRecovery:
     def _intact_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that is not damaged. If there is none, return the checkpoint that the run began with.
 
-        Returns None if the run has no checkpoint at all. Raises ValueError if all checkpoints are damaged.
+        Returns None if the run has no checkpoint at all. Raises NoIntactCheckpointError if all checkpoints are damaged.
         """
         if checkpoint := self.store.latest_intact():
             return checkpoint
         if self.initial_checkpoint:
-            self.initial_checkpoint.check_hashes()
+            try:
+                self.initial_checkpoint.check_hashes()
+            except ValueError as error:
+                raise NoIntactCheckpointError(str(error)) from error
         elif self.store.damaged:
-            raise ValueError(
+            raise NoIntactCheckpointError(
                 f"{self.store.folder}: the checkpoints of steps {sorted(self.store.damaged)} are damaged and there is no other, "
                 "so the trainers cannot be restarted; restore a checkpoint from a copy, and start the same command again."
             )

@@ -125,7 +125,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/truncated_fraction": Metric(
         "",
-        "fraction of the responses that were cut at the length limit",
+        "fraction of the responses that the token limit or the turn limit ended",
         good="near 0; a truncated response often has no answer",
     ),
     "rollout/kept_groups_fraction": Metric(

@@ -212,7 +212,7 @@ class Rollouts:
     # [B] index of the prompt: the step's N prompts have the first indices, and prompts of data.offline.path the next indices
     groups: NDArray[np.int64]
     digests: NDArray[np.uint64]  # [B] hash of prompt and response, by which the ledger identifies samples
-    truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
+    truncated: NDArray[np.bool_]  # [B] whether the token limit or the turn limit ended the response
     weight_versions: NDArray[np.int64]  # [B] oldest weight version that sampled a token of the response
     rewards: NDArray[np.float64]  # [B]
     # [M, 3] one row for each of M spans of consecutive tokens that one weight version sampled: index of the response, weight

@@ -183,7 +183,7 @@ def text_value(row: Row, name: str) -> str:
 @lru_cache(1024)  # cached, because most files give the same message for every row
 def _missing_message(name: str, found: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, found, n=1)
-    hint = f"; did you name it {near[0]!r}?" if near else "."
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"is missing; found {', '.join(found) or 'nothing'}{hint}"
 
 

@@ -238,7 +238,7 @@ class ToolTemplate:
         before, between, after = (encode_text(tokenizer, text) for text in (head, middle, tail))
         _check_round_trip(tokenizer, role, [*before, *encode_text(tokenizer, _RESULTS[0]), *after], head, tail)
         closing = _tokens_after_last_turn(tokenizer, args)
-        end = before[:1] if before[:1] == closing[:1] and before[0] in _end_tokens(tokenizer) else []
+        end = before[:1] if before and before[:1] == closing[:1] and before[0] in _end_tokens(tokenizer) else []
         return cls(tokenizer, tuple(end), tuple(before[len(end) :]), tuple(between), tuple(after))
 
     def encode(self, result: str, limit: int) -> list[int]:

@@ -22,7 +22,7 @@ from mrl.rollout.engines.forward_recorder import (
     Arrays,
     engine_trace,
     engine_weights,
-    read_recording,
+    read_forward_recording,
     write_request,
 )
 from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT, EngineLayout
@@ -265,7 +265,7 @@ class EngineCheck:
             client.generate([tokens], SamplingParams(1, 0.0, ignore_eos=True))
         finally:
             request.unlink()
-        return read_recording(self.folder, name, self.layout.topology.tp)
+        return read_forward_recording(self.folder, name, self.layout.topology.tp)
 
     def _sides(
         self,

@@ -105,10 +105,7 @@ class _ChildWatcher:
     def forward_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signals.append(signum)
         if self.child is not None and self.child.returncode is None:
-            with suppress(
-                ProcessLookupError
-            ):  # Popen.send_signal would reap the child, and _wait needs its exit status
-                os.kill(self.child.pid, signum)
+            _send_signal(self.child, signum)
 
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
         """Run one child. Return (its exit status, the messages that it sent, its duration in seconds).
@@ -127,7 +124,7 @@ class _ChildWatcher:
         )
         os.close(write_end)
         for signum in self.signals[:1]:
-            self.child.send_signal(signum)
+            _send_signal(self.child, signum)
         status = _wait(self.child)
         end_processes(self._left_by_child())
         with os.fdopen(read_end, "rb") as pipe:
@@ -163,6 +160,12 @@ class _ChildWatcher:
         if preempted and (self.child is None or -status in preempted):
             return REQUEUE_STATUS
         return status if status >= 0 else 128 - status
+
+
+def _send_signal(child: subprocess.Popen[bytes], signum: int) -> None:
+    """Send a signal to a child that is not reaped. Popen.send_signal could reap the child, whose exit status _wait needs."""
+    with suppress(ProcessLookupError):
+        os.kill(child.pid, signum)
 
 
 def _children() -> list[psutil.Process]:

@@ -343,8 +343,14 @@ def check_reward(reward: Reward) -> None:
 
     Raises:
         ValueError: the reward does not accept a list of responses, or it cannot be pickled for the worker processes.
+        ValueError: the reward declares both `per_sample` and `whole_groups`.
     """
     for each in single_rewards(reward):
+        if _declares(each, "per_sample") and _declares(each, "whole_groups"):
+            raise ValueError(
+                f"reward {each!r:.120} declares both per_sample and whole_groups: with per_sample a call gets one response, with "
+                "whole_groups it gets all responses to a prompt; remove one of the two attributes."
+            )
         try:
             inspect.signature(each).bind([])
         except TypeError as error:

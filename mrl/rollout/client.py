@@ -1,12 +1,18 @@
-"""HTTP client of one SGLang server. It sends token ids, and receives token ids and log-probabilities."""
+"""HTTP client of one SGLang server, and the event loop in a thread in which many requests run.
+
+The client sends token ids, and receives token ids and log-probabilities.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
+import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
@@ -25,7 +31,16 @@ from parallel.spans import is_recording, record
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "EngineUnreachableError", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "EngineClient",
+    "EngineError",
+    "EngineFaultError",
+    "EngineUnreachableError",
+    "EventLoopThread",
+    "ResponsesAbortedError",
+    "SamplingParams",
+]
 
 TRAINING, HELD_OUT = 0, 1
 """`response_seed` identifies a response by a tuple of integers. In a training run, the first integer is one of these constants.
@@ -40,6 +55,10 @@ RETRYABLE_STATUSES = (408, 425, 429)
 
 class EngineFaultError(EngineError):
     """The engine failed, and the request is valid. Another engine, or the same engine later, may answer the request."""
+
+
+class ResponsesAbortedError(EngineFaultError):
+    """The engine aborted responses of the request, for example because it was paused with weight_sync.pause_mode=abort."""
 
 
 class EngineUnreachableError(EngineError):
@@ -241,9 +260,8 @@ class EngineClient(EngineControl):
         if aborted := [
             done.finish_reason for done in completions if done.finish_reason == "abort" or not done.token_ids
         ]:
-            raise EngineFaultError(
-                f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]})."
-            )
+            error = ResponsesAbortedError if "abort" in aborted else EngineFaultError
+            raise error(f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]}).")
         if is_recording():
             sizes = dict(
                 responses=len(completions),
@@ -386,3 +404,41 @@ def _generate_body(
     params = sampling.body() if isinstance(sampling, SamplingParams) else [each.body() for each in sampling]
     body = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
     return body | {"return_routed_experts": True} if routed_experts else body
+
+
+class EventLoopThread:
+    """An asyncio event loop in its own thread. The first call of `submit` starts the thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop, and return its future. The thread of the loop must not wait for the future."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _run_loop(self) -> None:
+        assert self._loop is not None, "submit() sets it"
+        self._loop.run_forever()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel all running coroutines and end the thread."""
+        if self._loop is None:
+            return
+        loop, self._loop = self._loop, None
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(timeout_s)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(timeout_s)
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +37,8 @@ from mrl.rollout.client import (
     EngineError,
     EngineFaultError,
     EngineUnreachableError,
+    EventLoopThread,
+    ResponsesAbortedError,
     SamplingParams,
 )
 from mrl.rollout.engines.hosts import AnyEngineServer, EngineServers
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0  # the interval is shorter if `fault_tolerance.engine_stall_timeout_s` is below 20 s
-RETRY_PAUSE_S = 0.1  # the pause before the first retry is random, up to this limit; the limit doubles with each retry
+FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # upper limit of the random pause before the first retry; it doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
 CLOSE_TIMEOUT_S = 15.0  # how long `close` waits until failed engines have ended
 
@@ -101,7 +101,8 @@ class EnginePool:
     def __init__(self, spec: PoolSettings) -> None:
         """Start the engines. Returns before the engines are ready; `wait_ready` waits for them."""
         self.spec = spec
-        self.paused = False  # whether the driver has paused the engines; `_check_heartbeat` ignores paused engines
+        self._paused = False
+        self._num_pauses = 0  # number of pauses that have begun
         self.engines: list[PooledEngine] = []  # changed in the event loop only
         self._servers = EngineServers(spec.engine_group)
         self._loop = EventLoopThread("engines")
@@ -116,6 +117,16 @@ class EnginePool:
         self._unreported: dict[str, str] = {}
         self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
         self._num_retried = self._num_retried_before = 0  # retried responses: now, and at the last `take_metrics`
+
+    @property
+    def paused(self) -> bool:
+        """Whether the driver has paused the engines. `_check_heartbeat` ignores paused engines."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        self._num_pauses += paused
 
     @property
     def urls(self) -> list[str]:
@@ -227,7 +238,7 @@ class EnginePool:
 
         return AsyncRetrying(
             stop=stop_after_attempt(max_attempts),
-            wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
+            wait=wait_random_exponential(multiplier=FIRST_RETRY_PAUSE_LIMIT_S, max=MAX_RETRY_PAUSE_S),
             retry=retry_if_exception_type(EngineFaultError),
             retry_error_callback=give_up,
         )
@@ -235,8 +246,9 @@ class EnginePool:
     async def _send[T](self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float) -> T:
         """Send one request to the session's engine.
 
-        If the engine takes no connections, the request goes to another engine at once. If the request fails in another way, this
-        method chooses the engine for the next attempt and raises EngineFaultError.
+        If the engine takes no connections, the request goes to another engine at once. If a pause of the engines aborts the
+        request (weight_sync.pause_mode=abort), the request is sent again. If the request fails in another way, this method
+        chooses the engine for the next attempt and raises EngineFaultError.
 
         `count`: number of responses for which the request asks. `expected_work`: work that the request adds to the engine.
         """
@@ -244,7 +256,7 @@ class EnginePool:
         while True:
             if session.engine.failure is not None:
                 session.engine = self._least_busy()
-            engine = session.engine
+            engine, pauses_before = session.engine, self._num_pauses - self._paused
             task = asyncio.create_task(request(engine.client, self._http))
             engine.requests.add(task)
             engine.pending += count
@@ -258,6 +270,9 @@ class EnginePool:
                 self._take_out_of_service(engine, str(error), cancel=False)
                 continue  # not a failed attempt, because the engine did not get the request
             except EngineFaultError as fault:
+                if isinstance(fault, ResponsesAbortedError) and self._num_pauses > pauses_before:
+                    await asyncio.sleep(FIRST_RETRY_PAUSE_LIMIT_S)
+                    continue  # not a failed attempt, because the engine ended the request on purpose
                 self._count_fault(engine, fault)
                 reason = f"{fault} ({engine.log_source})"
             except asyncio.CancelledError:
@@ -459,41 +474,3 @@ def _even_parts(num_responses: int, num_engines: int) -> list[tuple[int, list[in
         for engine, responses in enumerate(np.array_split(np.arange(num_responses), num_engines))
         for start in range(0, len(responses), MAX_RESPONSES_PER_REQUEST)
     ]
-
-
-class EventLoopThread:
-    """An asyncio event loop in its own thread. The first call of `submit` starts the thread."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop, and return its future. The thread of the loop must not wait for the future."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _run_loop(self) -> None:
-        assert self._loop is not None, "submit() sets it"
-        self._loop.run_forever()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel all running coroutines and end the thread."""
-        if self._loop is None:
-            return
-        loop, self._loop = self._loop, None
-        try:
-            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(timeout_s)
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join(timeout_s)
-
-
-async def _cancel_all() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

@@ -143,7 +143,7 @@ class CompletionCache:
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
-        """Read the completions of earlier processes. New completions belong to `step` until `start_step` is called."""
+        """Read the completions of earlier processes. New completions belong to `step` until `begin_step` is called."""
         self._folder, self._step = folder, step
         self._completions: dict[int, dict[str, Completion]] = {}  # step -> result of `_key` -> completion
         self._file: BinaryIO | None = None
@@ -156,7 +156,7 @@ class CompletionCache:
         for step, path in self._paths():
             self._completions.setdefault(step, {}).update(_read_records(path, step))
 
-    def start_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Let all later completions belong to `step`."""
         if step != self._step and self._file is not None:
             self._file.close()

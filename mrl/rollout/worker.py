@@ -171,16 +171,15 @@ class RolloutWorker:
         """
         self.served.check()
         if self.spec.replay:
-            groups = self._replay(step)
-            kept = [group for group in groups if self._passes_filter(group)]
-            filtered = [group for group in groups if not self._passes_filter(group)]
-            self._sampled = SampledStep(kept, filtered)
+            self._sampled = SampledStep()
+            for group in self._replay(step):
+                (self._sampled.kept if self._passes_filter(group) else self._sampled.filtered).append(group)
             return 0
         pipeline = self._pipeline
         pipeline.admit(first_number, rows.tolist(), step, sizes)
         taken = self._read_log(step)
         if taken is None:
-            self._cache.start_step(step)
+            self._cache.begin_step(step)
             pipeline.send_requests(step)
             with spans.span("wait for groups"):
                 groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)

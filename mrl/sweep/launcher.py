@@ -157,7 +157,7 @@ def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: in
             mistakes.append(f"  {' '.join(point)}: {error}")
     if mistakes:
         raise ValueError(
-            "\n".join([f"{len(mistakes)} of {len(points)} points cannot run; none was started", *mistakes])
+            "\n".join([f"{len(mistakes)} of {len(points)} points cannot run; none of these was started", *mistakes])
         )
     config = hydra_entry.compose_config([*fixed, *points[0]])
     return extend_sweep(folder, config, fixed, points, first), max(nodes)
@@ -306,7 +306,9 @@ class LocalRunner(Runner):
             process.send_signal(signum)
 
     def interruption_message(self) -> str:
-        return "the points saved checkpoints; the same command continues the sweep"
+        begun = any(result.steps and not result.state.ended for result in self.results())
+        saved = "points that had begun to train saved checkpoints; " if begun else ""
+        return f"{saved}the same command continues the sweep"
 
     def close(self) -> None:
         for process in self._running.values():

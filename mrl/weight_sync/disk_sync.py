@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
-from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
+from mrl.weight_sync.coordinator import Coordinator, common_server_info
+from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError
 from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, EngineShard
 
 KEPT_VERSIONS = 2  # weight versions whose folders stay on the disk: the newest version and the version before
@@ -56,16 +55,13 @@ class DiskSync:
     ) -> None:
         """Connect rank 0 to the engines. Each version of the weights is written to a subfolder of `folder`.
 
-        Raises WeightSyncError on rank 0 if the first engine does not answer.
+        Raises WeightSyncError on rank 0 if an engine does not answer, and ValueError if engines have different devices, dtypes or
+        topologies.
         """
         self._folder, self._model, self._layout_of, self._version = folder, model, layout_of, -1
         self._coordinator: Coordinator | None = None
         if dist.get_rank() == 0:
-            try:
-                with EngineControl(urls[0], timeout_s) as engine:
-                    self._server_info = engine.server_info()
-            except httpx.HTTPError as error:
-                raise WeightSyncError(f"{urls[0]} does not answer: {error!r}", {urls[0]: repr(error)}) from error
+            self._server_info = common_server_info(urls, timeout_s)
             self._topology = EngineParallelSizes.of(self._server_info)
             self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, PauseMode.retract, join_channel=None)
 

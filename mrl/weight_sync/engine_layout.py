@@ -71,7 +71,8 @@ def check_heads(arch: Architecture, topology: EngineParallelSizes) -> None:
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
             f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {heads} query heads and {kv_heads} key/value heads "
-            "evenly; use a number of ranks that divides both."
+            "evenly; use a number of ranks that divides the query heads, and that divides the key/value heads or is a multiple "
+            "of them."
         )
 
 

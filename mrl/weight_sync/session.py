@@ -32,8 +32,8 @@ from mrl.weight_sync.control_channel import (
     receiver_plan_key,
     sender_plan_key,
 )
-from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
+from mrl.weight_sync.coordinator import Coordinator, common_server_info
+from mrl.weight_sync.engine_control import WeightMismatchError, WeightSyncError
 from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, EngineParallelSizes, check_engine_parameters
 from mrl.weight_sync.receiver import EngineRankInfo
 from mrl.weight_sync.sender import BucketSender, ReadTensor, RelaySender
@@ -298,7 +298,7 @@ class _SessionOpener:
 
     def _begin_session(self) -> _SessionInfo:
         """Host the control channel and begin a session with every engine. Only rank 0 calls this."""
-        topology = self._common_topology()
+        topology = EngineParallelSizes.of(common_server_info(self.urls, self.settings.timeout_s))
         session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
         hosted, port = ControlChannel.host(address, session, timeout_s)
         self.stack.callback(lambda: hosted)  # keeps the store alive for the whole session
@@ -308,27 +308,6 @@ class _SessionOpener:
         self.stack.callback(self.coordinator.close)
         infos = self.coordinator.begin_session(dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s))
         return _SessionInfo(connection, topology, infos)
-
-    def _common_topology(self) -> EngineParallelSizes:
-        """Return the topology of all engines.
-
-        Raises WeightSyncError if an engine does not answer, and ValueError if the engines have different topologies.
-        """
-        infos, unreachable = [], {}
-        for url in self.urls:
-            try:
-                with EngineControl(url, self.settings.timeout_s) as engine:
-                    infos.append(engine.server_info())
-            except Exception as error:  # a dead engine can fail in any way; all unreachable engines are reported below
-                unreachable[url] = f"{type(error).__name__}: {error}"
-        if unreachable:
-            raise WeightSyncError(f"engines do not answer: {unreachable}", unreachable)
-        kinds = {(info["device"], info["dtype"], EngineParallelSizes.of(info)) for info in infos}
-        if len(kinds) != 1:
-            raise ValueError(
-                f"engines must have the same device, dtype and topology, got {kinds} from {list(self.urls)}."
-            )
-        return kinds.pop()[2]
 
     def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
         """Connect every rank to the control channel. Returns the channel, and the location of every trainer rank."""

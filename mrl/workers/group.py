@@ -139,7 +139,7 @@ class WorkerGroup:
             self._waiter.get(self._ready, timeout_s, f"the start of {self._description}", starting=True)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (ValueError, RuntimeError)):
-                raise StartError(f"Megatron refuses this model or layout: {error.cause}") from error
+                raise StartError(f"the trainer ranks cannot build the model: {error.cause}") from error
             raise
 
     def restart(self) -> None:

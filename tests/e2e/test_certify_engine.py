@@ -38,7 +38,7 @@ from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.forward_recorder import (
     engine_trace,
     engine_weights,
-    read_recording,
+    read_forward_recording,
     recording_args,
     write_request,
 )
@@ -79,7 +79,7 @@ def record(client: EngineClient, folder: Path, name: str, tokens: list[int], wei
     request = write_request(folder, name, weights)
     client.generate([tokens], SamplingParams(1, 0.0, ignore_eos=True))
     request.unlink()
-    return read_recording(folder, name, 1)
+    return read_forward_recording(folder, name, 1)
 
 
 @pytest.fixture(scope="session")

@@ -387,9 +387,7 @@ def test_columns_of_any_name_are_mapped_and_data_sources_are_kept_apart(tmp_path
     assert [(s.name, s.prompts, s.responses) for s in both] == [("a", 1, 2), ("b", 1, 2), ("overall", 2, 4)]
     with pytest.raises(ValueError, match=re.escape(f"{file}, row 0, column 'completion': is missing")) as wrong:
         evaluate(tmp_path / "mine.jsonl", config_of(**{"evaluate.columns": names | dict(response="completion")}))
-    assert "did you name it 'completions'?" in str(wrong.value) and "name others with evaluate.columns" in str(
-        wrong.value
-    )
+    assert "did you mean 'completions'?" in str(wrong.value) and "name others with evaluate.columns" in str(wrong.value)
 
 
 def test_mistakes_in_foreign_files_name_file_row_and_column(folder, tmp_path):

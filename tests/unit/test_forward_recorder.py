@@ -13,7 +13,7 @@ from mrl.rollout.engines import forward_recorder
 from mrl.rollout.engines.forward_recorder import (
     engine_trace,
     engine_weights,
-    read_recording,
+    read_forward_recording,
     record_forward,
     recording_args,
     write_request,
@@ -64,11 +64,11 @@ def test_a_pass_is_recorded_only_on_request_and_before_it_is_overwritten(tmp_pat
 
     run()
     with pytest.raises(ValueError, match="the engine recorded no forward pass"):
-        read_recording(tmp_path, "a", 1)
+        read_forward_recording(tmp_path, "a", 1)
     request = write_request(tmp_path, "a", ["model.norm", "lm_head"])
     expected = run().next_token_logits
     request.unlink()
-    (arrays,) = read_recording(tmp_path, "a", 1)
+    (arrays,) = read_forward_recording(tmp_path, "a", 1)
     np.testing.assert_array_equal(arrays["model.embed_tokens/out0"], model.embed_tokens.weight[tokens])
     np.testing.assert_array_equal(arrays["model.layers.0/out0"], 2 * model.embed_tokens.weight[tokens])
     np.testing.assert_array_equal(arrays["logits_processor/out0"], expected)

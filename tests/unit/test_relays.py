@@ -245,6 +245,9 @@ def test_plan_sync_shows_the_bytes_inside_and_between_nodes_without_relays(
 
 def test_without_a_group_of_gpus_plan_sync_shows_no_bytes_between_nodes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    made, make = [], plan_tools.make_input_files
+    monkeypatch.setattr(plan_tools, "make_input_files", lambda config: made.append(make(config)))
     for transport in (Transport.disk, Transport.shared_memory):
         config = config_of(None, tmp_path, f"weight_sync.transport={transport}", experiment="quickstart")
         assert plan_tools.plan_sync(config).engine_hosts is None
+    assert len(made) == 2, "each plan makes the input files once"

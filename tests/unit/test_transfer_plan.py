@@ -100,9 +100,11 @@ def test_expert_weights_are_stacked_and_sharded_as_in_the_engine(family, tp, ep)
 def test_an_engine_tp_that_does_not_divide_the_heads_is_refused(heads, kv_heads, tp):
     arch = architecture(QWEN3)
     arch = replace(arch, transformer=arch.transformer | dict(num_attention_heads=heads, num_query_groups=kv_heads))
-    with pytest.raises(
-        ValueError, match=rf"{tp} ranks cannot share {heads} query heads and {kv_heads} key/value heads"
-    ):
+    message = (
+        f"{tp} ranks cannot share {heads} query heads and {kv_heads} key/value heads evenly; use a number of ranks that "
+        "divides the query heads, and that divides the key/value heads or is a multiple of them"
+    )
+    with pytest.raises(ValueError, match=message):
         EngineLayout.of(QWEN3, arch, EngineParallelSizes(tp))
 
 

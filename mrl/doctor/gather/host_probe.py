@@ -300,13 +300,13 @@ def _query_gpus() -> HostGpus:
         cards = [
             _parse_card(line, errors) for line in lines if is_visible(line, os.environ.get("CUDA_VISIBLE_DEVICES"))
         ]
+        fabric = next(iter(_query_optional("fabric.state")), "")
+        visible = {str(card.index) for card in cards}
+        links = parse_links(_run("topo", "-m", required=False))
+        links = {pair: link for pair, link in links.items() if visible.issuperset(pair.split("-"))}
+        return HostGpus(cards, "", _cuda_version(), links, fabric, hidden=len(cards) < len(lines))
     except NvidiaSmiError as error:
         return HostGpus(error="" if NO_DEVICES in str(error).lower() else str(error))
-    fabric = next(iter(_query_optional("fabric.state")), "")
-    visible = {str(card.index) for card in cards}
-    links = parse_links(_run("topo", "-m", required=False))
-    links = {pair: link for pair, link in links.items() if visible.issuperset(pair.split("-"))}
-    return HostGpus(cards, "", _cuda_version(), links, fabric, hidden=len(cards) < len(lines))
 
 
 def _parse_card(line: str, errors: Mapping[int, int]) -> GpuCard:

@@ -142,7 +142,7 @@ def write_request(folder: str | Path, name: str, weights: Sequence[str] = ()) ->
     return path
 
 
-def read_recording(folder: str | Path, name: str, num_ranks: int) -> list[Arrays]:
+def read_forward_recording(folder: str | Path, name: str, num_ranks: int) -> list[Arrays]:
     """Return the arrays of one recorded forward pass, for each tensor-parallel rank. Raises ValueError if a file is missing."""
     from safetensors.numpy import load_file
 
@@ -156,7 +156,7 @@ def read_recording(folder: str | Path, name: str, num_ranks: int) -> list[Arrays
 
 
 def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
-    """Return Hugging Face name of a tensor -> recorded weights. `ranks`: see `read_recording`."""
+    """Return Hugging Face name of a tensor -> recorded weights. `ranks`: see `read_forward_recording`."""
     shapes = {name: shape for row in layout.rows for name, shape in row.hf_shapes(layout.sizes).items()}
     weights: Arrays = {}
     for rank, arrays in enumerate(ranks):
@@ -174,7 +174,7 @@ def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
 
 
 def engine_trace(ranks: Sequence[Arrays], arch: Architecture) -> Arrays:
-    """Return place -> recorded tensor, in the form of mrl.workers.forward_trace. `ranks`: see `read_recording`."""
+    """Return place -> recorded tensor, in the form of mrl.workers.forward_trace. `ranks`: see `read_forward_recording`."""
     traces = [_rank_trace(arrays, arch, len(ranks)) for arrays in ranks]
     if len(traces) == 1:
         return traces[0]
