@@ -13,9 +13,7 @@ INFO = dict(device="cuda", dtype="bfloat16", tp_size=1, ep_size=1, enable_dp_att
 def connect(monkeypatch, tmp_path, *infos: dict, dead: bool = False) -> DiskSync:
     """Connect rank 0 to engines with these answers to /server_info. `dead`: whether the last engine has ended."""
     monkeypatch.setattr(disk_sync.dist, "get_rank", lambda: 0)
-    engines = [HttpEngine() for _ in infos]
-    for engine, info in zip(engines, infos, strict=True):
-        engine.server_info = info
+    engines = [type("Engine", (HttpEngine,), {"server_info": info})() for info in infos]
     try:
         if dead:
             engines[-1].stop()

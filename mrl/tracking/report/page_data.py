@@ -127,7 +127,7 @@ def config_differences(first: RecordedRun, second: RecordedRun) -> list[list[str
 
 def _package_differences(first: RecordedRun, second: RecordedRun) -> list[list[str]]:
     """Return ["commit" or package, value in the first run, value in the second run] for each value that differs."""
-    rows = [["commit", *((run.start and run.start.commit) or "" for run in (first, second))]]
+    rows = [["commit", *(run.start.commit or "" if run.start else "" for run in (first, second))]]
     one, two = first.packages, second.packages
     rows += [[name, one.get(name, ""), two.get(name, "")] for name in sorted({**one, **two})]
     return [row for row in rows if row[1] != row[2]]
