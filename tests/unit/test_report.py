@@ -120,7 +120,9 @@ def test_equal_rewards_are_no_problem_of_a_distillation_without_rewards(
         "batch__zero_advantage_fraction": zero_advantage,
         "rollout__kept_groups_fraction": 1.0,
     }
-    folder = make_run(tmp_path / "run", config={"algorithm": algorithm}, **values)
+    folder = make_run(
+        tmp_path / "run", config={"algorithm": algorithm, "rollout": {"responses_per_prompt": 4}}, **values
+    )
     lines = page_data([folder])["health"]["lines"]
     assert any("every reward of the step is 0" in line.lower() for line in lines) == is_problem
 

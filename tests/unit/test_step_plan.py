@@ -77,7 +77,8 @@ def test_the_columns_that_arguments_need_are_computed():
     parts = "{a: {_target_: mrl.controller.example_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GAE}, "
     parts += "loss: {_target_: mrl.algorithms.losses.ClipCov}}}"
     plan = planned("trainer._target_=mrl.controller.example_steps.by_source", f"trainer.arguments.algorithms={parts}")
-    assert plan.needs == {"trainer._target_": {"old_logprobs"}, "trainer.arguments.algorithms.a": {"values"}}
+    needs = {"trainer._target_": {"old_logprobs"}, "trainer.arguments.algorithms.a": {"old_logprobs", "values"}}
+    assert plan.needs == needs
     config = hydra_entry.compose_config(["experiment=quickstart", "run.dir=unused"])
     with pytest.raises(ValueError, match=r"^trainer\.arguments\.algorithms\.a needs values of a critic, but algo"):
         build_algorithm(config, plan.needs)
