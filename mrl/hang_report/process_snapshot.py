@@ -85,7 +85,7 @@ PURPOSES = {
     ("mrl/weight_sync/session.py", "<"): "",
     ("mrl/weight_sync/session.py", "__init__"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "_begin_session"): "opening the weight sync",
-    ("mrl/weight_sync/session.py", "_common_topology"): "opening the weight sync",
+    ("mrl/weight_sync/coordinator.py", "common_server_info"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "join_channel"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "distribute_plan"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "open_transport"): "opening the weight sync",
