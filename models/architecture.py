@@ -9,19 +9,42 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from models.conversion.mapping import ParamMapping
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
-from parallel.rope import Rope, YarnRope
-from parallel.trainer_config import OptimConfig
+from parallel.rope import LongRope, Rope, YarnRope
+from parallel.trainer_config import LoraConfig, OptimConfig
 
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
+EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"  # Megatron's name of the embedding
+VISION_PREFIX = "visual."  # begins the names of all parameters of the vision tower in Megatron
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
+# Megatron's field: [layers] 1 if the layer is recurrent, 0 if it has attention
+_RECURRENT_LAYERS = "linear_attention_freq"
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """The vision tower of an image model, which is a module of transformers, and how the language model uses its outputs."""
+
+    model_type: str  # of the tower's config in transformers
+    config: dict[str, Any]  # fields of the tower's config
+    image_token: int  # id of the token that an output of the tower replaces
+    merge_size: int  # merge_size**2 patches give one output
+    rope_axes: tuple[int, ...]  # see parallel.rope.rope_axes
+    # Number of repetitions of the tower's parts: "block", and "feature" for further outputs of the tower. Further output i is
+    # added to the output of decoder layer i (DeepStack, arXiv:2406.04334).
+    repeats: dict[str, int]
+
+    @property
+    def num_features(self) -> int:
+        """Number of decoder layers to whose outputs the tower adds features."""
+        return self.repeats.get("feature", 0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +58,11 @@ class Architecture:
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation function of the gate of an MLP
+    embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
+    local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
+    vision: VisionTower | None = None  # None: a language model
 
     @property
     def num_layers(self) -> int:
@@ -51,20 +78,50 @@ class Architecture:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
 
+    @property
+    def window(self) -> int:
+        """Number of tokens to which a token attends in layers with a sliding window, itself included; 0 without such layers."""
+        return self.transformer["window_size"][0] + 1 if "window_size" in self.transformer else 0
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the attention of the layer has a sliding window."""
+        return self.window > 0 and bool(self.transformer["window_attn_skip_freq"][layer])
+
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has experts instead of one MLP."""
         return bool(self.num_experts and self.transformer["moe_layer_freq"][layer])
 
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether some layers have a gated delta net in place of attention."""
+        return _RECURRENT_LAYERS in self.transformer
+
+    @property
+    def recurrent_heads(self) -> dict[str, int]:
+        """Numbers of key and value heads of a gated delta net, by name of the config field. Empty without recurrent layers."""
+        names = ("linear_num_key_heads", "linear_num_value_heads") if self.has_recurrent_layers else ()
+        return {name: self.transformer[name] for name in names}
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether the layer has a gated delta net in place of attention."""
+        return self.has_recurrent_layers and bool(self.transformer[_RECURRENT_LAYERS][layer])
+
     def check_layout(self, dims: ParallelDims, uneven_stages: bool = False) -> None:
         """Raise ValueError if the layout cannot split this model. The message names the possible sizes.
 
-        With `uneven_stages`, the user has set the number of layers of each pipeline stage, and Megatron checks these numbers.
+        With `uneven_stages`, the user has set the number of layers of each pipeline stage, and the caller checks these numbers.
         """
         t = self.transformer
+        per_stage = self.num_layers // (dims.pp * dims.vpp)
+        if self.vision and not uneven_stages and self.vision.num_features > per_stage:
+            raise ValueError(
+                f"parallel.pp={dims.pp}, parallel.vpp={dims.vpp}: the features of the vision tower are added to the outputs of "
+                f"the first {self.vision.num_features} layers, which must be in the first stage; use fewer stages."
+            )
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
         dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
         shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
-        _check_divides("tp", dims.tp, heads | dense | shared)
+        _check_divides("tp", dims.tp, heads | dense | shared | self.recurrent_heads)
         if dims.pp * dims.vpp > 1 and not uneven_stages:
             _check_divides(
                 "pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers)
@@ -82,26 +139,53 @@ class Architecture:
             raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
     def multiply_adds(self) -> tuple[float, float]:
-        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds."""
+        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds.
+
+        In layers with a sliding window, every token counts as if it attended to a whole window. For sequences that are not much
+        longer than the window, this is an upper bound.
+        """
         t = self.transformer
         width = t["hidden_size"]
         projections, per_pair = (
             _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         )
-        linear = 0.0
+        linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
         for layer in range(self.num_layers):
             ffn_width = t["ffn_hidden_size"]
             if self.is_moe(layer):
                 ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
-            linear += projections + 3 * width * ffn_width
+            linear += 3 * width * ffn_width
+            if self.is_recurrent(layer):
+                linear += recurrent_multiply_adds(t)
+                continue
+            linear += projections + (per_pair * self.window if self.has_window(layer) else 0)
+            num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
-        return linear + width * self.vocab_size, self.num_layers * per_pair * attended
+        return linear + width * self.vocab_size, num_full * per_pair * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     """Return (multiply-adds of the projections per token, multiply-adds of the attention per query-key pair) of one layer."""
     d, heads = t["kv_channels"], t["num_attention_heads"]
-    return t["hidden_size"] * 2 * (heads + t["num_query_groups"]) * d, 2 * heads * d
+    gates = heads * t.get("attention_output_gate", False)
+    return t["hidden_size"] * (2 * (heads + t["num_query_groups"]) + gates) * d, 2 * heads * d
+
+
+def recurrent_multiply_adds(t: dict[str, Any]) -> float:
+    """Return the multiply-adds of a gated delta net per token: matrices, convolution and recurrence.
+
+    The recurrence reads and writes the state, which is one matrix of keys x values for each head. For each token, it computes the
+    value that the state predicts, adds the correction to the state, and reads the output.
+    """
+    keys, values = t["linear_num_key_heads"] * t["linear_key_head_dim"], recurrent_value_width(t)
+    matrices = t["hidden_size"] * (2 * keys + 3 * values + 2 * t["linear_num_value_heads"])
+    convolution = (2 * keys + values) * t["linear_conv_kernel_dim"]
+    return matrices + convolution + 3 * values * t["linear_key_head_dim"]
+
+
+def recurrent_value_width(t: dict[str, Any]) -> int:
+    """Return the number of elements of the values of all heads of a gated delta net."""
+    return t["linear_num_value_heads"] * t["linear_value_head_dim"]
 
 
 def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
@@ -134,11 +218,21 @@ class Family:
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
+    engine_is_native: bool = True  # whether SGLang implements the architecture
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
+    # suffixes of SGLang parameters that SGLang stores in float32 whatever the dtype of the engine; buffers are float32 anyway
+    engine_float32: tuple[str, ...] = ()
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
+    # beginning of the name of a Hugging Face tensor -> beginning of the name of its SGLang parameter, if they differ
+    engine_prefixes: Mapping[str, str] = field(default_factory=dict)
+    # beginning of the name of a Hugging Face tensor -> beginning of the name of its module in transformers 5, if they differ
+    peft_prefixes: Mapping[str, str] = field(default_factory=dict)
+    engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
+    # part of the name of a Hugging Face tensor -> this part of the name of its SGLang parameter, after the fusions
+    engine_renames: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, config: HFConfig) -> Architecture:
         """Return the architecture that `config` describes.
@@ -156,6 +250,11 @@ class Family:
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""
+        if not self.engine_is_native:
+            raise ValueError(
+                f"model.path: SGLang 0.5.23 does not implement {self.architecture}; train the model with mrl sft, or from "
+                "recorded rollouts (rollout.replay)."
+            )
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
@@ -165,7 +264,7 @@ class Family:
                 "ignores; train it with mrl sft, or from recorded rollouts (rollout.replay)."
             )
         rope = arch.rope
-        if isinstance(rope, YarnRope) and rope.amplitude != rope.derived_amplitude:
+        if isinstance(rope, YarnRope | LongRope) and rope.amplitude != rope.derived_amplitude:
             raise ValueError(
                 f"model.path: SGLang ignores attention_factor={rope.attention_factor} of the rotary embedding and uses "
                 f"{rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "
@@ -188,7 +287,8 @@ class Family:
     def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
         """Whether the Hugging Face tensor `name` belongs to an MTP layer. Such tensors are neither loaded nor exported."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return self.has_mtp_layers and layer is not None and int(layer[1]) >= arch.num_layers
+        is_extra = name.startswith("mtp.") or (layer is not None and int(layer[1]) >= arch.num_layers)
+        return self.has_mtp_layers and is_extra
 
     def rows(self, arch: Architecture) -> list[ParamMapping]:
         """Return the rows of the table that apply to this model, before they are repeated for layers and experts."""
@@ -203,12 +303,18 @@ class Family:
 
 
 def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]:
+    for name, count in (arch.vision.repeats if arch.vision else {}).items():
+        if f"{{{name}}}" in row.megatron:
+            yield from (row.for_index(name, index) for index in range(count))
+            return
     if "{layer}" not in row.megatron:
         yield row
         return
-    is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(row.present_in, [False, True])
+    kind = row.present_in
+    is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(kind, [False, True])
+    is_recurrent_values = {"attention_layers": [False], "recurrent_layers": [True]}.get(kind, [False, True])
     for layer in range(arch.num_layers):
-        if arch.is_moe(layer) in is_moe_values:
+        if arch.is_moe(layer) in is_moe_values and arch.is_recurrent(layer) in is_recurrent_values:
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
             yield from (row.for_layer(layer, expert) for expert in experts)
 
@@ -227,3 +333,6 @@ class ModelSpec:
     overlap_grad_reduce: bool | None = None  # whether gradients are reduced during the backward pass; None: on a GPU
     ddp: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's DistributedDataParallelConfig
     family: str | None = None  # reference to a family outside models/families (see models.families.load_family)
+    lora: LoraConfig | None = None  # adapters, which are then all that is trained; None: all weights are trained
+    seed: int = 0  # seed of the initial adapters
+    train_vision: bool = False  # whether the vision tower of an image model is trained, too

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -30,7 +31,9 @@ logger = logging.getLogger(__name__)
 class PackedAttention(torch.nn.Module):
     """Core attention of Megatron's layers, for packs: softmax(scale * q k^T) v for each token with the query q.
 
-    k and v are the keys and values of the tokens to which the token attends.
+    k and v are the keys and values of the tokens to which the token attends. In a layer with a sliding window, these are only the
+    last tokens. The keys of a chunk are all tokens of the sequence up to the end of the chunk, in order, also with shared prompts
+    and with context parallelism. So a window is a band along the causal diagonal of the chunk.
     """
 
     def __init__(
@@ -45,6 +48,10 @@ class PackedAttention(torch.nn.Module):
     ):
         super().__init__()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        # number of keys to which a token attends at most, itself included; None: no limit
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1
         self.dropout = config.attention_dropout
         self.cp_group: ProcessGroup = groups.cp_group() if pg_collection is None else pg_collection.cp
 
@@ -69,14 +76,14 @@ class PackedAttention(torch.nn.Module):
         if pack.query_index is not None:
             query = query.index_select(0, pack.query_index)
         if pack.key_index is not None:
-            key, value = (_GatherRows.apply(rows, pack.key_index, _gradient_sum_dtype(rows)) for rows in (key, value))
+            key, value = (gather_rows(rows, pack.key_index) for rows in (key, value))
         dropout = self.dropout if self.training else 0.0
         # FlashAttention-3 and 4 also replace the kernel of scaled_dot_product_attention, and they have no dropout. So a model
         # with dropout never activates them, not even when it is evaluated.
         if pack.chunks is not None and supports_varlen(query.device, query.dtype) and not self.dropout:
-            out = _attend_varlen(query, key, value, pack.chunks, self.scale).flatten(1)
+            out = _attend_varlen(query, key, value, pack.chunks, self.scale, self.window).flatten(1)
         else:
-            out = attend_batched(query, key, value, pack.calls, self.scale, dropout).flatten(1)
+            out = attend_batched(query, key, value, pack.calls, self.scale, dropout, self.window).flatten(1)
         if pack.query_index is None:
             return out
         return torch.empty_like(out).index_copy(0, pack.query_index, out)
@@ -85,6 +92,11 @@ class PackedAttention(torch.nn.Module):
 def supports_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's variable-length flash-attention kernel supports tensors of this device and dtype."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
+def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Return `rows.index_select(0, index)`. On a GPU, the backward pass sums 16-bit gradients of a repeated row in float32."""
+    return _GatherRows.apply(rows, index, _gradient_sum_dtype(rows))
 
 
 class _GatherRows(torch.autograd.Function):
@@ -153,7 +165,7 @@ def _varlen_kernel(channels: int) -> Callable[..., Any]:
 
 
 def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, chunks: ChunkBounds, scale: float
+    query: Tensor, key: Tensor, value: Tensor, chunks: ChunkBounds, scale: float, window: int | None
 ) -> Tensor:  # [L, n, channels of value]
     """Compute the attention of all chunks in one call of the flash-attention kernel.
 
@@ -172,7 +184,7 @@ def _attend_varlen(
         chunks.max_queries,
         chunks.max_keys,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.size(1) != key.size(1),
     )
     assert isinstance(out, Tensor), "no auxiliary output was requested"
@@ -180,26 +192,44 @@ def _attend_varlen(
 
 
 def attend_batched(
-    query: Tensor, key: Tensor, value: Tensor, calls: tuple[AttentionCall, ...], scale: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    calls: tuple[AttentionCall, ...],
+    scale: float,
+    dropout: float,
+    window: int | None = None,
 ) -> Tensor:  # [L, n, d]
-    """Run one batched scaled_dot_product_attention for each AttentionCall. Works in any dtype on any device."""
+    """Run one batched scaled_dot_product_attention for each AttentionCall. Works in any dtype on any device.
+
+    A query attends to the last `window` of its keys (None: to all).
+    """
     repeat = query.size(1) // key.size(1)
     if repeat > 1:  # torch's CPU flash kernel does not support grouped-query attention
         key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     queries = query.split([call.count * call.num_queries for call in calls])
     keys, values = (x.split([call.count * call.num_keys for call in calls]) for x in (key, value))
-    out = [_attend_call(*parts, scale, dropout) for parts in zip(queries, keys, values, calls, strict=True)]
+    out = [_attend_call(*parts, scale, dropout, window) for parts in zip(queries, keys, values, calls, strict=True)]
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
 def _attend_call(
-    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: AttentionCall,
+    scale: float,
+    dropout: float,
+    window: int | None,
 ) -> Tensor:
     q, k, v = (x.view(call.count, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     square = call.num_queries == call.num_keys
+    has_window = window is not None and window < call.num_keys
     mask = None
-    if not square and call.num_queries > 1:
-        mask_rows = torch.ones(call.num_queries, call.num_keys, dtype=torch.bool, device=query.device)
-        mask = mask_rows.tril(call.num_keys - call.num_queries)
-    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=square, scale=scale)
+    if has_window or (not square and call.num_queries > 1):
+        own_key = call.num_keys - call.num_queries  # index of the first query's own key
+        mask = torch.ones(call.num_queries, call.num_keys, dtype=torch.bool, device=query.device).tril(own_key)
+        if window is not None:
+            mask = mask.triu(own_key - window + 1)
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=square and mask is None, scale=scale)
     return out.transpose(1, 2).flatten(0, 1)

@@ -50,7 +50,11 @@ def copy_to_device(values: np.ndarray, target: torch.device) -> torch.Tensor:
 
     On a CPU, the tensor shares its memory with the array.
     """
-    tensor = torch.from_numpy(values)
+    return tensor_to_device(torch.from_numpy(values), target)
+
+
+def tensor_to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """Copy a tensor on the host to `target`, see `copy_to_device`."""
     return tensor.pin_memory().to(target, non_blocking=True) if target.type == "cuda" else tensor.to(target)
 
 

@@ -9,7 +9,7 @@ backward pass and recomputation. The trainer computes the probabilities of these
 gradients.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -40,12 +40,27 @@ from parallel.packing import PackedSequences
 from parallel.rope import Rope
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None, zero_centered: bool) -> Tensor:
+    """Return the RMSNorm of `x` [..., H] times `weight` [H], or times 1 + `weight` if the weight is centered at zero.
+
+    1 + weight is not rounded to the dtype of the weight.
+    """
+    if not zero_centered:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), x.shape[-1:], 1 + weight.to(wide), eps).to(x.dtype)
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with its weight marked for Megatron's sequence-parallel gradient all-reduce."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -57,7 +72,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, *args, **kwargs):
-        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        zero_centered = self.config.layernorm_zero_centered_gamma
+        normed = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, zero_centered)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -102,6 +118,27 @@ def fuse_rope_of_packs() -> None:
     rope_utils.fused_apply_rotary_pos_emb = rotate
 
 
+class MultimodalRotaryEmbedding(PackedRotaryEmbedding):
+    """RoPE of image models: the position along one of three axes rotates each pair of components (parallel.rope.rope_axes)."""
+
+    axes: Tensor
+
+    def __init__(self, rope: Rope, axes: Sequence[int]) -> None:
+        """`axes`: for each pair of components, the axis whose position rotates the pair."""
+        super().__init__(rope)
+        self.register_buffer("axes", torch.tensor([*axes, *axes]).view(1, 1, 1, -1), persistent=False)
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> Tensor:
+        """Return the angles [L, 1, d] for the pack that the last call of `get_rotary_seq_len` received."""
+        positions = self._packed.axis_position_ids
+        if positions is None:
+            return super().forward(max_seq_len, offset, packed_seq)
+        if self._angles is None or self._angles[0] is not positions:
+            of_each_axis = self.get_emb(max_seq_len, offset)[positions, 0]  # [3, L, 1, d]
+            self._angles = positions, torch.take_along_dim(of_each_axis, self.axes, 0)[0]
+        return self._angles[1]
+
+
 def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:
     """Return the hidden states [L, H] that the output head needs. Under sequence parallelism, `hidden` is [L/tp, H].
 
@@ -111,6 +148,15 @@ def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool
     if sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not replicated)
     return hidden if replicated else copy_to_tensor_model_parallel_region(hidden)
+
+
+def average_gradients(module: torch.nn.Module) -> None:
+    """Let Megatron average the gradients of a module over the tensor-parallel ranks, of which each computes the whole module.
+
+    On GPUs, the gradients of the ranks differ, because kernels sum in no fixed order.
+    """
+    for parameter in module.parameters():
+        parameter.average_gradients_across_tp_domain = True
 
 
 class TorchSpecProvider(LocalSpecProvider):

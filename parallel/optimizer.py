@@ -178,7 +178,9 @@ def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
     """Let Transformer Engine's matrices add their gradients directly to the gradient buffers, if the config says so."""
     if chunk.config.gradient_accumulation_fusion:
         for module in chunk.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):  # in version 2.20: Linear, LayerNormLinear and GroupedLinear
+            is_trained = any(param.requires_grad for param in module.parameters(recurse=False))
+            # In version 2.20, Linear, LayerNormLinear and GroupedLinear have this attribute.
+            if is_trained and hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True  # type: ignore[missing-attribute]
 
 

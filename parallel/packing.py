@@ -14,6 +14,7 @@ In shapes, S is the number of real tokens in all segments, and L is the number o
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parallel.device import copy_to_device
+
+if TYPE_CHECKING:
+    from parallel.image_packing import PackedImages
 
 Ints = NDArray[np.int64]
 
@@ -88,6 +92,12 @@ class PackedSequences(PackedSeqParams):
     padding: Tensor | None = None  # [L] True at padding tokens; None: no rank has padding
     num_tokens: int = 0  # S
     max_position: int = 0  # largest position in the pack
+    # [3, L] position of each token along time, height and width; None: the pack has no images, and all are equal to position_ids
+    axis_position_ids: Tensor | None = None
+    images: "PackedImages | None" = None
+    # [L, 1, H] each, or [L/tp, 1, H] under sequence parallelism: what is added to the output of layer 0, 1, ... (DeepStack)
+    layer_features: tuple[Tensor, ...] = ()
+    layout: "PackLayout | None" = None  # positions of the segments, which recurrent layers need
 
     @property
     def local_index(self) -> Ints:
@@ -122,7 +132,7 @@ def pack(
     """
     _check_segments(segments)
     assert not cu_seqlens or all(s.parent is None for s in segments), "cu_seqlens cannot describe shared prompts"
-    layout = _PackLayout.of(segments, cp_size, multiple)
+    layout = PackLayout.of(segments, cp_size, multiple)
     source, positions = layout.tokens(cp_rank)
     shapes, queries, keys = layout.attention(cp_rank)
     order = list(range(len(shapes)))
@@ -148,6 +158,7 @@ def pack(
         padding=copy_to_device(is_padding, device) if layout.padded.sum() > layout.lengths.sum() else None,
         num_tokens=int(layout.lengths.sum()),
         max_position=int(positions.max()),
+        layout=layout,
     )
     if cu_seqlens:
         packed.cu_seqlens_q = packed.cu_seqlens_kv = layout.cu_seqlens(device)
@@ -173,7 +184,7 @@ def _index(parts: list[Ints], size: int, device: torch.device) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class _PackLayout:
+class PackLayout:
     """Positions of the segments in a pack. The fields `lengths` to `ancestors` have one entry for each segment."""
 
     lengths: Ints  # number of real tokens
@@ -184,7 +195,7 @@ class _PackLayout:
     cp_size: int
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], cp_size: int, multiple: int) -> "_PackLayout":
+    def of(cls, segments: Sequence[Segment], cp_size: int, multiple: int) -> "PackLayout":
         lengths = np.array([s.length for s in segments], np.int64)
         chunks = 2 * cp_size if cp_size > 1 else 1
         padded = -(-lengths // chunks) * chunks
@@ -217,9 +228,7 @@ class _PackLayout:
         The first list contains (number of queries, number of keys). The second list contains the rows of the queries on this
         rank. The third list contains the rows of the keys in the concatenated keys of all context-parallel ranks.
         """
-        local = int(self.padded.sum()) // self.cp_size
-        # the first row of each segment is the same on every rank
-        first = (np.cumsum(self.padded) - self.padded) // self.cp_size
+        local, first = self._local_rows, self._first_rows
         shapes, queries, keys = [], [], []
         for segment, size in enumerate((self.padded // self.num_chunks).tolist()):
             ancestor_rows = [self._rows(s, int(self.lengths[s]), first, local) for s in self.ancestors[segment]]
@@ -230,6 +239,23 @@ class _PackLayout:
                 queries.append(first[segment] + position * size + np.arange(size))
                 keys.append(rows)
         return shapes, queries, keys
+
+    @property
+    def _local_rows(self) -> int:
+        """L: number of rows of each rank."""
+        return int(self.padded.sum()) // self.cp_size
+
+    @property
+    def _first_rows(self) -> Ints:
+        """First row of each segment on a rank. It is the same on every rank."""
+        return (np.cumsum(self.padded) - self.padded) // self.cp_size
+
+    def rows(self) -> Ints:
+        """Return the row [S] of each real token in the concatenated tokens of all context-parallel ranks."""
+        local, first = self._local_rows, self._first_rows
+        return np.concatenate(
+            [self._rows(segment, int(length), first, local) for segment, length in enumerate(self.lengths)]
+        )
 
     def _rows(self, segment: int, count: int, first: Ints, local: int) -> Ints:
         """For the first `count` tokens of a segment, return their rows in the concatenated tokens of all ranks."""

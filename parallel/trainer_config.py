@@ -153,6 +153,35 @@ class OptimConfig:
         return self.lr_min + (self.lr - self.lr_min) * _decay_factor(self.lr_schedule, progress)
 
 
+MERGED_ELEMENTS = 1 << 22
+"""Largest number of elements of W + (alpha / rank) B A that are computed at a time, in float32."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): the weights of the actor are frozen, and low-rank adapters are trained."""
+
+    rank: int = config_field(0, "Rank of the adapters. 0: no adapters, all weights are trained.", least=0)
+    alpha: float = config_field(32.0, "Scale of the adapters: their output is multiplied by alpha / rank.", above=0)
+    targets: list[str] = config_field(
+        list,
+        "Matrices with adapters, by their Hugging Face names, such as [q_proj, v_proj]. Default: all linear layers except the "
+        "router, the output layer and, without lora.experts, the routed experts.",
+    )
+    experts: bool = config_field(
+        False, "Whether the routed experts have adapters, too: one for each matrix of each expert."
+    )
+    path: str | None = config_field(
+        None,
+        "Folder of PEFT with the initial adapters. Default: random adapters that do not change the model's outputs.",
+    )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the output of an adapter."""
+        return self.alpha / self.rank
+
+
 def _decay_factor(schedule: str, progress: float) -> float:
     """Return the fraction of `lr - lr_min` that remains after the fraction `progress` of the decay steps."""
     if schedule == "linear":

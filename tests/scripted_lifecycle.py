@@ -18,6 +18,7 @@ class ScriptedHost:
     def __init__(self, urls: Sequence[str], replace: Callable[[Sequence[str]], Sequence[str]]) -> None:
         self.urls, self.replace_engines = urls, replace
         self.pauses: list[bool] = []
+        self.adapters: list[tuple[str, Sequence[str]]] = []  # arguments of all calls of set_adapter
 
     def wait_ready(self, timeout_s: float) -> Sequence[str]:
         return self.urls
@@ -30,6 +31,9 @@ class ScriptedHost:
 
     def set_paused(self, paused: bool) -> None:
         self.pauses.append(paused)
+
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        self.adapters.append((name, urls))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -32,9 +32,17 @@ def positions(segments: list[Segment]) -> list[int]:
     return [starts[number] + place for number, place in tokens_of(segments)]
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v [S, n*d] of query [S, n, d], key and value [S, g, d], head by head."""
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: list[Segment], window: int | None = None
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v [S, n*d] of query [S, n, d], key and value [S, g, d], head by head.
+
+    A token attends to the last `window` tokens of its sequence, itself included (None: to all).
+    """
     mask = torch.from_numpy(visible(segments))
+    if window is not None:
+        position = torch.tensor(positions(segments))
+        mask &= position[:, None] - position[None] < window
     repeat = query.size(1) // key.size(1)
     heads = []
     for head in range(query.size(1)):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from models.architecture import Architecture
@@ -202,9 +201,10 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
     The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this process has no process group, the
     check creates a process group and destroys it at the end.
     """
-    vocab = family_of(config).read(config).vocab_size
+    arch = family_of(config).read(config)
+    vocab, num_tokens = arch.vocab_size, min(num_tokens, arch.max_position_embeddings)
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
-    expected = _transformers_logits(config.path.parent, tokens)
+    expected = _transformers_logits(config, tokens)
     actual = _megatron_logits(config, tokens)[:, :vocab]
     largest = expected.abs().max().item()
     difference = (actual - expected).abs().max().item()
@@ -213,13 +213,15 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
 
 
 @torch.no_grad()
-def _transformers_logits(model: Path, tokens: Tensor) -> Tensor:
-    """Return the logits [tokens, vocabulary] of transformers in float32."""
-    from transformers import AutoModelForCausalLM  # takes seconds to import, and only this check needs it
+def _transformers_logits(config: HFConfig, tokens: Tensor) -> Tensor:
+    """Return the logits [tokens, vocabulary] of transformers in float32, for tokens without images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # only this check needs the slow import
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    has_vision = family_of(config).read(config).vision is not None
+    model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    reference = model_class.from_pretrained(config.path.parent, dtype=torch.float32).eval()
     return reference(tokens[None]).logits[0]
 
 
@@ -235,19 +237,13 @@ def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     from parallel import groups
     from parallel.packing import Segment, pack
 
-    dims, creates_group = ParallelDims(), not dist.is_initialized()
-    if creates_group:
-        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1)
-        groups.initialize(dims, seed=0)
-    (gpt,) = build_model(config, dims, torch.float32)
-    gpt = gpt.to(device.device()).eval()
-    WeightBridge(config, [gpt], dims).load(HFWeights(config.path.parent))
-    packed = pack([Segment(len(tokens))], device.device())
-    positions = packed.position_ids[None]
-    logits = gpt(tokens[None].to(device.device()), positions, None, packed_seq_params=packed)[0].float().cpu()
-    if creates_group:
-        dist.destroy_process_group()
-    return logits
+    with groups.one_process():
+        (gpt,) = build_model(config, ParallelDims(), torch.float32)
+        gpt = gpt.to(device.device()).eval()
+        WeightBridge(config, [gpt], ParallelDims()).load(HFWeights(config.path.parent))
+        packed = pack([Segment(len(tokens))], device.device())
+        positions = packed.position_ids[None]
+        return gpt(tokens[None].to(device.device()), positions, None, packed_seq_params=packed)[0].float().cpu()
 
 
 def is_bit_equal(a: Tensor, b: Tensor) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from models.architecture import SCORE_BIAS
 from models.families import family_of
 from models.hf_config import HFConfig
@@ -31,6 +33,7 @@ TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 _SINGLE_FILE = "model.safetensors"
 _LENGTH_BYTES = 8  # number of bytes at the beginning of a file that contain the length of the header
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # parts of each weight file that a fingerprint contains
 _MAP_NORESERVE = 0x4000  # Linux flag: a private mapping may be larger than the free memory
 
 
@@ -243,6 +246,22 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
     if not files:
         raise ValueError(f"model.path={folder}: no *.safetensors found; expected a Hugging Face model folder.")
     return files
+
+
+def weights_fingerprint(folder: str | Path) -> str:
+    """Return a hash of samples from the weight files of a folder. Models that differ in all weights have different hashes.
+
+    The samples are evenly spaced, and the first one contains the beginning of the header. No whole file is read.
+    """
+    folder, digest = Path(folder), xxhash.xxh3_128()
+    for path in _weight_files(folder, _read_index(folder)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for sample in range(_NUM_SAMPLES):
+                file.seek(size * sample // _NUM_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:

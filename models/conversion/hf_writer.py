@@ -31,6 +31,7 @@ MAX_SHARD_BYTES = 2_000_000_000  # default limit for the size of a weight file
 TensorKind = tuple[str, tuple[int, ...]]  # (dtype in the spelling of safetensors, shape)
 _COPIED_FILES = ("config.json", "generation_config.json", "chat_template.json", "*.jinja", "tokenizer*", "vocab*")
 _COPIED_FILES += ("merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
+_COPIED_FILES += ("*preprocessor_config.json", "processor_config.json")  # of image models
 
 
 class HFFolderWriter:
@@ -108,12 +109,21 @@ class HFFolderWriter:
             for path in source.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
         config = dict(fields or json.loads((folder / "config.json").read_text()))
-        config.pop("torch_dtype", None)  # older versions of transformers use this name for the field dtype
-        config["dtype"] = TORCH_NAMES[main_dtype(self.tensors)]
+        _set_dtype(config, TORCH_NAMES[main_dtype(self.tensors)])
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name, text in notes.items():
             (folder / name).write_text(text + "\n")
         self.partial.complete()
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Set the dtype in the fields of a config, and in the nested configs of an image model that have one."""
+    config.pop("torch_dtype", None)  # older versions of transformers use this name for the field dtype
+    config["dtype"] = dtype
+    for name in ("text_config", "vision_config"):
+        nested = config.get(name)
+        if isinstance(nested, dict) and nested.keys() & {"dtype", "torch_dtype"}:
+            config[name] = {key: value for key, value in nested.items() if key != "torch_dtype"} | dict(dtype=dtype)
 
 
 def write_export(

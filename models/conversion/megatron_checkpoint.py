@@ -71,15 +71,20 @@ class TensorLocation:
     @property
     def extra_state(self) -> str | None:
         """Key of the extra state that Megatron stores with a linear layer (FP8 statistics); None if there is no extra state."""
-        if not re.search(r"\.linear_\w+\.weight$", self.key):
+        if not re.search(r"^decoder\..*\.linear_\w+\.weight$", self.key):
             return None
         name = self.key.removesuffix("weight") + "_extra_state"
         return f"{name}/shard_{'.'.join(map(str, self.index or (0,)))}_{'.'.join(map(str, self.counts or (1,)))}"
 
 
 def layers_are_stacked(arch: Architecture) -> bool:
-    """Whether Megatron 0.19 stacks the layers of this model. It stacks no layers if moe_layer_freq has one entry per layer."""
-    return not isinstance(arch.transformer.get("moe_layer_freq", 1), list)
+    """Whether Megatron 0.19 stacks the layers of this model.
+
+    It stacks no layers if moe_layer_freq or linear_attention_freq has one entry per layer.
+    """
+    return not any(
+        isinstance(arch.transformer.get(name, 1), list) for name in ("moe_layer_freq", "linear_attention_freq")
+    )
 
 
 def merged_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -155,6 +160,11 @@ class MegatronReader:
 
     def _check_tensors(self, rows: Sequence[ParamMapping]) -> None:
         tensors = {key: tuple(stored.size) for key, stored in self._stored.items()}
+        if any(".lora." in key for key in tensors):
+            raise ValueError(
+                f"checkpoint={self.folder}: it has only LoRA adapters, not the weights of the model; use an exported folder of "
+                "the run, such as hf/, which has the merged weights."
+            )
         problems, known = [], set()
         for row in rows:
             location, shape = self._locate(row), merged_shape(row, self.arch.sizes)

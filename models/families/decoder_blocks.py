@@ -57,6 +57,16 @@ QK_NORMS = (
     ParamMapping(f"{_MEGATRON_ATTENTION}.k_layernorm.weight", (f"{_HF_ATTENTION}.k_norm.weight",), (_HEAD_DIM,)),
 )
 _POST_NORM = (f"{_HF_LAYER}.post_attention_layernorm.weight",)
+PROJECTION_NORMS = (  # one norm for the queries of all heads together, and one for the keys
+    ParamMapping(f"{_MEGATRON_ATTENTION}.q_projection_norm.weight", (f"{_HF_ATTENTION}.q_norm.weight",), (("q",),), 0),
+    ParamMapping(f"{_MEGATRON_ATTENTION}.k_projection_norm.weight", (f"{_HF_ATTENTION}.k_norm.weight",), (("kv",),), 0),
+)
+POST_NORMS = (  # norms of the outputs of the attention and of the MLP
+    ParamMapping(f"{_MEGATRON_LAYER}.post_self_attn_layernorm.weight", _POST_NORM, (_HIDDEN,)),
+    ParamMapping(
+        f"{_MEGATRON_LAYER}.post_mlp_layernorm.weight", (f"{_HF_LAYER}.post_feedforward_layernorm.weight",), (_HIDDEN,)
+    ),
+)
 DENSE_MLP = (
     ParamMapping(f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight", _POST_NORM, (_HIDDEN,), present_in="dense_layers"),
     GatedMLPMapping(
@@ -162,6 +172,43 @@ def check_full_attention(config: HFConfig) -> None:
         )
 
 
+def without_pre_norms(*rows: ParamMapping) -> tuple[ParamMapping, ...]:
+    """Return the rows without the norms before the attention and before the MLP."""
+    return tuple(row for row in rows if not row.megatron.endswith(".layer_norm_weight"))
+
+
+def read_windows(config: HFConfig, full_attention_every: int) -> dict[str, Any]:
+    """Return Megatron's fields for layers with a sliding window. The dict is empty if no layer has a window.
+
+    A token of such a layer attends to itself and to the `sliding_window - 1` tokens before it. If the config does not list the
+    kinds of the layers, every layer whose number is a multiple of `full_attention_every`, counted from 1, has full attention.
+    """
+    window, kinds, count = config["sliding_window"], config["layer_types"], config["num_hidden_layers"]
+    known = ("sliding_attention", "full_attention")
+    if kinds is None:
+        kinds = [known[(number + 1) % full_attention_every == 0] for number in range(count)]
+    if len(kinds) != count or not set(kinds) <= set(known):
+        raise ValueError(
+            f"{config.path}: layer_types={kinds!r} is not supported; expected {' or '.join(known)} for each of the {count} "
+            "layers."
+        )
+    if "sliding_attention" not in kinds:
+        return {}
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"{config.path}: sliding_window={window!r} is not supported; expected a number of tokens.")
+    return dict(window_size=(window - 1, 0), window_attn_skip_freq=[int(kind == known[0]) for kind in kinds])
+
+
+def check_no_window(config: HFConfig) -> None:
+    """Raise ValueError if attention has a sliding window that is shorter than the longest sequence."""
+    window, context = config["sliding_window"], config["max_position_embeddings"]
+    if window is not None and window < context:
+        raise ValueError(
+            f"{config.path}: sliding_window={window!r} is not supported; expected null, or at least "
+            f"max_position_embeddings={context}."
+        )
+
+
 def attention_parts(config: HFConfig) -> frozenset[str]:
     """Return the parts "qkv_bias" and "proj_bias" if the attention projections have biases."""
     return frozenset(("qkv_bias", "proj_bias") if config["attention_bias"] else ())
@@ -179,10 +226,11 @@ def read_decoder(
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"] or heads
     head_dim = config["head_dim"] or config["hidden_size"] // heads
+    rope = rope or config.rope(head_dim)
     return Architecture(
         vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"],
-        rope=rope or config.rope(head_dim),
+        max_position_embeddings=rope.longest_sequence(config["max_position_embeddings"]),
+        rope=rope,
         tied_embeddings=config["tie_word_embeddings"],
         transformer=dict(
             num_layers=config["num_hidden_layers"],

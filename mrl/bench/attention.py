@@ -126,7 +126,10 @@ def attention_kernels(
         shared = any(segment.parent is not None for segment in segments)
         yield from _optional_kernels(job, name, sizes, whole, shared)
         yield "batched scaled_dot_product_attention", _gathering(_batched(scale), pack(segments, device()))
-    attention = PackedAttention(SimpleNamespace(kv_channels=sizes.channels, attention_dropout=0.0), 1, None, "self")
+    config = SimpleNamespace(
+        kv_channels=sizes.channels, attention_dropout=0.0, window_size=None, window_attn_skip_freq=None
+    )
+    attention = PackedAttention(config, 1, None, "self")
     chosen = f"torch's variable-length FlashAttention-{version}" if varlen else "batched"
     own = pack(segments, device(), in_order=varlen)
     yield f"{chosen} (mrl's choice)", lambda *inputs: attention(*inputs, packed_seq_params=own)

@@ -11,10 +11,12 @@ from typing import Any
 import xxhash
 
 from models.architecture import Architecture
+from models.conversion.hf_reader import weights_fingerprint
 from mrl.checkpoint.run_dir import check_unused, read_run_record
 from mrl.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json, flatten_config
+from parallel.trainer_config import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ SAMPLING_KEYS = (
     "reward",
     "algorithm",
     "optim",
+    "lora",
     "critic",
     "roles",
     "sft",
@@ -72,9 +75,22 @@ class ResumePoint:
         return xxhash.xxh3_64_hexdigest(json.dumps([settings, data_fingerprint, initial]).encode())
 
 
-def model_sizes(arch: Architecture) -> dict[str, int]:
-    """Return name -> size. These sizes must equal the sizes of the model in a checkpoint."""
-    return arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
+_LORA_RANK, _LORA_ALPHA, _LORA_BASE, _TRAIN_VISION = "lora_rank", "lora_alpha", "lora_base", "train_vision"
+
+
+def model_identity(
+    arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False
+) -> dict[str, int | float | str]:
+    """Return name -> value. A checkpoint fits a model only if all these values are equal: sizes, and what the checkpoint lacks.
+
+    A checkpoint of LoRA adapters has neither the weights of the base model, in the folder `model_path`, nor the scale of the
+    adapters. `train_vision`: whether the vision tower is trained.
+    """
+    identity = arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
+    identity |= {_LORA_RANK: lora.rank, _TRAIN_VISION: int(train_vision)}
+    if not lora.rank:
+        return identity
+    return identity | {_LORA_ALPHA: lora.alpha, _LORA_BASE: weights_fingerprint(model_path)}
 
 
 def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
@@ -122,19 +138,32 @@ def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
         return dict(command="train", config=newest.state["config"])
 
 
-def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[str]) -> None:
-    """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference)."""
+def check_checkpoint_fits(resume: ResumePoint, expected: Mapping[str, int | float | str], models: set[str]) -> None:
+    """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference).
+
+    `expected`: `model_identity` of the run's actor.
+    """
     if resume.checkpoint is None:
         return
-    path, expected = resume.checkpoint.path, model_sizes(arch)
-    saved = resume.checkpoint.state.get("model", {})
+    path = resume.checkpoint.path
+    # earlier versions of mrl had no adapters and no vision towers
+    saved = {_LORA_RANK: 0, _TRAIN_VISION: 0} | resume.checkpoint.state.get("model", {})
+    new_run = "or start a new run: resume=never with another run.dir."
+    for name, key in ((_LORA_RANK, "lora.rank"), (_LORA_ALPHA, "lora.alpha"), (_TRAIN_VISION, "model.train_vision")):
+        if saved.get(name) != expected.get(name):
+            value = str(bool(saved[name])).lower() if name == _TRAIN_VISION else saved.get(name)
+            raise ValueError(f"{path}: the checkpoint is from a run with {key}={value}; set the key to it, {new_run}")
+    if saved.get(_LORA_BASE) != expected.get(_LORA_BASE):
+        raise ValueError(
+            f"{path}: the adapters in the checkpoint belong to a base model with other weights; set model.path to that model, "
+            f"{new_run}"
+        )
     different = [
         f"{name} {saved.get(name)} instead of {size}" for name, size in expected.items() if saved.get(name) != size
     ]
     if different:
         raise ValueError(
-            f"{path}: the checkpoint belongs to another model ({'; '.join(different)}); set model.path to that model, or start a "
-            "new run: resume=never with another run.dir."
+            f"{path}: the checkpoint belongs to another model ({'; '.join(different)}); set model.path to that model, {new_run}"
         )
     if removed := sorted(models & set(resume.checkpoint.removed)):
         raise ValueError(

@@ -38,6 +38,8 @@ from mrl.config.translation_rules import (
     is_on,
     kl_penalty,
     layout_rules,
+    lora_rank,
+    lora_targets,
     mini_batches,
     num_engines,
     pf_ppo,
@@ -52,6 +54,7 @@ from mrl.config.translation_rules import (
     trl_adaptive_entropy,
     trl_kl_kind,
     trl_level,
+    trl_lora,
     trl_loss_argument,
     trl_prompts,
     trl_top_entropy,
@@ -89,7 +92,8 @@ VERL: dict[str, Rule] = {
     "data.sampler.*": Note("name a function in data.sampler._target_ (docs/tutorials/data.md)"),
     "data.custom_cls.*": Note("name a class with rows in data.dataset._target_ (docs/tutorials/data.md)"),
     "data.apply_chat_template_kwargs.*": "data.template_args.*",
-    "data.image_key": Note("mrl has no image models"),
+    "data.image_key": "data.columns.images",
+    "data.video_key": "data.columns.videos",
     "data.trust_remote_code": partial(same_as_default, (False,), "mrl runs no code of a model's folder"),
     **dict.fromkeys(
         (
@@ -105,7 +109,13 @@ VERL: dict[str, Rule] = {
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": partial(switch, FULL_RECOMPUTE, None),
     "actor_rollout_ref.model.use_remove_padding": PACKED,
-    "actor_rollout_ref.model.lora_rank": partial(same_as_default, (0,), "mrl has no LoRA"),
+    "actor_rollout_ref.model.lora_rank": partial(lora_rank, "actor_rollout_ref.model.lora_alpha", 16),
+    "actor_rollout_ref.model.lora_alpha": "lora.alpha",
+    "actor_rollout_ref.model.lora_adapter_path": "lora.path",
+    "actor_rollout_ref.model.target_modules": lora_targets,
+    "actor_rollout_ref.model.lora.rank": partial(lora_rank, "actor_rollout_ref.model.lora.alpha", 32),
+    "actor_rollout_ref.model.lora.alpha": "lora.alpha",
+    "actor_rollout_ref.model.lora.adapter_path": "lora.path",
     f"{_ROLLOUT}name": partial(same_as_default, ("sglang",), "mrl samples with SGLang"),
     f"{_ROLLOUT}mode": Note("mrl's engines are always asynchronous servers", needed=False),
     f"{_ROLLOUT}n": "rollout.responses_per_prompt",
@@ -422,7 +432,10 @@ TRL: dict[str, Rule] = {
     "logging_steps": Note("mrl logs every step", needed=False),
     "report_to": trackers,
     "resume_from_checkpoint": Note("run.dir resumes by itself; resume=RUN_DIR starts from another run"),
-    "use_peft": partial(same_as_default, (False,), "mrl has no LoRA"),
+    "use_peft": trl_lora,
+    **dict.fromkeys(("lora_r", "lora_alpha", "lora_target_modules"), Note("part of use_peft", needed=False)),
+    "lora_dropout": partial(same_as_default, (0, 0.0), "mrl's adapters have no dropout"),
+    **{name: partial(same_as_default, (False,), "mrl has only plain LoRA") for name in ("use_rslora", "use_dora")},
     "remove_unused_columns": Note("rewards get all columns that data.columns names", needed=False),
 }
 
@@ -453,6 +466,9 @@ _TARGETS = {  # key of another trainer whose rule is not the name of an mrl key 
     "beta": "algorithm.kl_in_loss.coef",
     "use_adaptive_entropy": "algorithm.adaptive_entropy",
     "epsilon": "algorithm.loss.clip_low",
+    "actor_rollout_ref.model.lora_rank": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_target_modules": "lora.targets",
     "per_device_train_batch_size": "rollout.prompts_per_step",
 }
 

@@ -20,6 +20,13 @@ class Transport(StrEnum):
     disk = "disk"
 
 
+class LoraSync(StrEnum):
+    """What a weight sync sends in a run with LoRA adapters."""
+
+    merged = "merged"
+    adapter = "adapter"
+
+
 class PauseMode(StrEnum):
     """What happens to running requests during a weight sync."""
 
@@ -121,6 +128,11 @@ class WeightSyncConfig:
     transport: Transport = key(
         Transport.auto,
         "How weights travel to the engines. auto chooses a transport that suits the GPUs and machines.",
+    )
+    lora: LoraSync = key(
+        LoraSync.merged,
+        "What a run with lora.rank sends. merged sends all weights, which contain the adapters. adapter sends only the adapters, "
+        "which SGLang then applies to the weights of model.path (docs/how_to/lora.md).",
     )
     bucket_bytes: int = key(
         64 * 1024 * 1024,

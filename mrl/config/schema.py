@@ -33,7 +33,7 @@ from mrl.config.process_schema import (
     TrackingConfig,
     WeightSyncConfig,
 )
-from parallel.trainer_config import OptimConfig
+from parallel.trainer_config import LoraConfig, OptimConfig
 from parallel.trainer_config import config_field as key
 
 ASYNC_STALENESS = 2  # default of rollout.max_staleness, in weight versions
@@ -68,9 +68,7 @@ class RunConfig:
     """Name, folder and seed of the run."""
 
     name: str = key("run", "Name of the run, in wandb and in the path of the default run directory.")
-    dir: str = key(
-        MISSING, "Run directory: the folder for metrics, logs, checkpoints, rollouts and the learning curve."
-    )
+    dir: str = key(MISSING, "Run directory: metrics, logs, checkpoints, rollouts and the learning curve.")
     seed: int = key(0, "Seed for the order of the prompts, for sampling and for random model weights.", least=0)
 
 
@@ -87,6 +85,7 @@ class ModelConfig:
     family: str | None = key(
         None, "Your own model family, as package.module:NAME or /path/file.py:NAME (docs/tutorials/model.md)."
     )
+    train_vision: bool = key(False, "Whether the vision tower of an image model is trained, too.")
 
     @property
     def itemsize(self) -> int:
@@ -465,6 +464,7 @@ class Config:
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = key(OptimConfig, "Optimizer of the actor.")
+    lora: LoraConfig = key(LoraConfig, "Low-rank adapters of the actor.")
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,
@@ -495,5 +495,5 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    sglang: Node = key(dict, "Arguments of the SGLang servers: any field of ServerArgs.")
+    sglang: Node = key(dict, "Arguments of the SGLang servers: any field of ServerArgs (FP8: docs/how_to/fp8.md).")
     megatron: Node = key(dict, "Model settings of Megatron-Core: any field of TransformerConfig.")

@@ -145,6 +145,19 @@ def same_as_default(defaults: tuple, text: str, value: Any, values: Values) -> N
     return Note(text)
 
 
+def lora_rank(alpha: str, default_alpha: int, value: Any, values: Values) -> Overrides:
+    """Set the rank of the adapters, and the scale if the config has no key for it. `alpha`: the key for the scale."""
+    has_default = int(value) and values.get(alpha) is None
+    return {"lora.rank": int(value)} | ({"lora.alpha": default_alpha} if has_default else {})
+
+
+def lora_targets(value: Any, values: Values) -> Overrides | Note:
+    if isinstance(value, list) and value != ["all-linear"]:
+        return {"lora.targets": value}
+    value = "all-linear" if isinstance(value, list) else value
+    return Note("by default, all linear layers outside routed experts have adapters", needed=value != "all-linear")
+
+
 def trackers(value: Any, values: Values) -> Overrides:
     named = value if isinstance(value, list) else str(value)
     return {"tracking.backends": [backend.value for backend in TrackingBackend if backend.value in named]}
@@ -412,6 +425,15 @@ def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
     quantile = values.get("top_entropy_quantile")
     inner = ".loss" if quantile is not None and float(quantile) < 1 else ""
     return {f"algorithm.loss{inner}.{name}": value}
+
+
+def trl_lora(value: Any, values: Values) -> Overrides | Note:
+    """Translate trl's adapters, with trl's defaults. By default, PEFT adapts the queries and values in most families."""
+    if not is_on(value):
+        return Note("off is the default", needed=False)
+    targets = lora_targets(values.get("lora_target_modules") or ["q_proj", "v_proj"], values)
+    scale = {"lora.alpha": values.get("lora_alpha", 32)}
+    return {"lora.rank": values.get("lora_r", 16)} | scale | (targets if isinstance(targets, dict) else {})
 
 
 def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:

@@ -12,7 +12,7 @@ import numpy as np
 from models.megatron_overrides import LAYOUT_FIELDS
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.parts import POLICY_COLUMNS, Coefficients, build_weighting
-from mrl.checkpoint.resume import ResumePoint, model_sizes
+from mrl.checkpoint.resume import ResumePoint
 from mrl.checkpoint.run_dir import SampleLedger, lock_run_dir, read_run_record
 from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_step
 from mrl.checkpoint.store import CheckpointStore
@@ -450,7 +450,11 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
             config.best_metric,
             config.keep_last_exports,
         ),
-        notes=dict(model=model_sizes(plan.arch), layout=vars(plan.dims), config=config_as_json(plan.config)),
+        notes=dict(
+            model=plan.identity(),
+            layout=vars(plan.dims),
+            config=config_as_json(plan.config),
+        ),
         discard_rollout_log=processes.rollout.discard_log,
         export=processes.export_weights,
         run_dir=run_dir,

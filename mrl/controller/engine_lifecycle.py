@@ -53,6 +53,10 @@ class EngineHost(Protocol):
         """Return a context in which the engines are paused on purpose."""
         ...
 
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        ...
+
 
 class ActorRanks(Protocol):
     """The actor's trainer ranks."""
@@ -84,7 +88,7 @@ class EngineLifecycle:
     scheduler: MemoryScheduler
     settings: WeightSyncConfig
     startup: Startup
-    weights_dir: str  # folder through which the disk transport sends weights
+    weights_dir: str  # folder through which the disk transport sends weights, and the adapter sync sends adapters
     start_timeout_s: float  # longest time until all engines take requests
     # Whether to tell the host about each push. Needed if requests run during a push (staleness > 0).
     marks_pushes_as_pauses: bool
@@ -209,6 +213,8 @@ class EngineLifecycle:
         paused = self.host.paused() if self.marks_pushes_as_pauses else nullcontext()
         with paused, self.scheduler.during_push() as engines_were_offloaded:
             reports = self.actor.call(TrainWorker.push_weights, version, engines_were_offloaded)
+            if (name := reports[0].adapter) is not None:
+                self.host.set_adapter(name, [url for url in self._engines if url not in reports[0].failed])
         for url, engine in self._engines.items():
             if url not in reports[0].failed:
                 engine.weight_version = version

@@ -70,7 +70,14 @@ class MemoryEstimator:
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
         """Tensor sizes of each model, by role."""
-        return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
+        trained = self.config.model.train_vision
+        return {role: ModelShape.of(family_of(model.hf), model.arch, trained) for role, model in self.models.items()}
+
+    @cached_property
+    def adapters(self) -> ModelShape:
+        """Tensor sizes of the actor's LoRA adapters."""
+        actor = self.models["actor"]
+        return ModelShape.of_adapters(family_of(actor.hf), actor.arch, actor.config.lora)
 
     def estimate(self, config: Config) -> RunMemory:
         """Estimate the memory for a config with the same models.
@@ -96,6 +103,7 @@ class MemoryEstimator:
             teacher_hidden=tuple(self.shapes[name].hidden for name in self.teachers) if role == "actor" else (),
             sampled_gradient=self.sampled_gradient,
             kernels=GPU_KERNELS if config.cluster.hardware.name else CPU_KERNELS,
+            adapters=self.adapters if plan.lora else None,
         )
         return RoleModel(self.shapes[role], dims, settings, plan.context)
 

@@ -47,6 +47,9 @@ def model_spec(plan: ModelPlan, routing_replay: bool = False) -> ModelSpec:
         overlap_grad_reduce=config.trainer.overlap_grad_reduce,
         ddp=plan.ddp,
         family=resolve_family_path(config.model.family) if config.model.family else None,
+        lora=plan.lora and replace(plan.lora, path=plan.lora.path and str(Path(plan.lora.path).resolve())),
+        seed=config.run.seed,
+        train_vision=config.model.train_vision,
     )
 
 

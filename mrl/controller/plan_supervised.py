@@ -76,11 +76,16 @@ def check_supervised_data(config: Config, model: ModelPlan) -> None:
 
 
 def check_warm_start(config: Config) -> None:
-    """Raise ValueError if the objective of a warm start trains another model than the actor."""
+    """Raise ValueError if the objective of a warm start trains another model than the actor, or if its output is ambiguous."""
     if SupervisedObjective.of(config).head != "vocabulary":
         raise ValueError(
             f"sft.objective._target_={config.sft.objective.get('_target_')}: it trains a reward model, which cannot be the warm "
             "start of the actor; train it with mrl sft, or set sft.train=null."
+        )
+    if config.lora.rank and config.sft.output:
+        raise ValueError(
+            f"sft.output={config.sft.output} with lora.rank={config.lora.rank}: a resumed run would add its adapters to the "
+            "merged weights in this folder; set sft.output=null, or make the folder with mrl sft and set model.path to it."
         )
 
 
@@ -96,6 +101,8 @@ def warm_start_settings(config: Config) -> dict[str, Any]:
     if sft["objective"] == SftConfig().objective:
         del sft["objective"]
     settings = dict(model=config.model.path, seed=None if config.data.inputs else config.run.seed, sft=sft)
+    if config.lora.rank:
+        settings["lora"] = asdict(config.lora)
     chat = {name: value for name, value in asdict(chat_template(config)).items() if value}
     return settings | (dict(chat=chat) if chat else {})
 

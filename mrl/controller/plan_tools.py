@@ -7,13 +7,17 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from models.conversion.peft_folder import ADAPTER_FOLDER, base_model
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from mrl.checkpoint.run_dir import check_unused
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
+from mrl.controller.plan_adapters import AdapterPush, check_adapter_sync, plan_adapter_push, syncs_adapters
+from mrl.controller.plan_fp8 import is_fp8
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
+    check_layout,
     engine_layout,
     gpu_transport,
     make_input_files,
@@ -25,7 +29,7 @@ from mrl.controller.plan_supervised import SupervisedObjective, check_supervised
 from mrl.controller.plan_train import algorithm_of
 from mrl.placement.resource_pools import Pools
 from mrl.rollout.engines.server_args import check_server_args
-from mrl.weight_sync.engine_layout import EngineLayout
+from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout
 from mrl.weight_sync.transfer_plan import (
     RelayStep,
     TransferPlan,
@@ -73,7 +77,22 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
             "computes; leave the key out."
         )
     check_server_args(config.sglang)
+    if is_fp8(config):
+        raise ValueError(
+            f"sglang.quantization={config.sglang['quantization']}: mrl certify engine compares only engines with weights in "
+            "model.dtype; leave the key out."
+        )
+    if config.lora.path:
+        raise ValueError(
+            f"lora.path={config.lora.path}: mrl certify engine starts an engine with the weights in model.path, without "
+            "adapters; leave the key out."
+        )
     plan = plan_parity(config)
+    if plan.arch.vision is not None or plan.arch.has_recurrent_layers:
+        raise ValueError(
+            f"model.path={config.model.path}: mrl certify engine compares only language models with attention in every layer; "
+            "for other models, look at mismatch/logprob_abs_max of a run."
+        )
     longest = config.certify.prompt_tokens + config.certify.response_tokens
     if longest >= plan.context:
         raise ValueError(
@@ -84,10 +103,18 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
 
 
 def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_dims: ParallelDims) -> ModelPlan:
-    """Check the config of `mrl replay`, and return its plan. Both layouts must be able to shard the model in `model_path`."""
+    """Check the config of `mrl replay`, and return its plan. Both layouts must be able to shard the model in `model_path`.
+
+    If the run has adapters and has exported the folder `model_path`, the plan has the base model and the exported adapters.
+    """
+    adapters = Path(model_path) / ADAPTER_FOLDER
+    is_base = Path(model_path).resolve() == Path(config.model.path).resolve()
+    if config.lora.rank and adapters.is_dir() and not is_base:
+        config = replace(config, lora=replace(config.lora, path=str(adapters)))
+        model_path = base_model(adapters)
     model = plan_model(config, model_path)
     for layout in (dims, reference_dims):
-        model.arch.check_layout(layout, uneven_stages=bool(UNEVEN_STAGE_FIELDS & config.megatron.keys()))
+        check_layout(config, model.arch, layout)
     return replace(model, dims=dims)
 
 
@@ -96,7 +123,8 @@ class SyncPlan:
     """Plan of the weight sync of a run."""
 
     model: ModelPlan
-    transfers: TransferPlan
+    adapters: AdapterPush | None  # what weight_sync.lora=adapter sends; None: the weight sync sends all weights
+    transfers: TransferPlan  # of all weights
     steps: list[list[RelayStep]] | None  # for each trainer rank; None: no relays, senders send directly to engine ranks
     hosts: list[str]  # node of each trainer rank; empty without GPUs
     engine_hosts: list[str] | None = None  # node of each engine rank, if trainer ranks send to them through NCCL
@@ -106,25 +134,35 @@ def plan_sync(config: Config) -> SyncPlan:
     """Compile the transfer plan of the run's weight sync. Assumes pipeline stages with equal numbers of layers."""
     make_input_files(config)
     model = plan_model(config, config.model.path)
+    check_adapter_sync(config, model)
+    adapters = plan_adapter_push(config, model) if syncs_adapters(config) else None
     layout, dims = engine_layout(config, model), model.dims
     if UNEVEN_STAGE_FIELDS & config.megatron.keys():
         raise ValueError(
             "mrl plan sync assumes pipeline stages of equal size; leave out the megatron fields that change the sizes of stages."
         )
     shards = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(model.arch.num_layers, dims))
-    dtype = (config.model.dtype, config.model.itemsize)
+    chosen = config.sglang.get("dtype")
+    engine_dtype = chosen if chosen in ITEM_BYTES else str(config.model.dtype)
+
+    def dtype_of(param: str) -> tuple[str, int]:
+        dtype = layout.dtype_of(param, engine_dtype)
+        return dtype, ITEM_BYTES[dtype]
+
     transfer_plan = compile_transfer_plan(
-        shards, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes
+        shards, layout, config.rollout.num_engines, dtype_of, config.weight_sync.bucket_bytes
     )
     if (devices := planned_gpus(config, plan_placement(config))) is None:
-        return SyncPlan(model, transfer_plan, None, [])
+        return SyncPlan(model, adapters, transfer_plan, None, [])
     transport, senders, receivers = gpu_transport(config, devices)
     hosts = [location.host for location in senders]
     if transport is not Transport.cuda_ipc:
         grouped = transport is Transport.process_group
         engine_hosts = [location.host for location in receivers] if grouped else None
-        return SyncPlan(model, transfer_plan, None, hosts, engine_hosts)
-    return SyncPlan(model, transfer_plan, relay_steps(transfer_plan, relay_ranks(senders, receivers), hosts), hosts)
+        return SyncPlan(model, adapters, transfer_plan, None, hosts, engine_hosts)
+    return SyncPlan(
+        model, adapters, transfer_plan, relay_steps(transfer_plan, relay_ranks(senders, receivers), hosts), hosts
+    )
 
 
 def plan_placement(config: Config, weights: bool = True) -> Pools:

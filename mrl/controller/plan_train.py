@@ -5,8 +5,7 @@ Every function raises ValueError for a mistake in the config. The message names 
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models.hf_config import HFConfig
@@ -19,16 +18,25 @@ from mrl.config.process_schema import RoleConfig
 from mrl.config.schema import Config, SftConfig
 from mrl.config.validate import REFERENCE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
+from mrl.controller.plan_adapters import adapter_server_args, check_adapter_sync, check_shared_devices
 from mrl.controller.plan_distillation import check_distillation, check_taught_sources
+from mrl.controller.plan_fp8 import check_fp8_device, is_fp8
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
     chat_template,
+    check_served_folders,
     engine_layout,
     make_input_files,
     plan_models,
 )
-from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
+from mrl.controller.plan_prompts import (
+    check_image_engines,
+    check_readers_of_images,
+    image_args,
+    load_prompt_datasets,
+    plan_evaluations,
+)
 from mrl.controller.plan_step import (
     StepPlan,
     check_epochs,
@@ -59,6 +67,7 @@ from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines.server_args import (
     DETERMINISTIC,
     REWARD_MODELS,
+    block_fp8_args,
     check_server_args,
     check_synced_args,
     default_server_args,
@@ -67,6 +76,7 @@ from mrl.rollout.response_metrics import HeldOutEvaluation, rewards_of_sets
 from mrl.tracking.backends import check_installed
 from mrl.tracking.console import show_warning
 from mrl.tracking.learning_health import LearningSettings, find_static_problems
+from parallel.trainer_config import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +99,12 @@ class TrainPlan(ModelPlan):
     rules: PromptDrawing  # which prompts a step draws, and how many responses each of them gets
     offline: OfflineRows | None  # responses from a file, on which steps also train; None: there are none
     others: Mapping[str, ModelPlan]  # the models beside the actor, by role
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """Adapters of the actor. A run that continues from a checkpoint has their matrices, and does not read lora.path."""
+        lora = super().lora
+        return replace(lora, path=None) if lora and self.resume.checkpoint else lora
 
     @property
     def models(self) -> dict[str, ModelPlan]:
@@ -155,13 +171,15 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_synced_args(config.sglang)
     make_input_files(config)
     finished_warm_start = find_finished_warm_start(config)
-    models = plan_models(config, algorithm.needs, actor_path=finished_warm_start)
-    actor = models["actor"]
+    without_path = replace(config, lora=replace(config.lora, path=None))  # see TrainPlan.lora
+    models = plan_models(without_path if resume.checkpoint else config, algorithm.needs, actor_path=finished_warm_start)
+    actor = replace(models["actor"], config=config)
     check_distillation(config, algorithm, models)
     sampling, evaluations = plan_sampling(config), plan_evaluations(config)
     check_sampling(config, sampling, evaluations, actor.arch.vocab_size)
     warn_of_sampling(config, algorithm.objective)
     train, test = load_prompt_datasets(config, actor, reward, evaluations)
+    check_readers_of_images(config, models, train, test)
     sources = [train.data_source(row) for row in range(len(train))] + ([OFFLINE] if config.data.offline.path else [])
     check_taught_sources(config, algorithm, sources)
     check_step_sources(step, sources)
@@ -171,12 +189,13 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     if warm_start:
         check_warm_start(config)
         check_supervised_data(config, actor)
+    check_adapter_sync(config, actor)
     if not config.rollout.replay:
         engine_layout(config, actor)
     others = {role: model for role, model in models.items() if role != "actor"}
     parts = {"actor", *({"critic"} & others.keys())}
     parts |= {"reference"} if actor_holds_reference(algorithm.needs, others) else set()
-    check_checkpoint_fits(resume, actor.arch, parts)
+    check_checkpoint_fits(resume, actor.identity(), parts)
     check_pickles(resume, parts)
     _check_prompt_position(resume, prompt_stream(config, train, rules))
     plan = TrainPlan(
@@ -185,7 +204,9 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_server_args(config, actor.context, sampling, evaluations),
+        server_args=image_args(actor)
+        | adapter_server_args(config, actor)
+        | _server_args(config, actor.context, sampling, evaluations),
         sampling=sampling,
         rules=rules,
         offline=plan_offline(config, actor, algorithm),
@@ -204,8 +225,11 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
 def _check_whole_plan(plan: TrainPlan) -> None:
     """Raise ValueError if parts of the plan do not fit together. Warn of keys that are not used."""
     config, algorithm = plan.config, plan.algorithm
+    check_fp8_device(plan.server_args, plan.arch)
     check_profile(config, max(model.dims.world_size for model in plan.models.values()), plan.num_steps)
     check_time_sharing(config, plan.colocated_roles)
+    check_shared_devices(config, plan.colocated_roles)
+    check_image_engines(config, plan.arch, plan.colocated_roles)
     rewards = {"reward": plan.reward}
     rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(plan.evaluations).items()}
     teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()
@@ -387,16 +411,6 @@ def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[
             )
 
 
-def check_served_folders(config: Config) -> None:
-    """Raise ValueError if a model that SGLang should serve has no Hugging Face folder."""
-    for name, role in roles_of(config).items():
-        if role.is_served and not Path(str(role.path), "config.json").is_file():
-            raise ValueError(
-                f"roles.{name}.path={role.path}: there is no config.json in this folder; expected a Hugging Face folder of the "
-                "model that SGLang serves."
-            )
-
-
 def _check_reward_models(rewards: Collection[Reward], served: Mapping[str, RoleConfig]) -> None:
     """Raise ValueError if a RewardModel calls a served model that is not in REWARD_MODELS, or that has several outputs."""
     singles = [each for reward in rewards for each in single_rewards(reward)]
@@ -469,6 +483,7 @@ def _server_args(
             raise ValueError(f"sglang.{DETERMINISTIC}=false contradicts rollout.deterministic=true; leave it out.")
         defaults[DETERMINISTIC] = True
     defaults |= tokenizer_args(config, sampling, evaluations)
+    defaults |= block_fp8_args() if is_fp8(config) else {}
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
     # pause_mode=in_place keeps the KV cache that older weights computed. New requests must not reuse it.

@@ -26,8 +26,10 @@ from mrl.controller.model_processes import (
     served_roles,
     stored_warm_start,
 )
+from mrl.controller.plan_adapters import syncs_adapters
 from mrl.controller.plan_distillation import output_layer_folders
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
+from mrl.controller.plan_prompts import image_environment
 from mrl.controller.plan_train import TrainPlan
 from mrl.controller.supervised_stage import store_warm_start, train_supervised
 from mrl.core.processes import shutdown_deadline
@@ -174,6 +176,9 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
     """Return the spec from which the rollout worker is built."""
     config, rollout = plan.config, plan.config.rollout
     engines_are_colocated = any(ENGINES in roles for roles in plan.colocated_roles)
+    saver = memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}
+    if saver and (syncs_adapters(config) or plan.arch.vision):
+        saver |= dict(enable_weights_cpu_backup=True)  # no push sends the base model, or the vision tower, again
     return RolloutSpec(
         model_path=str(Path(plan.model_path).resolve()),
         run_dir=run_dir,
@@ -211,7 +216,8 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         record=rollout.record,
         replay=str(Path(rollout.replay).resolve()) if rollout.replay else None,
         served=served_groups(config, run_dir, plan.colocated_roles),
-        server_args=(memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}) | plan.server_args,
+        server_args=saver | plan.server_args,
+        engine_env=image_environment(config),
     )
 
 

@@ -28,10 +28,19 @@ from numpy.typing import NDArray
 from parallel.durable_files import atomic_file
 
 _COLUMN_PREFIX = "column."  # begins the name of each column in the file of a TokenBlock
+_IMAGE_PREFIX, _IMAGE_ROWS = "image.", "image_rows"  # names of the arrays of images in this file
 OFFLINE = "offline"
 """Column of a TokenBlock with rows from data.offline.path: 1 for the tokens of these rows, 0 for sampled tokens."""
 Handle = Any  # reference to an object in Ray's object store; only workers read the object
 Column = NDArray[np.float32]  # [R] one number per sampled token
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInputs:
+    """All images of one prompt, as the vision tower of the model expects them."""
+
+    pixel_values: NDArray[np.float32]  # [patches of all images, channels * frames * patch height * patch width]
+    grid_thw: NDArray[np.int64]  # [images, 3] number of patches of each image along time, height and width
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class TokenBlock:
     columns: Mapping[str, Column] = field(default_factory=dict)
     # teacher -> index of a row -> the teacher's outputs for this row
     teachers: Mapping[str, Mapping[int, "TeacherOutputs"]] = field(default_factory=dict)
+    # index of a row -> images of its prompt, for the rows that have images. Responses to one prompt share the same object
+    images: Mapping[int, ImageInputs] = field(default_factory=dict)
 
     @classmethod
     def from_lists(
@@ -151,6 +162,7 @@ class TokenBlock:
                 teacher: {new: by_row[old] for new, old in enumerate(rows.tolist()) if old in by_row}
                 for teacher, by_row in self.teachers.items()
             },
+            {new: self.images[old] for new, old in enumerate(rows.tolist()) if old in self.images},
         )
 
     def save(self, path: Path, **extra: NDArray) -> None:
@@ -161,7 +173,7 @@ class TokenBlock:
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         columns = {f"{_COLUMN_PREFIX}{name}": column for name, column in self.columns.items()}
         with atomic_file(path) as partial, partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays, **columns, **extra)
+            np.savez(file, allow_pickle=False, **arrays, **columns, **_image_arrays(self.images), **extra)
 
     @classmethod
     def load(cls, path: Path) -> "tuple[TokenBlock, dict[str, NDArray]]":
@@ -174,8 +186,29 @@ class TokenBlock:
             if name.startswith(_COLUMN_PREFIX)
         }
         names = cls.__dataclass_fields__.keys() & arrays.keys()
-        block = cls(**{name: arrays.pop(name) for name in names}, columns=columns)
+        images = _read_images(arrays)
+        block = cls(**{name: arrays.pop(name) for name in names}, columns=columns, images=images)
         return block, arrays
+
+
+def _image_arrays(images: Mapping[int, ImageInputs]) -> dict[str, NDArray]:
+    """Return the arrays of a file with these images. Images that several rows share are stored once."""
+    distinct = {id(each): each for each in images.values()}
+    numbers = {identity: number for number, identity in enumerate(distinct)}
+    arrays = {f"{_IMAGE_PREFIX}{n}.{k}": v for n, each in enumerate(distinct.values()) for k, v in vars(each).items()}
+    rows = np.array([(row, numbers[id(each)]) for row, each in images.items()], np.int64)
+    return arrays | ({_IMAGE_ROWS: rows} if images else {})
+
+
+def _read_images(arrays: dict[str, NDArray]) -> dict[int, ImageInputs]:
+    """Remove the arrays of `_image_arrays` from `arrays`, and return the images."""
+    rows = arrays.pop(_IMAGE_ROWS, np.empty((0, 2), np.int64)).tolist()
+    names = ImageInputs.__dataclass_fields__
+    distinct = [
+        ImageInputs(**{name: arrays.pop(f"{_IMAGE_PREFIX}{number}.{name}") for name in names})
+        for number in range(len({number for _, number in rows}))
+    ]
+    return {row: distinct[number] for row, number in rows}
 
 
 def _is_sampled(
@@ -443,6 +476,8 @@ class SyncReport:
     engine_seconds: float = 0.0  # the part of `seconds` in which the sender waited for engines
     failed: dict[str, str] = field(default_factory=dict)  # URL of a failed engine -> reason of the failure
     must_repeat: bool = False  # True: the engines did not accept the version, so the driver pushes it again
+    # LoRA adapters that the engines have loaded, by the name that requests must give; None: requests give no name
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

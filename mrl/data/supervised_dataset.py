@@ -22,6 +22,7 @@ import numpy as np
 
 from mrl.core.types import TokenBlock
 from mrl.data.columns import read_messages
+from mrl.data.images import refuse_images
 from mrl.data.row_files import Row, RowError, column_value, read_all
 from mrl.data.tokenizer import (
     ChatTemplate,
@@ -107,6 +108,7 @@ ResponseMessages = str | list[dict[str, str]]  # a text, or the messages of seve
 
 
 def _read(number: int, row: Row) -> tuple[int, Messages, ResponseMessages]:
+    refuse_images(row)
     prompt = read_messages(column_value(row, "prompt"), "prompt")
     return number, prompt, read_response(column_value(row, "response"), "response")
 
@@ -217,6 +219,7 @@ def load_preferences(
 
 def _read_pair(number: int, row: Row) -> PreferenceRow:
     """Return a pair. Its prompt is the column `prompt`, or the common beginning of both responses."""
+    refuse_images(row)
     chosen, rejected = column_value(row, "chosen"), column_value(row, "rejected")
     if "prompt" in row and not _has_prompt(chosen):
         prompt = read_messages(row["prompt"], "prompt")
@@ -265,6 +268,7 @@ def _common_length(sequences: Sequence[Sequence[Any]]) -> int:
 
 
 def _read_labelled(number: int, row: Row) -> PreferenceRow:
+    refuse_images(row)
     prompt = read_messages(column_value(row, "prompt"), "prompt")
     response, label = read_response(column_value(row, "completion"), "completion"), column_value(row, "label")
     if label not in (0, 1):  # also true and false

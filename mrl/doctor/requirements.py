@@ -29,8 +29,15 @@ def requirements_of(config: Config) -> Requirements:
         check_transport(config, pools)
     except ValueError as error:
         return Requirements(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
-    shapes = {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in models.items()}
-    trained = {role: shapes[role] for role, model in models.items() if model.optimizer}
+    shapes = {
+        role: ModelShape.of(family_of(model.hf), model.arch, config.model.train_vision)
+        for role, model in models.items()
+    }
+    trained = {
+        role: ModelShape.of_adapters(family_of(model.hf), model.arch, model.lora) if model.lora else shapes[role]
+        for role, model in models.items()
+        if model.optimizer
+    }
     num_parameters = shapes["actor"].num_parameters
     needed = checkpoint_disk_bytes(config, trained)
     return Requirements(

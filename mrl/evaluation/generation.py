@@ -22,7 +22,7 @@ from models.conversion.resumable_folder import ByteProgress, fingerprint
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config.schema import Config
-from mrl.controller.plan_models import chat_template, make_input_files, max_prompt_length
+from mrl.controller.plan_models import chat_template, check_engine_device, make_input_files, max_prompt_length
 from mrl.controller.plan_prompts import find_unscored
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources
@@ -90,6 +90,11 @@ class SampledModel:
 
 def find_model(config: Config) -> SampledModel:
     """Return the model at model.path. Raises ValueError if there is no model. The message suggests another path."""
+    if config.lora.path:
+        raise ValueError(
+            f"lora.path={config.lora.path}: engines load no adapters; leave the key out, and set model.path to an exported "
+            "folder with merged weights, such as hf/ of a run."
+        )
     path, base = Path(config.model.path), config.generate.base
     if (path / ".metadata").is_file() and not (path / "config.json").is_file():
         if not base:
@@ -180,6 +185,8 @@ def plan_generation(config: Config) -> GenerationPlan:
     )
     folder = generate.output or str(Path(config.run.dir) / "generated")
     store = ResponseStore(folder, _response_settings(config, model, files))
+    if not (config.rollout.engine_urls or store.finished):
+        check_engine_device(config, family_of(model.hf))
     return GenerationPlan(config, store, model, sources, rewards, sampling)
 
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from models.conversion.resumable_folder import ByteProgress
+from models.families import family_of
 from mrl.config.schema import Config
 from mrl.config.secrets import authorization, engine_key
+from mrl.controller.plan_models import check_engine_device
 from mrl.evaluation.engines import EngineWatcher, engine_group, running_engines
 from mrl.evaluation.evaluation_summary import IntervalEstimate
 from mrl.evaluation.generation import CONVERTED_MODEL, SampledModel, find_model
@@ -98,6 +100,8 @@ def plan_harness(config: Config) -> HarnessPlan:
             )
     check_server_args(config.sglang)
     model = find_model(config)
+    if not config.rollout.engine_urls:
+        check_engine_device(config, family_of(model.hf))
     if any(sign in f"{model.folder.resolve()}{Path(config.model.path).name}" for sign in ",="):
         raise ValueError(
             f"model.path={config.model.path}: evaluate.harness cannot pass a path with , or = to lm_eval; rename it."

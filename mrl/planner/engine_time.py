@@ -11,9 +11,9 @@ from itertools import count
 from math import inf, sqrt
 
 from mrl.config.process_schema import PauseMode
+from mrl.planner.engine_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, engine_memory, engine_weight_parts
 from mrl.planner.layout_space import GpuCluster
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, engine_memory, engine_weight_parts
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import WEIGHT_BYTES
 from mrl.weight_sync.engine_layout import Topology

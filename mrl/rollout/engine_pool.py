@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +29,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from mrl.data.images import RequestImages
 from mrl.rollout.agents.tool_agent import ConcurrencyLimits, Conversation, GenerateTurn, run_conversations
 from mrl.rollout.client import (
     Completion,
@@ -38,6 +37,7 @@ from mrl.rollout.client import (
     EngineError,
     EngineFaultError,
     EngineUnreachableError,
+    EventLoopThread,
     SamplingParams,
 )
 from mrl.rollout.engines.hosts import AnyEngineServer, EngineServers
@@ -72,8 +72,14 @@ class PooledEngine:
     pending: int = 0  # number of responses that were requested and have not arrived
     expected_work: float = 0.0  # sum over the pending requests, in tokens or in number of responses (see `generate`)
     faults: int = 0  # number of failed requests in a row
-    failure: str | None = None  # reason why the engine is out of service; None: it is in service
+    failure: str | None = None  # reason why the engine has failed; None: it has not failed
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
+    needs_adapter: bool = False  # whether the engine gets requests only after a push has loaded LoRA adapters into it
+
+    @property
+    def in_service(self) -> bool:
+        """Whether the engine gets requests."""
+        return self.failure is None and (not self.needs_adapter or self.client.adapter is not None)
 
 
 type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutine[Any, Any, T]]
@@ -135,7 +141,8 @@ class EnginePool:
     def _to_pooled(self, server: AnyEngineServer) -> PooledEngine:
         client = EngineClient(server.url, timeout_s=self.spec.request_timeout_s)
         if not isinstance(server, ExternalEngine):
-            return PooledEngine(client, server.alive, str(server.log_path))
+            needs_adapter = self.spec.uses_adapters
+            return PooledEngine(client, server.alive, str(server.log_path), needs_adapter=needs_adapter)
         if self.spec.deterministic:
             check_seed_support(client, "rollout.deterministic")
         if self.spec.has_stop_texts:
@@ -157,6 +164,12 @@ class EnginePool:
             if engine not in self._heartbeats:
                 self._heartbeats[engine] = asyncio.create_task(self._check_heartbeat(engine))
 
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        for engine in self.engines:
+            if engine.client.url in urls:
+                engine.client.adapter = name
+
     def replace(self, urls: Sequence[str], timeout_s: float) -> list[str]:
         """Replace these engines by new engines, and wait until the new engines take requests. Returns the URLs of all engines."""
         for url in urls:
@@ -175,12 +188,14 @@ class EnginePool:
         cache: CompletionCache | None = None,
         session: StickySession | None = None,
         expected_work: float | None = None,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
         """Sample one completion of each prompt, with one HTTP request. Returns the completions in the order of the prompts.
 
         Must run in the pool's event loop (see `submit`). Completions that `cache` holds are not sampled again. `numbers`:
         serial numbers of the responses, under which `cache` stores completions. `session` selects the engine; without a session,
         the least busy engine is used. `expected_work`: work that this request adds to the engine; default: number of responses.
+        `images`: images of each prompt; empty: no prompt has images.
         Raises NoEngineError if no engine is left. Raises EngineError if an engine refuses the request, or if the request fails
         `fault_tolerance.max_response_attempts` times.
         """
@@ -192,7 +207,9 @@ class EnginePool:
         if missing:
             inputs, params = [prompts[index] for index in missing], [sampling[index] for index in missing]
             work = float(len(inputs)) if expected_work is None else expected_work
-            options = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
+            options: dict[str, Any] = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
+            if images:
+                options["images"] = [images[index] for index in missing]
             request = partial(EngineClient.generate_async, input_ids=inputs, sampling=params, **options)
             completions = await self._retrying(self._send, session or self.open_session(), request, len(inputs), work)
             sampled = [numbers[index] for index in missing]
@@ -235,7 +252,7 @@ class EnginePool:
         """
         assert self._http is not None, "wait_ready() opens the HTTP session"
         while True:
-            if session.engine.failure is not None:
+            if not session.engine.in_service:
                 session.engine = self._least_busy()
             engine = session.engine
             task = asyncio.create_task(request(engine.client, self._http))
@@ -271,9 +288,10 @@ class EnginePool:
 
         Raises NoEngineError if no engine is in service.
         """
-        if alive := [engine for engine in self.engines if engine.failure is None]:
-            return min(alive, key=lambda engine: (engine.faults, engine.expected_work))
-        raise NoEngineError("; ".join(f"{engine.client.url} {engine.failure}" for engine in self.engines))
+        if serving := [engine for engine in self.engines if engine.in_service]:
+            return min(serving, key=lambda engine: (engine.faults, engine.expected_work))
+        reasons = (f"{engine.client.url} {engine.failure or 'has no LoRA adapters yet'}" for engine in self.engines)
+        raise NoEngineError("; ".join(reasons))
 
     def _count_fault(self, engine: PooledEngine, fault: EngineFaultError) -> None:
         engine.faults += 1
@@ -337,15 +355,24 @@ class EnginePool:
         return await run_conversations(conversation, generate_turn_of, prompts, sampling, self._limits)
 
     def generate_all(
-        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], cache: CompletionCache | None = None
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        cache: CompletionCache | None = None,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
         """Sample like `generate`, but spread the prompts evenly over the engines, and wait for the completions."""
+
+        def pick[T](values: Sequence[T], indices: Sequence[int]) -> list[T]:
+            return [values[index] for index in indices] if values else []
 
         async def run() -> list[Completion]:
             engines = self._in_service()
             parts = await asyncio.gather(
                 *(
-                    self.generate(part, [prompts[i] for i in part], [sampling[i] for i in part], cache, session)
+                    self.generate(
+                        part, pick(prompts, part), pick(sampling, part), cache, session, images=pick(images, part)
+                    )
                     for session, part in (
                         (StickySession(engines[engine]), part)
                         for engine, part in _even_parts(len(prompts), len(engines))
@@ -375,7 +402,7 @@ class EnginePool:
     def _in_service(self) -> list[PooledEngine]:
         """Return the engines that are in service. Raises NoEngineError if there is none."""
         self._least_busy()
-        return [engine for engine in self.engines if engine.failure is None]
+        return [engine for engine in self.engines if engine.in_service]
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the event loop and return its result. Raises EngineError after `rollout.request_timeout_s`."""
@@ -392,7 +419,7 @@ class EnginePool:
     @property
     def num_in_service(self) -> int:
         """Number of engines that take requests."""
-        return sum(engine.failure is None for engine in self.engines)
+        return sum(engine.in_service for engine in self.engines)
 
     def take_failed(self) -> dict[str, str]:
         """Return URL -> reason of failure, for the engines that failed since the last call."""
@@ -446,41 +473,3 @@ def _even_parts(num_responses: int, num_engines: int) -> list[tuple[int, list[in
         for engine, responses in enumerate(np.array_split(np.arange(num_responses), num_engines))
         for start in range(0, len(responses), MAX_RESPONSES_PER_REQUEST)
     ]
-
-
-class EventLoopThread:
-    """An asyncio event loop in its own thread. The first call of `submit` starts the thread."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop, and return its future. Only other threads may wait for the future."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _run_loop(self) -> None:
-        assert self._loop is not None, "submit() sets it"
-        self._loop.run_forever()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel all running coroutines and end the thread."""
-        if self._loop is None:
-            return
-        loop, self._loop = self._loop, None
-        try:
-            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(timeout_s)
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join(timeout_s)
-
-
-async def _cancel_all() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

@@ -102,6 +102,10 @@ class RolloutWorkerHandle:
         """Tell the worker whether the engines are paused. A paused engine that computes nothing does not count as failed."""
         self.call(RolloutWorker.set_paused, paused)
 
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        self.call(RolloutWorker.set_adapter, name, list(urls))
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Return a context in which the worker regards the engines as paused, for example during a weight push."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from mrl.data.images import RequestImages
 from mrl.data.tokenizer import load_tokenizer
 from mrl.hang_report.process_registry import track_activity
 from mrl.rewards.reward_types import single_rewards
@@ -97,16 +98,22 @@ class GroupSampler:
         count = f"{len(requests)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sum(sizes))
         with track_activity(f"sampling {count} responses to rows {rows}"):
             repeated = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
-            trajectories = await self._respond(repeated, sampling, numbers, self._cache, expected_work)
+            images = self._images([request.row for request in requests])
+            of_each = [image for image, size in zip(images, sizes, strict=True) for _ in range(size)] if images else ()
+            trajectories = await self._respond(repeated, sampling, numbers, self._cache, expected_work, images=of_each)
             greedy: Sequence[Trajectory | None] = [None] * len(requests)
             if self.spec.needs_greedy:
                 greedy_params = self._seeded(replace(params, temperature=0.0), [()] * len(requests))
-                greedy = await self._respond(prompts, greedy_params, range(len(prompts)))
+                greedy = await self._respond(prompts, greedy_params, range(len(prompts)), images=images)
         found = iter(trajectories)
         return [
             UnscoredGroup(request, prompt, list(islice(found, size)), greedy_response)
             for request, prompt, size, greedy_response in zip(requests, prompts, sizes, greedy, strict=True)
         ]
+
+    def _images(self, rows: Sequence[int]) -> list[RequestImages | None]:
+        """Return the images of these rows of the training data; an empty list if no row of the data has images."""
+        return [self.spec.train.request_images(row) for row in rows] if self.spec.train.has_images else []
 
     async def _respond(
         self,
@@ -115,30 +122,38 @@ class GroupSampler:
         numbers: Sequence[int],
         cache: CompletionCache | None = None,
         expected_work: float | None = None,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Trajectory]:
         """Sample one response to each prompt. All prompts go to one engine, which EnginePool.open_session chooses.
 
-        For `numbers`, `cache` and `expected_work`, see EnginePool.generate.
+        For `numbers`, `cache`, `expected_work` and `images`, see EnginePool.generate.
         """
         session = self._engines.open_session()
         if self._conversation:
             sessions = [session] * len(prompts)
             return await self._engines.converse(self._conversation, numbers, prompts, sampling, cache, sessions)
-        completions = await self._engines.generate(numbers, prompts, sampling, cache, session, expected_work)
+        completions = await self._engines.generate(
+            numbers, prompts, sampling, cache, session, expected_work, images=images
+        )
         return [Trajectory.from_completion(completion) for completion in completions]
 
     def respond_now(
-        self, prompts: list[list[int]], params: SamplingParams, response_ids: Sequence[tuple[int, ...]]
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        response_ids: Sequence[tuple[int, ...]],
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Trajectory]:
         """Sample one response to each prompt, spread the prompts over all engines, and wait for the responses.
 
-        `response_ids`: for each prompt, numbers that identify its response and determine its seed (response_seed). Must not be
-        called in the event loop, because this call would block the loop.
+        `response_ids`: for each prompt, numbers that identify its response and determine its seed (response_seed). `images`: see
+        EnginePool.generate. Must not be called in the event loop, because this call would block the loop.
         """
         sampling = self._seeded(params, response_ids)
         if self._conversation:
             return self._engines.converse_all(self._conversation, prompts, sampling)
-        return [Trajectory.from_completion(completion) for completion in self._engines.generate_all(prompts, sampling)]
+        completions = self._engines.generate_all(prompts, sampling, images=images)
+        return [Trajectory.from_completion(completion) for completion in completions]
 
     def _seeded(self, params: SamplingParams, response_ids: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
         """Return the sampling parameters of each response: `params`, with a seed if `rollout.deterministic` is set."""

@@ -34,6 +34,7 @@ class ServerGroup:
     timeline: bool = False  # whether the servers record spans (parallel.spans)
     # `slots(i)` returns the device slots of the server with index i. None: servers are children of the pool's process.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables of the servers
 
 
 class PoolSettings(Protocol):
@@ -74,6 +75,11 @@ class PoolSettings(Protocol):
         """Whether the engines return the experts of each token."""
         ...
 
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether an engine gets requests only after a push has loaded LoRA adapters into it."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
@@ -86,6 +92,7 @@ class EngineSettings:
     has_stop_texts: bool = False
     logprobs: bool = True
     routed_experts: bool = False
+    uses_adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,7 @@ class RolloutSpec:
     logprobs: bool = True  # whether engines return log-probabilities, which training needs
     routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
+    engine_env: Mapping[str, str] = field(default_factory=dict)  # environment variables of the engines
     # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
     served: tuple[ServerGroup, ...] = ()  # for each served model of the key `roles`, its servers
@@ -149,7 +157,13 @@ class RolloutSpec:
             external_urls=self.engine_urls,
             timeline=self.timeline,
             slots=self.slots,
+            env=self.engine_env,
         )
+
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether an engine gets requests only after a push has loaded LoRA adapters into it."""
+        return bool(self.server_args.get("enable_lora"))
 
     @property
     def has_stop_texts(self) -> bool:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,16 @@ from mrl.core.code_locations import describe_plug_in
 from mrl.core.metrics import Metrics
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, spread
-from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, TeacherPart, TokenBlock, assemble_column
+from mrl.core.types import (
+    AdvantageResult,
+    Column,
+    Handle,
+    ImageInputs,
+    Rollouts,
+    TeacherPart,
+    TokenBlock,
+    assemble_column,
+)
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from mrl.rewards.reward_types import Response, Reward, Score
@@ -157,6 +167,10 @@ class RolloutWorker:
         """Record whether the driver has paused the engines. A paused engine that computes nothing does not count as failed."""
         self.engines.paused = paused
 
+    def set_adapter(self, name: str, urls: list[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        self.engines.set_adapter(name, urls)
+
     def sample(self, first_number: int, rows: NDArray[np.int64], step: int, sizes: Sequence[int] | None = None) -> int:
         """Add prompts to the staleness buffer, and wait for the groups on which `step` trains.
 
@@ -249,7 +263,7 @@ class RolloutWorker:
         if self.spec.record:
             write_recording(Path(self.spec.run_dir) / "rollouts", step, to_block(groups), **control_columns(groups))
         offline = offline_groups(self.spec.offline, step)
-        block = to_block([*groups, *offline])
+        block = replace(to_block([*groups, *offline]), images=self._images(groups))
         columns: dict[str, Any] = control_columns([*groups, *offline])
         scored, num_offline = to_scored_batch([*groups, *offline]), sum(len(group.samples) for group in offline)
         if num_offline:
@@ -283,6 +297,18 @@ class RolloutWorker:
                 **self._length_bias.update(taken, self._pipeline.finished()),
             },
         )
+
+    def _images(self, groups: Sequence[Group]) -> dict[int, ImageInputs]:
+        """Return index of a response -> images of its prompt. The responses of a group share one object."""
+        if not self.train.has_images:
+            return {}
+        found: dict[int, ImageInputs] = {}
+        first = 0
+        for group in groups:
+            if (inputs := self.train.image_inputs(group.row)) is not None:
+                found |= dict.fromkeys(range(first, first + len(group.samples)), inputs)
+            first += len(group.samples)
+        return found
 
     def estimate(
         self,
@@ -421,7 +447,8 @@ class RolloutWorker:
         members = np.arange(len(rows)) % evaluation.sampling.n
         seed_ids = [(HELD_OUT, row, member) for row, member in zip(rows.tolist(), members.tolist(), strict=True)]
         prompts = [self.test.encode(row) for row in rows.tolist()]
-        trajectories = self._sampler.respond_now(prompts, evaluation.sampling, seed_ids)
+        images = [self.test.request_images(row) for row in rows.tolist()] if self.test.has_images else ()
+        trajectories = self._sampler.respond_now(prompts, evaluation.sampling, seed_ids, images)
         if self.spec.agent:
             calls = np.mean([trajectory.usage.tool_calls for trajectory in trajectories if trajectory.usage])
             logging.info("held-out prompts, %s: %.3f tool calls per response", evaluation.sampling, calls)

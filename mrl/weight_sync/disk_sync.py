@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.architecture import VISION_PREFIX
 from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
+from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, read_server_info
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
 
 KEPT_VERSIONS = 2  # weight versions whose folders stay on the disk: the newest version and the version before
@@ -61,11 +61,7 @@ class DiskSync:
         self._folder, self._model, self._layout_of, self._version = folder, model, layout_of, -1
         self._coordinator: Coordinator | None = None
         if dist.get_rank() == 0:
-            try:
-                with EngineControl(urls[0], timeout_s) as engine:
-                    self._server_info = engine.server_info()
-            except httpx.HTTPError as error:
-                raise WeightSyncError(f"{urls[0]} does not answer: {error!r}", {urls[0]: repr(error)}) from error
+            self._server_info = read_server_info(urls[0], timeout_s)
             self._topology = Topology.of(self._server_info)
             self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, PauseMode.retract, join_channel=None)
 
@@ -143,7 +139,8 @@ class ExpectedChecksums:
     """The checksums that SGLang should report for all parameters of an engine, computed from whole tensors."""
 
     def __init__(self, layout: EngineLayout, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        """`dtype`: the dtype in which the engine computes. Some of its parameters have other dtypes, as `layout` says."""
+        self._layout, self._dtype = layout, str(dtype).removeprefix("torch.")
         ranks = range(layout.topology.tp)
         self._shapes = [layout.param_shapes(rank) for rank in ranks]
         self._shards: list[dict[str, list[EngineShard]]] = [{} for _ in ranks]  # by rank, by Hugging Face name
@@ -166,7 +163,8 @@ class ExpectedChecksums:
 
     def _add(self, rank: int, shard: EngineShard, tensor: Tensor) -> None:
         shape, incomplete = self._shapes[rank][shard.param], self._incomplete[rank]
-        param = incomplete.setdefault(shard.param, torch.zeros(shape, dtype=self._dtype))
+        dtype = getattr(torch, self._layout.dtype_of(shard.param, self._dtype))
+        param = incomplete.setdefault(shard.param, torch.zeros(shape, dtype=dtype))
         box = shard.box_in_param(shard.box)
         param[box.slices].copy_(tensor[shard.box.slices].view(box.sizes))
         self._missing[rank][shard.param] -= 1
@@ -176,10 +174,12 @@ class ExpectedChecksums:
     def compare(self, reported: Sequence[Mapping[str, Any]], engine: str) -> None:
         """Raise WeightMismatchError if the checksums in `reported`, by rank, differ from the expected checksums.
 
-        `engine` is the URL of the engine that reported them, for the error message.
+        The vision tower of an image model is not compared. `engine` is the URL of the engine that reported the checksums, for the
+        error message.
         """
         for rank, (expected, actual) in enumerate(zip(self._checksums, reported, strict=True)):
-            wrong = sorted(name for name in expected | dict(actual) if actual.get(name) != expected.get(name))
+            names = [name for name in expected | dict(actual) if not name.startswith(VISION_PREFIX)]
+            wrong = sorted(name for name in names if actual.get(name) != expected.get(name))
             if wrong:
                 raise WeightMismatchError(
                     f"{engine} rank {rank} does not hold the weights that were written: {', '.join(wrong[:MAX_NAMES])}. The "

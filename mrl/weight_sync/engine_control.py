@@ -41,6 +41,21 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
+def adapter_name(version: int, push: int) -> str:
+    """Return a name for the LoRA adapters of weight version `version`. `push`: number that is larger for later pushes."""
+    return f"version_{version}_{push}"
+
+
+def adapter_version(name: str) -> int:
+    """Return the weight version of the adapters that `adapter_name` has named."""
+    return int(name.split("_")[1])
+
+
+def push_number(name: str) -> int:
+    """Return the number of the push that has loaded the adapters with this name."""
+    return int(name.split("_")[2])
+
+
 class EngineError(RuntimeError):
     """An engine refused a request."""
 
@@ -113,6 +128,34 @@ class EngineControl:
     def update_weights_from_disk(self, folder: str) -> None:
         """Have the engine load a Hugging Face folder that the engine can read. No weight update session is needed."""
         self._call("/update_weights_from_disk", model_path=folder, flush_cache=False)
+
+    def adapters(self) -> list[str]:
+        """Return the names of the loaded LoRA adapters."""
+        return [card["id"] for card in self._get("/v1/models")["data"] if card.get("parent")]
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load the LoRA adapters in a folder of PEFT in addition to the loaded ones. The engine must be able to read the folder.
+
+        Requests use the adapters if their field `lora_path` is `name`. The folder must exist until the adapters are unloaded,
+        because the engine maps its files into memory.
+        """
+        self._call("/load_lora_adapter", lora_name=name, lora_path=folder)
+
+    def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """Wait until no request uses this LoRA adapter, and unload it.
+
+        Meanwhile, SGLang (0.5.23) neither loads nor unloads other adapters. It waits without a limit, also after the deadline
+        `timeout_s`. Raises EngineError if requests still use the adapter at the deadline.
+        """
+        path = "/unload_lora_adapter"
+        try:
+            answer = self._post(path, dict(lora_name=name), timeout_s)
+        except httpx.ReadTimeout:
+            raise EngineError(
+                f"{self.url} could not unload the LoRA adapters {name} within {timeout_s:.3g} s, because requests still use "
+                "them; set a larger weight_sync.timeout_s, or a smaller rollout.max_response_tokens."
+            ) from None
+        self._parse(path, answer)
 
     def set_weight_version(self, version: str) -> None:
         """Set the version of the weights that the engine serves."""
@@ -198,11 +241,21 @@ def _message(content: Any) -> str:
     if not isinstance(content, dict):
         return str(content)
     error = content.get("error")
-    return str(content.get("message") or (error.get("message") if isinstance(error, dict) else error) or content)
+    text = content.get("message") or content.get("error_message")  # the second key is that of requests about adapters
+    return str(text or (error.get("message") if isinstance(error, dict) else error) or content)
 
 
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
+
+
+def read_server_info(url: str, timeout_s: float) -> dict[str, Any]:
+    """Return the /server_info of the first engine of a weight sync. Raises WeightSyncError if the engine does not answer."""
+    try:
+        with EngineControl(url, timeout_s) as engine:
+            return engine.server_info()
+    except httpx.HTTPError as error:
+        raise WeightSyncError(f"{url} does not answer: {error!r}", {url: repr(error)}) from error
 
 
 class WeightSyncError(RuntimeError):

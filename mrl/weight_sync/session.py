@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from models.conversion.fp8_blocks import SCALE_SUFFIX, quantized_shapes, quantizing_reader
 from models.conversion.mapping import ParamMapping
 from mrl.config.process_schema import PauseMode, Transport, WeightSyncConfig
 from mrl.core.types import SyncReport
@@ -113,6 +114,8 @@ class LiveSync:
         self._ranks, self._coordinator = opener.ranks, opener.coordinator
         self.sender = part.sender(channel, self.send_endpoint, settings.delta)
         self._num_tensors = len({chunk.name for bucket in part.buckets for chunk in bucket.chunks})
+        # Name of each matrix that is sent in FP8 with block scales -> its shape
+        self._quantized = quantized_shapes(weights.rows, weights.sizes) if part.block_scales else {}
         self._verified_push: str | None = None  # the last push, if every engine has verified it
         self._version = -1
 
@@ -132,7 +135,7 @@ class LiveSync:
         with span("begin push", "weight_sync", version=version):
             push = self._ranks.on_rank_0(lambda: self._begin_push(version, base))
         begun = time.perf_counter()
-        stats = self.sender.send_all(push, self._weights.reader(), full=base is None)
+        stats = self.sender.send_all(push, self._reader(), full=base is None)
         sent = time.perf_counter()
         with span("finish push", "weight_sync", version=version):
             failed, must_repeat = self._ranks.on_rank_0(
@@ -150,6 +153,10 @@ class LiveSync:
             failed=failed,
             must_repeat=must_repeat,
         )
+
+    def _reader(self) -> ReadTensor:
+        read = self._weights.reader()
+        return quantizing_reader(read, self._quantized) if self._quantized else read
 
     def _begin_push(self, version: int, base: str | None) -> str:
         """Tell the engines to receive the buckets of a new push, and return the name of the push. Only rank 0 calls this."""
@@ -243,6 +250,7 @@ class _SenderPart:
     buckets: list[Bucket]  # buckets that this rank puts into its slots, in order
     # One relay step for each bucket. None: there are no relays, and this rank sends its buckets directly to the receivers
     steps: list[RelayStep] | None = None
+    block_scales: bool = False  # whether matrices are sent in FP8 with block scales
 
     def sender(self, channel: ControlChannel, send_endpoint: SendEndpoint, delta: bool) -> BucketSender:
         """Return the object that sends the buckets."""
@@ -356,6 +364,7 @@ class _SessionOpener:
         infos, tp = self.session.infos, self.session.topology.tp
         parameters, layout = infos[0].parameters, layout_of(self.session.topology)
         layout = layout.with_output_copy() if OUTPUT in parameters and OUTPUT not in layout.row_of else layout
+        layout = layout.with_block_scales() if any(name.endswith(SCALE_SUFFIX) for name in parameters) else layout
         for rank, info in infos.items():
             check_engine_parameters(layout, rank % tp, info.parameters, f"engine rank {rank}")
         weights = self.weights
@@ -367,7 +376,7 @@ class _SessionOpener:
         transport = choose_transport(self.settings.transport, locations, receivers)
         by_sender, by_receiver = _divide_plan(plan, locations, receivers, relayed=transport is Transport.cuda_ipc)
         for rank, part in enumerate(by_sender):
-            channel.put(sender_plan_key(rank), part)
+            channel.put(sender_plan_key(rank), replace(part, block_scales=layout.block_scales))
         for rank, buckets in enumerate(by_receiver):
             channel.put(receiver_plan_key(rank), buckets)
         self.coordinator.check_plan()

@@ -24,6 +24,7 @@ from mrl.workers.actor_critic import MegatronActor
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.parity_trace import forward_outputs
 from mrl.workers.trace_comparison import TensorFile
+from parallel.megatron_layers import rms_norm
 
 Arrays = dict[str, NDArray]
 
@@ -141,7 +142,7 @@ class ForwardTrace:
                 after(attention.q_layernorm, self._output(f"{prefix}normed_query"))
                 after(attention.k_layernorm, self._output(f"{prefix}normed_key"))
             after(attention.core_attention, self._rotated(prefix, 0))
-        else:
+        elif hasattr(attention, "linear_kv_down_proj"):
             self._hook_latent_attention(layer, prefix, after)
         after(attention.linear_proj, self._both(f"{prefix}attention", f"{prefix}attention_output"))
         if hasattr(mlp, "router"):
@@ -201,7 +202,10 @@ class ForwardTrace:
             self._record(f"{prefix}attention_norm", _fused_norm(module, args[0]))
             fused = _with_bias(output)
             heads = fused.reshape(len(self._tokens[-1]), groups, -1, d)
-            for name, part in (("query", heads[:, :, :-2]), ("key", heads[:, :, -2]), ("value", heads[:, :, -1])):
+            queries = (heads.size(2) - 2) // (
+                2 if attention.config.attention_output_gate else 1
+            )  # gates follow queries
+            for name, part in (("query", heads[:, :, :queries]), ("key", heads[:, :, -2]), ("value", heads[:, :, -1])):
                 self._record(f"{prefix}{name}", part)
 
         return record
@@ -267,9 +271,14 @@ def _with_bias(output: Any) -> Tensor:
 
 
 def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
-    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it."""
+    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it.
+
+    Return the input if the module has no norm.
+    """
+    if not hasattr(module, "layer_norm_weight"):
+        return hidden
     eps = getattr(module, "eps", None) or module.config.layernorm_epsilon
-    return F.rms_norm(hidden, hidden.shape[-1:], module.layer_norm_weight, eps)
+    return rms_norm(hidden, module.layer_norm_weight, eps, module.config.layernorm_zero_centered_gamma)
 
 
 def _halves(heads: Tensor, width: int) -> Tensor:

@@ -20,15 +20,20 @@ from torch import Tensor
 from models.architecture import ModelSpec
 from models.conversion.hf_reader import HFWeights
 from models.conversion.hf_writer import write_export
+from models.conversion.peft_folder import ADAPTER_FOLDER, on_host, write_peft
 from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
-from models.model_builder import HeadKind, build_model
+from models.image_model import tower_parameters
+from models.lora import add_adapters
+from models.megatron_overrides import FP8_MULTIPLE
+from models.model_builder import HeadKind, build_model, uses_packed_attention
 from mrl.algorithms.objective import Objective
-from mrl.config.process_schema import Transport, WeightSyncConfig
+from mrl.config.process_schema import LoraSync, Transport, WeightSyncConfig
 from mrl.core.code_locations import describe_plug_in
 from mrl.core.run_errors import NonFiniteGradientError
 from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
+from mrl.weight_sync.adapter_sync import AdapterSync
 from mrl.weight_sync.disk_sync import DiskSync, NamedTensors
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync
@@ -44,8 +49,6 @@ from parallel.packing import pack
 from parallel.pipeline_schedule import LossFunction, OutputHead, run_forward_backward
 from parallel.spans import span
 from parallel.trainer_config import OffloadLevel, OptimConfig
-
-FP8_MULTIPLE = 16  # in fp8, the number of tokens must be a multiple of this
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,21 @@ class MegatronModel:
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
         self.hf = HFConfig.load(spec.model_path, spec.family)
-        self.vocab_size = family_of(self.hf).read(self.hf).vocab_size
+        self.arch = family_of(self.hf).read(self.hf)
+        self.vocab_size = self.arch.vocab_size
         options = dict(head=head, share_prompts=spec.share_prompts)
         chunks = build_model(self.hf, spec.dims, getattr(torch, spec.dtype), **options, **spec.overrides)
         chunks = [chunk.to(device()) for chunk in chunks]
-        self.bridge = WeightBridge(self.hf, chunks, spec.dims, head)
+        self.bridge = WeightBridge(self.hf, chunks, spec.dims, head, spec.train_vision)
         self.bridge.load(HFWeights(spec.model_path))
+        # bridge between the adapters and PEFT's tensors; None: all weights are trained
+        self.adapters = add_adapters(chunks, self.bridge, spec.lora, spec.seed) if spec.lora else None
         if spec.optimizer is None:
             for chunk in chunks:
                 chunk.requires_grad_(False)  # then Megatron allocates no gradient buffers
+        elif not spec.train_vision:
+            for parameter in tower_parameters(chunks):
+                parameter.requires_grad_(False)
         overlap = capabilities().cuda if spec.overlap_grad_reduce is None else spec.overlap_grad_reduce
         self.chunks = wrap_ddp(chunks, overlap, spec.ddp)
         if spec.optimizer is not None:
@@ -115,7 +124,7 @@ class MegatronModel:
             cp_size=spec.dims.cp,
             multiple=(spec.dims.tp if spec.dims.sequence_parallel else 1)
             * (FP8_MULTIPLE if spec.overrides.get("fp8") else 1),
-            cu_seqlens=capabilities().transformer_engine and not spec.share_prompts,
+            cu_seqlens=not uses_packed_attention(self.arch, spec.share_prompts),
             in_order=supports_varlen(device(), getattr(torch, spec.dtype)),
         )
 
@@ -124,7 +133,8 @@ class MegatronModel:
     def micro_batches(self, block: TokenBlock, batch: RankBatch) -> list[MicroBatch]:
         """Build this rank's part of each micro-batch in `batch`."""
         reduce = partial(all_reduce_sum, group=groups.cp_group())
-        return [MicroBatch.build(block, rows, batch, self._pack, reduce) for rows in batch.micro_batches]
+        vision = self.arch.vision
+        return [MicroBatch.build(block, rows, batch, self._pack, reduce, vision) for rows in batch.micro_batches]
 
     def compute_outputs(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
         """Run a forward pass without gradients. Returns the head's output for each micro-batch: [number of outputs, R].
@@ -313,23 +323,26 @@ class MegatronModel:
         return self.bridge.export()
 
     def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients as pairs (name of the Hugging Face tensor, whole gradient).
+        """Yield the gradients of all trained tensors as pairs (name of the Hugging Face tensor, whole gradient).
 
-        Call `accumulate_gradients(all_reduce=True)` first. All ranks with `participates_in_export` must iterate to the end.
+        With LoRA, these are the adapters, by the names of PEFT. Call `accumulate_gradients(all_reduce=True)` first. All ranks
+        with `participates_in_export` must iterate to the end.
         """
-        return self.bridge.export(_gradient, torch.float32)
+        return (self.adapters or self.bridge).export(_gradient, torch.float32)
 
     @property
     def participates_in_export(self) -> bool:
         """Whether this rank must iterate over `export` and `export_gradients` together with rank 0."""
         return self.bridge.participates_in_export(torch.distributed.get_rank())
 
-    def consume_on_rank_0[T](self, consume: Callable[[NamedTensors], T]) -> T | None:
-        """Gather all tensors, and call `consume` with them on rank 0. All ranks call this.
+    def consume_on_rank_0[T](
+        self, consume: Callable[[NamedTensors], T], export: Callable[[], NamedTensors] | None = None
+    ) -> T | None:
+        """Gather all tensors that `export` yields, and call `consume` with them on rank 0. All ranks call this.
 
-        Rank 0 returns the result of `consume`, the other ranks None.
+        Rank 0 returns the result of `consume`, the other ranks None. The default of `export` is the method `export`.
         """
-        tensors = self.export() if self.participates_in_export else iter(())
+        tensors = iter((export or self.export)() if self.participates_in_export else ())
         try:
             return consume(tensors) if torch.distributed.get_rank() == 0 else None
         finally:
@@ -339,15 +352,37 @@ class MegatronModel:
                 pass
 
     def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
-        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: name of a further file -> text."""
+        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: name of a further file -> text.
+
+        With LoRA, the weights are W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
+        """
         self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
+        if self.adapters is not None:
+            self.export_adapters(Path(folder) / ADAPTER_FOLDER)
+
+    def export_adapters(self, folder: str | Path) -> None:
+        """Write the adapters as a PEFT folder, which must not exist. All ranks call this."""
+        lora, adapters = self.spec.lora, self.adapters
+        assert lora is not None and adapters is not None, "the model has no adapters"
+        self.consume_on_rank_0(
+            lambda tensors: write_peft(on_host(tensors), lora, self.spec.model_path, folder), adapters.export
+        )
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
         write_export(tensors, self.exported_config, folder, notes or {})
 
-    def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
-        """Open a weight sync session with these engines. All ranks call this. Only the disk transport writes to `folder`."""
+    def connect_engines(
+        self, urls: list[str], settings: WeightSyncConfig, folder: str
+    ) -> LiveSync | DiskSync | AdapterSync:
+        """Open a weight sync session with these engines. All ranks call this. Live weight sync does not use `folder`."""
+        if settings.lora == LoraSync.adapter:
+            lora, adapters = self.spec.lora, self.adapters
+            assert lora is not None and adapters is not None, (
+                "the plan refuses weight_sync.lora=adapter without lora.rank"
+            )
+            gather = partial(self.consume_on_rank_0, export=adapters.export)
+            return AdapterSync(urls, Path(folder), gather, lora, self.spec.model_path, settings.timeout_s)
         layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
         if settings.transport == Transport.disk:
             return DiskSync(urls, Path(folder), self, layout_of, settings.timeout_s)

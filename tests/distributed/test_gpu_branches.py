@@ -174,13 +174,14 @@ def test_rope_is_fused_only_where_the_kernel_computes_it(monkeypatch):
 
     from models import model_builder
 
-    def arch(amplitude: float = 1.0, latent: bool = False):
-        return SimpleNamespace(has_latent_attention=latent, rope=SimpleNamespace(amplitude=amplitude))
+    def arch(amplitude: float = 1.0, latent: bool = False, local: SimpleNamespace | None = None):
+        return SimpleNamespace(has_latent_attention=latent, rope=SimpleNamespace(amplitude=amplitude), local_rope=local)
 
     assert not model_builder.can_fuse_rope(arch()), "a CPU has no kernel"
     monkeypatch.setattr(model_builder, "capabilities", lambda: SimpleNamespace(transformer_engine=True))
     assert model_builder.can_fuse_rope(arch())
     assert not model_builder.can_fuse_rope(arch(amplitude=1.2))
+    assert not model_builder.can_fuse_rope(arch(local=SimpleNamespace(amplitude=1.2)))
     assert not model_builder.can_fuse_rope(arch(latent=True))
 
 

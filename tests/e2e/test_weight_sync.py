@@ -137,7 +137,7 @@ def test_an_engine_that_stores_weights_in_other_shapes_is_refused(one_rank, engi
     shutil.copytree(engine.folder, tmp_path / "other")
     config = json.loads((tmp_path / "other/config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps(config | {"intermediate_size": 192}))
-    why = r"engine rank 0 stores \d+ parameters differently.*layers\.0\.mlp\.down_proj\.weight is \[128, 384\], the table says"
+    why = r"engine rank 0 stores \d+ parameters differently.*layers\.0\.mlp\.down_proj\.weight is \[128, 384\] float32, the table"
     with pytest.raises(ValueError, match=why), connected([engine.server.url], tmp_path / "other", {}):
         pass
     engine.client.end_weight_update()

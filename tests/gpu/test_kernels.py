@@ -14,7 +14,7 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
 
-def attention_in_bfloat16_and_float64(rank: int) -> None:
+def attention_in_bfloat16_and_float64(rank: int, window_size: tuple[int, int] | None) -> None:
     """Compare attention in bfloat16 with attention in float64. Only bfloat16 on a GPU uses the variable-length kernel."""
     import torch
 
@@ -24,7 +24,7 @@ def attention_in_bfloat16_and_float64(rank: int) -> None:
 
     segments = [Segment(33), *[Segment(n, 0) for n in (5, 17, 1)], Segment(64), Segment(7, 4), Segment(128)]
     packed = pack(segments, device())
-    config = SimpleNamespace(kv_channels=64, attention_dropout=0.0)
+    config = SimpleNamespace(kv_channels=64, attention_dropout=0.0, window_size=window_size, window_attn_skip_freq=None)
     attention = PackedAttention(config, 1, None, "self")
     total = sum(s.length for s in segments)
     torch.manual_seed(0)
@@ -91,7 +91,11 @@ def step_with_few_and_many_micro_batches(rank: int, folder: str, kind: str, dtyp
 
 
 def test_attention_in_bfloat16_equals_the_exact_attention(run_program):
-    run_program(ParallelDims(), attention_in_bfloat16_and_float64)
+    run_program(ParallelDims(), attention_in_bfloat16_and_float64, None)
+
+
+def test_attention_with_a_window_in_bfloat16_equals_the_exact_attention(run_program):
+    run_program(ParallelDims(), attention_in_bfloat16_and_float64, (19, 0))
 
 
 def test_chunked_logprobs_equal_those_of_whole_logits_with_bounded_memory(run_program):

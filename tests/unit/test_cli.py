@@ -46,12 +46,13 @@ def test_a_wrong_option_shows_usage_once(capsys):
 
 
 def test_subcommands_are_those_of_the_commands():
-    from mrl.commands import convert, data
+    from mrl.commands import convert, data, family
 
     assert set(SUBCOMMANDS["convert"]) == set(convert.KINDS)
     kinds = next(action for action in data.parser()._actions if action.dest == "kind")
     assert set(SUBCOMMANDS["data"]) == set(kinds.choices)
     assert set(SUBCOMMANDS["completion"]) == set(completion.SHELLS)
+    assert family.main(["--help"]) == 0 and all(f"mrl family {name} " in family.HELP for name in SUBCOMMANDS["family"])
     assert SUBCOMMANDS.keys() <= COMMANDS.keys()
 
 

@@ -72,7 +72,7 @@ def test_a_library_that_cannot_be_imported_is_hidden_before_the_first_import_of_
 def test_a_plan_refuses_fields_that_need_a_transformer_engine_that_cannot_be_imported(process_with_gpu, broken):
     code = f"raise {MISSING_FILE}" if broken else ""
     process_with_gpu({"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": code})
-    for overrides in ({"fp8": "hybrid"}, {"moe_grouped_gemm": True}):
+    for overrides in ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, {"moe_grouped_gemm": True}):
         with pytest.raises(ValueError, match="which is not installed or cannot be") if broken else nullcontext():
             check_megatron_overrides(overrides)
 

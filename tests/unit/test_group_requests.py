@@ -33,7 +33,7 @@ def sample(requests, **settings):
     """Sample groups of these requests on a server; return the groups and the parameters that the server got."""
     server = EchoEngine()
     with engine_pool(server, seed=5, **settings) as engines:
-        spec = replace(engines.spec, deterministic=True, train=Mock(encode=lambda row: [row, row]))
+        spec = replace(engines.spec, deterministic=True, train=Mock(encode=lambda row: [row, row], has_images=False))
         cache = Mock(get=lambda number, inputs: None)
         groups = engines.submit(GroupSampler(spec, engines, cache).sample(requests)).result(10)
     server.stop()

@@ -142,6 +142,7 @@ def worker_on(engines, evaluations, reward, further=(), record=False, tmp_path=N
     worker.test = Mock(
         rows_by_source=lambda: {"a": range(2), "b": range(2, 5)},
         encode=lambda row: [row, row],
+        has_images=False,
         decode=lambda responses: ["".join(map(str, ids)) for ids in responses],
         reward_fields=lambda row: dict(
             data_source="s", ground_truth=str(row), extra_info={}, prompt=[], ability="", style=""

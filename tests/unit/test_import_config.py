@@ -204,6 +204,8 @@ def test_a_file_that_is_no_config_is_refused(text, said, tmp_path, capsys):
         ("train_batch_size", "rollout.prompts_per_step"),
         ("rollout.n", "rollout.responses_per_prompt"),
         ("lr", "optim.lr"),
+        ("lora_rank", "lora.rank"),
+        ("lora_r", "lora.rank"),
         ("kl_coef", "algorithm.kl_in_reward.coef"),
         ("--rm-type", "reward"),
         ("num_generations", "rollout.responses_per_prompt"),
@@ -212,6 +214,29 @@ def test_a_file_that_is_no_config_is_refused(text, said, tmp_path, capsys):
 )
 def test_the_message_for_a_foreign_key_names_the_key_of_mrl(key, meant):
     assert f"'{meant}'" in unknown_key_message(key)
+
+
+def test_adapters_have_the_scale_and_the_matrices_of_the_other_trainer():
+    model = "actor_rollout_ref.model."
+    for keys, rank, alpha in (
+        ({f"{model}lora_rank": 8}, 8, 16),
+        ({f"{model}lora_rank": 8, f"{model}lora_alpha": 64}, 8, 64),
+        ({f"{model}lora.rank": 8}, 8, 32),
+    ):
+        assert translate("verl", keys).overrides == {"lora.rank": rank, "lora.alpha": alpha}
+    assert translate("verl", {f"{model}lora_rank": 0}).overrides == {"lora.rank": 0}
+    assert translate("trl", {"use_peft": True}).overrides == {
+        "lora.rank": 16,
+        "lora.alpha": 32,
+        "lora.targets": ["q_proj", "v_proj"],
+    }
+    given = dict(lora_r=4, lora_alpha=8, lora_target_modules=["k_proj", "o_proj"], lora_dropout=0.1, use_peft=True)
+    found = translate("trl", given)
+    assert found.overrides == {"lora.rank": 4, "lora.alpha": 8, "lora.targets": ["k_proj", "o_proj"]}
+    assert found.no_counterpart == [("lora_dropout=0.1", "mrl's adapters have no dropout")]
+    every = translate("trl", {"use_peft": True, "lora_target_modules": ["all-linear"]}).overrides
+    assert every == {"lora.rank": 16, "lora.alpha": 32}, "by default, mrl adapts all linear layers"
+    assert not translate("trl", {"use_peft": False, "lora_r": 4}).overrides
 
 
 def test_how_held_out_sets_are_sampled_becomes_part_of_each_set():

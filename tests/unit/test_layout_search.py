@@ -18,6 +18,7 @@ from search_cases import (
     small_moe,
     write_model,
 )
+from tiny_families import image_config
 
 from models.families import family_of
 from models.hf_config import HFConfig
@@ -31,7 +32,8 @@ from mrl.data.tokenizer import character_tokenizer
 from mrl.placement.resource_pools import slot_demands
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within_a_node_s
 from mrl.planner.layout_search import STALENESS
-from mrl.planner.layout_space import ReplicaLayout
+from mrl.planner.layout_space import LayoutSpace, ReplicaLayout
+from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_time import TrainerTime
 from mrl.weight_sync.engine_layout import EngineLayout, Topology
 from parallel.dims import ParallelDims
@@ -272,6 +274,27 @@ def test_the_search_has_only_candidates_that_fit_the_transport(tmp_path, transpo
     assert {candidate.placement for candidate in make_search(config)._candidates(3)} == placements
 
 
+def test_the_search_counts_only_adapters_as_trained_weights(tmp_path):
+    """The state of all 8 billion parameters does not fit on one GPU."""
+    words = (f"model.path={write_model(tmp_path, QWEN3_8B)}", "run.dir=x", "data.train=[x.jsonl]", *ARGUMENTS)
+
+    def fits(*keys: str) -> bool:
+        config = hydra_entry.compose_config(hydra_entry.check_overrides([*words, *keys]))
+        return make_search(config).fits(ReplicaLayout(recompute=True), 1)
+
+    assert fits("lora.rank=16") and not fits()
+
+
+def test_the_layers_with_features_of_a_vision_tower_stay_in_one_stage(tmp_path):
+    image_config("qwen3_vl").save_pretrained(tmp_path)
+    config = HFConfig.load(tmp_path)
+    family, arch = family_of(config), family_of(config).read(config)
+    for features, sizes in ((1, {1, 2}), (2, {1})):  # the model has two layers
+        of = replace(arch, vision=replace(arch.vision, repeats=dict(block=2, feature=features)))
+        layouts = LayoutSpace(of, ModelShape.of(family, of), cluster_of(1), 64.0).layouts()
+        assert {layout.pp for layout in layouts} == sizes
+
+
 @pytest.mark.extended
 def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
     code, out, _ = run(capsys, f"model.path={write_model(tmp_path, QWEN3_8B)}", *ARGUMENTS, "plan.top=3")
@@ -339,7 +362,7 @@ def test_the_length_of_prompts_is_shown_with_its_source(tmp_path, capsys):
 
 
 def test_the_length_of_prompts_is_measured_in_the_data(tmp_path):
-    character_tokenizer().save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(write_model(tmp_path, QWEN3_8B))
     rows = [dict(prompt=[dict(role="user", content="1" * n)], reward_model=dict(ground_truth="1")) for n in (2, 4)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [f"model.path={tmp_path}", f"data.train=[{tmp_path}/data.jsonl]", "data.max_prompt_tokens=300"]

@@ -200,35 +200,48 @@ def test_a_pack_in_order_without_shared_prompts_needs_no_permutation_of_keys(seg
     assert pack(segments, CPU, multiple=tp_multiple, in_order=True).key_index is None
 
 
-def attend(query, key, value, packed: PackedSequences, dropout: float = 0.0):
+def attend(query, key, value, packed: PackedSequences, window: int | None = None, dropout: float = 0.0):
     """Return the attention of a model that is evaluated. `dropout` is the rate in training."""
     from parallel.attention import PackedAttention
 
-    config = SimpleNamespace(kv_channels=query.size(2), attention_dropout=dropout)
+    limits = dict(window_size=None if window is None else (window - 1, 0), window_attn_skip_freq=None)
+    config = SimpleNamespace(kv_channels=query.size(2), attention_dropout=dropout, **limits)
     alone = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     module = PackedAttention(config, 1, None, "self", pg_collection=alone).eval()
     return module(query, key, value, packed_seq_params=packed)
 
 
+windows = st.sampled_from([None, 1, 2, 3, 6])
 heads_of_queries_and_keys = st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)])
 
 
 @many
-@given(trees(), heads_of_queries_and_keys, tp_multiples, st.integers(0, 99))
-def test_attention_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, seed):
-    check_attention(segments, pack(segments, CPU, multiple=tp_multiple), heads, seed)
+@given(trees(), heads_of_queries_and_keys, tp_multiples, windows, st.integers(0, 99))
+def test_attention_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, window, seed):
+    check_attention(segments, pack(segments, CPU, multiple=tp_multiple), heads, window, seed)
 
 
 @many
-@given(trees(), heads_of_queries_and_keys, tp_multiples, st.integers(0, 99))
-def test_the_attention_of_gpus_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, seed):
+@given(trees(), heads_of_queries_and_keys, tp_multiples, windows, st.integers(0, 99))
+def test_the_attention_of_gpus_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, window, seed):
     from parallel import attention
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "supports_varlen", lambda device, dtype: True)
         patch.setattr(attention, "_varlen_kernel", lambda channels: varlen_attn)
         packed = pack(segments, CPU, multiple=tp_multiple, in_order=True)
-        check_attention(segments, packed, heads, seed)
+        check_attention(segments, packed, heads, window, seed)
+
+
+def test_a_window_is_the_sliding_window_of_transformers():
+    """The reference is the mask of Gemma 3 and OLMo 3 in transformers."""
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    mask = sliding_window_causal_mask_function(3)
+    expected = [[bool(mask(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(7)] for q in range(7)]
+    value = torch.eye(7, dtype=torch.float64)[:, None]  # the output of a token has its attention to each token
+    query = key = torch.zeros(7, 1, 7, dtype=torch.float64)
+    assert (attend(query, key, value, pack([Segment(7)], CPU), window=3) > 0).tolist() == expected
 
 
 def test_the_attention_of_gpus_accepts_values_with_fewer_channels_than_keys(monkeypatch):
@@ -336,7 +349,9 @@ def test_attention_sums_the_gradients_of_keys_and_values_in_that_dtype(monkeypat
     assert rounded == [False, True, True]
 
 
-def check_attention(segments: list[Segment], packed: PackedSequences, heads: tuple[int, int], seed: int) -> None:
+def check_attention(
+    segments: list[Segment], packed: PackedSequences, heads: tuple[int, int], window: int | None, seed: int
+) -> None:
     """Compare outputs and gradients with those of attention with a dense mask."""
     generator, width = torch.Generator().manual_seed(seed), 3
 
@@ -350,8 +365,8 @@ def check_attention(segments: list[Segment], packed: PackedSequences, heads: tup
     cotangent = random(packed.num_tokens, heads[0] * width)
     ours = [column.clone().requires_grad_() for column in columns]
     theirs = [column.clone().requires_grad_() for column in columns]
-    found = attend(*ours, packed)
-    expected = dense_attention(*(column[where] for column in theirs), segments)
+    found = attend(*ours, packed, window)
+    expected = dense_attention(*(column[where] for column in theirs), segments, window)
     torch.testing.assert_close(found[where], expected, rtol=1e-12, atol=1e-12)
     (found[where] * cotangent).sum().backward()
     (expected * cotangent).sum().backward()

@@ -15,8 +15,8 @@ from mrl.config.validate import roles_of
 from mrl.controller import model_processes, plan_train
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemoryState
 from mrl.controller.model_processes import ModelGroups
-from mrl.controller.plan_models import build_pools, parallel_layout, plan_models
-from mrl.controller.plan_train import check_memory_fractions, check_served_folders, check_served_roles
+from mrl.controller.plan_models import build_pools, check_served_folders, parallel_layout, plan_models
+from mrl.controller.plan_train import check_memory_fractions, check_served_roles
 from mrl.controller.processes import RunProcesses
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards import remote_models
@@ -185,6 +185,15 @@ def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
         check_served_folders(served)
     (tmp_path / "config.json").write_text("{}")
     check_served_folders(served)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "MiniMaxM2ForCausalLM"])
+def test_a_served_role_that_needs_gpus_is_refused_on_a_cpu(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(dict(architectures=[name])))
+    served = [f"roles.judge.path={tmp_path}", "roles.judge.num_engines=1"]
+    with pytest.raises(ValueError, match=rf"roles\.judge\.path=.* no kernels for {name} on a CPU; use GPUs\.$"):
+        check_served_folders(config(*served, "sglang.device=cpu"))
+    check_served_folders(config(*served, "cluster=h100"))
 
 
 def test_servers_that_share_gpus_claim_less_than_their_whole_memory():

@@ -1,17 +1,27 @@
 """Transfer plans: engine layouts equal shards that are cut by hand, and plans are executed on plain tensors."""
 
+import ast
 from collections import defaultdict
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tiny_families import FAMILIES
+from tiny_families import SIZES as TINY_SIZES
 
 from models.architecture import Architecture
 from models.conversion.mapping import Box
+from models.families.gemma3 import GEMMA3
+from models.families.minimax_m2 import MINIMAX_M2
 from models.families.mixtral import MIXTRAL
+from models.families.phi3 import PHI3
 from models.families.qwen import QWEN3, QWEN3_MOE
+from models.families.qwen3_next import QWEN3_5, QWEN3_NEXT
+from models.hf_config import HFConfig
 from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineLayout, Topology
 from mrl.weight_sync.transfer_plan import (
     Bucket,
@@ -30,10 +40,11 @@ LAYERS, KV_HEADS, EXPERTS, VOCAB = 4, 2, 4, 41
 SIZES = dict(vocab=VOCAB, hidden=8, ffn=16, q=8 * 4, kv=KV_HEADS * 4, head_dim=4, experts=EXPERTS, moe_ffn=8)
 MOE = dict(num_moe_experts=EXPERTS, moe_layer_freq=[0, 1, 1, 1])
 BYTES = {"float32": 4, "bfloat16": 2}
+DENSE = (QWEN3, PHI3, GEMMA3)
 
 
 def architecture(family, tied=False) -> Architecture:
-    moe = {} if family is QWEN3 else MOE if family is QWEN3_MOE else MOE | dict(moe_layer_freq=[1] * LAYERS)
+    moe = {} if family in DENSE else MOE if family is QWEN3_MOE else MOE | dict(moe_layer_freq=[1] * LAYERS)
     transformer = dict(num_layers=LAYERS, num_attention_heads=8, num_query_groups=KV_HEADS, **moe)
     return Architecture(VOCAB, 64, Rope(rope_theta=1e4, dim=4), tied, transformer, SIZES)
 
@@ -70,6 +81,21 @@ def test_each_rank_fuses_its_shards_of_dense_projections(tp):
         both = torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]])
         assert torch.equal(filled["model.layers.1.mlp.gate_up_proj.weight"], both)
         assert torch.equal(filled["model.norm.weight"], tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_rank_holds_its_shards_of_the_sections_of_a_fused_tensor(tp):
+    arch = architecture(PHI3)
+    tensors = tensors_of(PHI3, arch)
+    stored = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
+    q, k, v = tensors[stored[0]].split([SIZES["q"], SIZES["kv"], SIZES["kv"]])
+    gate, up = tensors[stored[1]].chunk(2)
+    layout = EngineLayout.of(PHI3, arch, Topology(tp))
+    for rank in range(tp):
+        filled, heads = engine_parameters(layout, rank, tensors), min(tp, KV_HEADS)
+        mine = [t.chunk(n)[rank * n // tp] for t, n in ((q, tp), (k, heads), (v, heads))]
+        assert torch.equal(filled[stored[0]], torch.cat(mine))
+        assert torch.equal(filled[stored[1]], torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]]))
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
@@ -115,6 +141,71 @@ def test_each_data_parallel_attention_group_holds_the_whole_attention():
         mine = engine_parameters(layout, rank, tensors)
         assert torch.equal(mine[whole], engine_parameters(alone, rank % 2, tensors)[whole])
         assert torch.equal(mine[mlp], tensors[mlp].chunk(4, 1)[rank])
+
+
+def test_the_embedding_of_gemma_3_is_whole_on_every_rank():
+    arch, name = architecture(GEMMA3, tied=True), "model.embed_tokens.weight"
+    tensors = tensors_of(GEMMA3, arch)
+    layout = EngineLayout.of(GEMMA3, arch, Topology(2))
+    assert all(torch.equal(engine_parameters(layout, rank, tensors)[name], tensors[name]) for rank in range(2))
+
+
+def test_the_router_of_minimax_is_float32():
+    layout, block = EngineLayout.of(MINIMAX_M2, architecture(MINIMAX_M2), Topology()), "model.layers.1.block_sparse_moe"
+    dtypes = {name: layout.dtype_of(name, "bfloat16") for name in layout.param_shapes(0) if name.startswith(block)}
+    assert {name.removeprefix(f"{block}.") for name, dtype in dtypes.items() if dtype == "float32"} == {
+        "gate.weight",
+        "e_score_correction_bias",
+    }
+
+
+def recurrent(family, name) -> Architecture:
+    """Return a tiny model with a gated delta net in layer 0 and attention in layer 1."""
+    return family.read(
+        HFConfig("config.json", TINY_SIZES | FAMILIES[name][1] | dict(architectures=[family.architecture]))
+    )
+
+
+@pytest.mark.parametrize(("family", "name"), [(QWEN3_5, "qwen3_5"), (QWEN3_NEXT, "qwen3_next")])
+def test_the_decays_of_gated_delta_nets_are_float32(family, name):
+    layout = EngineLayout.of(family, recurrent(family, name), Topology(2))
+    in_float32 = [param for param in layout.param_shapes(0) if layout.dtype_of(param, "bfloat16") == "float32"]
+    assert in_float32 == ["model.layers.0.linear_attn.A_log"]
+
+
+def attributes(file: str, name: str) -> set[str]:
+    """Return the names of the attributes that the methods of a class in SGLang's model code set."""
+    tree = ast.parse(Path(find_spec("sglang").submodule_search_locations[0], "srt", "models", file).read_text())
+    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    targets = [target for node in ast.walk(found) if isinstance(node, ast.Assign) for target in node.targets]
+    return {target.attr for target in targets if isinstance(target, ast.Attribute)}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "file", "prefix"),
+    [(QWEN3_5, "qwen3_5", "qwen3_5.py", "Qwen3_5"), (QWEN3_NEXT, "qwen3_next", "qwen3_next.py", "Qwen3Hybrid")],
+)
+def test_layers_of_models_with_gated_delta_nets_have_the_modules_of_sglang(family, name, file, prefix):
+    """The attention of such a model has no module of its own: its projections and norms are modules of the layer."""
+    layout = EngineLayout.of(family, recurrent(family, name), Topology())
+    for layer, kind in enumerate(("Linear", "Attention")):
+        params = [param.split(".") for param in layout.param_shapes(0) if param.startswith(f"model.layers.{layer}.")]
+        modules = {param[3] for param in params}
+        assert modules <= attributes(file, f"{prefix}{kind}DecoderLayer")
+        assert modules >= ({"linear_attn"} if kind == "Linear" else {"qkv_proj", "o_proj", "q_norm", "k_norm"})
+
+
+def test_each_rank_fuses_its_heads_of_the_projections_of_gated_delta_nets():
+    arch, block = recurrent(QWEN3_5, "qwen3_5"), "model.layers.0.linear_attn"
+    tensors, layout = tensors_of(QWEN3_5, arch), EngineLayout.of(QWEN3_5, arch, Topology(2))
+    keys, values = arch.sizes["gdn_k"], arch.sizes["gdn_v"]
+    for rank in range(2):
+        mine = engine_parameters(layout, rank, tensors)
+        sections = tensors[f"{block}.in_proj_qkv.weight"].split([keys, keys, values])
+        parts = [part.chunk(2)[rank] for part in (*sections, tensors[f"{block}.in_proj_z.weight"])]
+        assert torch.equal(mine[f"{block}.in_proj_qkvz.weight"], torch.cat(parts))
+        sections = tensors[f"{block}.conv1d.weight"].split([keys, keys, values])
+        assert torch.equal(mine[f"{block}.conv1d.weight"], torch.cat([part.chunk(2)[rank] for part in sections]))
 
 
 def test_vocabulary_rows_are_padded_before_they_are_sharded():
@@ -164,7 +255,7 @@ dims_of = st.builds(
 
 def trainer_dims(axes, family) -> ParallelDims:
     """Return the dims if Megatron accepts these sizes. Hypothesis skips all other sizes."""
-    if family is QWEN3:
+    if family in (QWEN3, PHI3):
         axes = axes | dict(ep=1, etp=None)
     if axes["pp"] == 1:
         axes = axes | dict(vpp=1)
@@ -178,7 +269,7 @@ def trainer_dims(axes, family) -> ParallelDims:
 @settings(max_examples=60)
 @given(
     axes=dims_of,
-    family=st.sampled_from([QWEN3, QWEN3_MOE, MIXTRAL]),
+    family=st.sampled_from([QWEN3, QWEN3_MOE, MIXTRAL, PHI3]),
     topology=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]),
     num_engines=st.integers(1, 3),
     bucket_bytes=st.sampled_from([64, 400, 10_000, 1 << 20]),

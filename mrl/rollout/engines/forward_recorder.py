@@ -195,7 +195,8 @@ def _rank_trace(arrays: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
     for layer in range(arch.num_layers):
         prefix = f"model.layers.{layer}."
         module = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-        places = _norms(module)
+        # The layers of a model with post-norms have other norms under these names.
+        places = {} if "post_norms" in arch.parts else _norms(module)
         if layer == 0:
             places.setdefault("input", trace["embedding"])
         places |= _latent_attention(module, arch) if arch.has_latent_attention else _attention(module, arch, num_ranks)

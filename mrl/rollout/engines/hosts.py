@@ -59,7 +59,7 @@ class EngineServers:
         name = f"{group.name}_{serial_number}"
         arguments: dict[str, Any] = dict(random_seed=group.seed + serial_number) | self._arguments
         log_path = Path(group.run_dir) / "logs" / f"{name}.log"
-        env = {REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
+        env = {**group.env, REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
         if group.timeline:
             folder = Path(group.run_dir) / spans.FOLDER
             env |= spans.child_environment(folder, group.name, serial_number * group.tp_size)
