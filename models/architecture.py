@@ -123,9 +123,13 @@ class Architecture:
         shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
         _check_divides("tp", dims.tp, heads | dense | shared | self.recurrent_heads)
         if dims.pp * dims.vpp > 1 and not uneven_stages:
-            _check_divides(
-                "pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers)
-            )
+            layers = dict(num_hidden_layers=self.num_layers)
+            if dims.vpp > 1:
+                _check_divides(
+                    "pp x parallel.vpp", dims.pp * dims.vpp, layers, "choose pp and vpp whose product is one of"
+                )
+            else:
+                _check_divides("pp", dims.pp, layers)
         if self.num_experts:
             _check_divides("ep", dims.ep, dict(num_experts=self.num_experts))
             _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
@@ -138,11 +142,12 @@ class Architecture:
         elif dims.etp not in (None, dims.tp):
             raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
-    def multiply_adds(self) -> tuple[float, float]:
-        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds.
+    def multiply_adds(self, num_outputs: int | None = None) -> tuple[float, float]:
+        """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
 
-        In layers with a sliding window, every token counts as if it attended to a whole window. For sequences that are not much
-        longer than the window, this is an upper bound.
+        Only matrix products count, without those of the routers. In layers with a sliding window, every token counts as if it
+        attended to a whole window. For sequences that are not much longer than the window, this is an upper bound.
+        `num_outputs`: numbers that the output head computes for each token; None: the logits of the vocabulary.
         """
         t = self.transformer
         width = t["hidden_size"]
@@ -161,7 +166,8 @@ class Architecture:
             linear += projections + (per_pair * self.window if self.has_window(layer) else 0)
             num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
-        return linear + width * self.vocab_size, num_full * per_pair * attended
+        head = width * (self.vocab_size if num_outputs is None else num_outputs)
+        return linear + head, num_full * per_pair * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
@@ -198,11 +204,13 @@ def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     return queries + keys + heads * value * width, heads * (key + value)
 
 
-def _check_divides(axis: str, size: int, dimensions: dict[str, int]) -> None:
+def _check_divides(axis: str, size: int, dimensions: dict[str, int], advice: str = "use") -> None:
     for name, whole in dimensions.items():
         if whole % size:
             valid_sizes = ", ".join(str(n) for n in range(1, whole + 1) if all(w % n == 0 for w in dimensions.values()))
-            raise ValueError(f"parallel.{axis}={size} does not divide {name}={whole} of this model; use {valid_sizes}.")
+            raise ValueError(
+                f"parallel.{axis}={size} does not divide {name}={whole} of this model; {advice} {valid_sizes}."
+            )
 
 
 @dataclass(frozen=True)
@@ -330,9 +338,11 @@ class ModelSpec:
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
     share_prompts: bool = True  # a pack may compute a prompt only once for all its responses
     logprob_chunk: int = 1024  # largest number of rows of logits that are in memory at the same time
-    overlap_grad_reduce: bool | None = None  # whether gradients are reduced during the backward pass; None: on a GPU
+    # whether gradients are reduced during the backward pass; None: only on a GPU
+    overlap_grad_reduce: bool | None = None
     ddp: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's DistributedDataParallelConfig
-    family: str | None = None  # reference to a family outside models/families (see models.families.load_family)
+    # reference to a family outside models/families (see models.families.load_family); None: the built-in family
+    family: str | None = None
     lora: LoraConfig | None = None  # adapters, which are then all that is trained; None: all weights are trained
     seed: int = 0  # seed of the initial adapters
     train_vision: bool = False  # whether the vision tower of an image model is trained, too

@@ -148,12 +148,13 @@ class HFConfig:
     def as_reward_model(self) -> "HFConfig":
         """Return the config of a sequence classifier with one output and the same layers.
 
-        The length of `id2label` sets the number of outputs, in all versions of transformers.
+        The length of `id2label` sets the number of outputs, in all versions of transformers. The result has no `num_labels`.
         """
         text = {model: classifier for classifier, model in _TEXT_CLASSIFIERS.items()}
         classifier = text.get(self.architecture) or self.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER)
         labels = dict(architectures=[classifier], id2label={"0": "score"}, label2id={"score": 0})
-        return replace(self, fields=self.fields | labels)
+        fields = {name: value for name, value in self.fields.items() if name != "num_labels"}
+        return replace(self, fields=fields | labels)
 
     def check_one_output(self) -> None:
         """Raise ValueError if this sequence classifier does not have exactly one output. The default of transformers is two."""

@@ -73,7 +73,7 @@ class ValueHead(torch.nn.Module):
         self.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)) if bias else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden states [T, H] to values [T] in float32."""
+        """Map the hidden states [n, H] of n tokens to values [n] in float32."""
         bias = None if self.bias is None else self.bias.float()
         return torch.nn.functional.linear(hidden.float(), self.weight.float(), bias)[:, 0]
 
@@ -293,7 +293,9 @@ def build_model(
     share_prompts: bool = True,
     **overrides,
 ) -> list[GPTModel]:
-    """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage, without initial weights.
+    """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage.
+
+    Its weights are uninitialized, except those of a ValueHead.
 
     With `share_prompts`, the model uses PackedAttention, and responses in a pack may share a prompt (parallel.packing.Segment).
     `head="value"` and `head="score"` replace the output layer with a ValueHead. `overrides` are fields of Megatron's

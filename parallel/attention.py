@@ -126,11 +126,11 @@ def _gradient_sum_dtype(rows: Tensor) -> torch.dtype:
 
 
 def flash_attention_versions(channels: int) -> list[int]:
-    """Return the versions of FlashAttention that this process can use for keys of this width, the preferred version first.
+    """Return the versions of FlashAttention that this process can use for keys with `channels` channels, the preferred first.
 
     torch contains FlashAttention-2. FlashAttention-3 is the package flash_attn_interface, for Hopper GPUs. FlashAttention-4 is
-    the package flash-attn-4, for Blackwell GPUs of capability 10. It does not support all widths of keys. torch could also use it
-    on Hopper GPUs, but this has not been measured.
+    the package flash-attn-4, for Blackwell GPUs of capability 10. It supports only some numbers of channels. torch could also use
+    FlashAttention-4 on Hopper GPUs, but this has not been measured.
     """
     major = torch.cuda.get_device_capability()[0] if has_cuda() else 0
     versions = [2]

@@ -121,10 +121,11 @@ def capabilities() -> Capabilities:
 
 
 def can_use_transformer_engine() -> bool:
-    """Whether a process with these packages can use Transformer Engine on a GPU.
+    """Whether a process in this Python environment can use Transformer Engine on a GPU.
 
-    If this process has a GPU, Transformer Engine is imported, because the import of an installed one can fail. Without a GPU, its
-    compiled modules may lack NVIDIA's driver, so this function only looks whether it is installed.
+    If this process has a GPU, Transformer Engine is imported, because the import can fail although the package is installed.
+    Without a GPU, the import may fail only because NVIDIA's driver is missing, so this function only tests whether the package is
+    installed.
     """
     if not has_cuda():
         return find_spec("transformer_engine") is not None

@@ -70,7 +70,7 @@ def pp_group() -> ProcessGroup:
 
 
 def dp_cp_group() -> ProcessGroup:
-    """Return the data- and context-parallel group: ranks that hold the same weights and sum their gradients."""
+    """Return the data- and context-parallel group: ranks that hold the same weights (except experts) and sum their gradients."""
     return _require(parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 

@@ -7,6 +7,9 @@ The load-balancing losses of the MoE routers do not depend on the layout. With r
 2025), the trainer sends each token to the experts that the engine chose for the token. This holds in the forward pass, the
 backward pass and recomputation. The trainer computes the probabilities of these experts itself, so the router still receives
 gradients.
+
+In shapes, L is the number of tokens on this rank, n is the number of heads, and d is the number of channels per head. In shapes
+of angles, d is the number of channels per head that RoPE rotates.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -35,9 +35,10 @@ from parallel.trainer_config import OptimConfig
 class GradientReducer:
     """Starts the reduction of a bucket group as soon as the gradients of this group and of all earlier groups are complete.
 
-    The order of the bucket groups is the order in which a backward pass completes them. It depends only on the parameters, so all
-    ranks of a pipeline stage start the same reductions in the same order, whatever their micro-batches are. `start_remaining`
-    starts the reductions that the backward pass did not start.
+    A bucket group is one or several gradient buckets that Megatron reduces together. The order of the bucket groups is the order
+    in which a backward pass completes them. It depends only on the parameters, so all ranks of a pipeline stage start the same
+    reductions in the same order, whatever their micro-batches are. `start_remaining` starts the reductions that the backward pass
+    did not start.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -72,7 +73,7 @@ class GradientReducer:
         self._num_started = len(self._groups)
 
     def reset(self) -> None:
-        """Forget the gradients of this optimizer step. Call this when all reductions have finished."""
+        """Forget which gradients and reductions this optimizer step has had. Call this when all reductions have finished."""
         self._num_started = 0
         for group in self._groups:
             group.reset()
@@ -135,8 +136,8 @@ def wrap_ddp(
 ) -> list[DistributedDataParallel]:
     """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged.
 
-    With `overlap`, gradients are reduced during the backward pass of the last micro-batch, bucket by bucket. See
-    `parallel.optimizer`. `settings`: fields of DistributedDataParallelConfig that `check_ddp_settings` allows.
+    With `overlap`, gradients are reduced during the backward pass of the last micro-batch, bucket by bucket (see
+    GradientReducer). `settings`: fields of DistributedDataParallelConfig that `check_ddp_settings` allows.
 
     The all-gather of updated parameters does not overlap with the next forward pass. With overlap, Megatron would all-gather a
     bucket at the first call of a module that has a parameter of the bucket. mrl does not use this overlap, for three reasons:

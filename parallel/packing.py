@@ -116,7 +116,7 @@ def pack(
     cp_size: int = 1,
     multiple: int = 1,
     cu_seqlens: bool = False,
-    in_order: bool = False,
+    chunks_in_token_order: bool = False,
 ) -> PackedSequences:
     """Return the description of a pack of these segments, for context-parallel rank `cp_rank`.
 
@@ -125,8 +125,8 @@ def pack(
     attention are set. That attention does not support segments with a parent.
 
     By default, chunks of equal shape are next to each other, so that one batched call computes them. A kernel for sequences of
-    variable length does not need this. With `in_order`, the chunks keep the order of the tokens, so that the queries need no
-    permutation. Without shared prompts and context parallelism, the keys need no permutation either.
+    variable length does not need this. With `chunks_in_token_order`, the chunks keep the order of the tokens, so that the queries
+    need no permutation. Without shared prompts and context parallelism, the keys need no permutation either.
 
     Raises ValueError if the pack or a segment is empty, or if a parent does not precede its child.
     """
@@ -136,7 +136,7 @@ def pack(
     source, positions = layout.tokens(cp_rank)
     shapes, queries, keys = layout.attention(cp_rank)
     order = list(range(len(shapes)))
-    if not in_order:
+    if not chunks_in_token_order:
         order.sort(key=lambda chunk: shapes[chunk])
     calls: list[AttentionCall] = []
     for chunk in order:

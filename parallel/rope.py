@@ -37,7 +37,8 @@ class Rope:
                 continue
             least = 0.0 if field.name in _FIELDS_THAT_MAY_BE_ZERO else math.ulp(0.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-                raise ValueError(f"{field.name}={value!r} of the rotary embedding: expected a positive number.")
+                expected = "a positive number" if least else "0 or a positive number"
+                raise ValueError(f"{field.name}={value!r} of the rotary embedding: expected {expected}.")
         if self.dim % 2:
             raise ValueError(
                 f"the rotary embedding rotates {self.dim} components of a head in pairs: expected an even number."

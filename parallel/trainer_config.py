@@ -99,7 +99,8 @@ class OptimConfig:
     lr_decay_steps: int = config_field(
         0,
         "Number of optimizer steps, including the warm-up, at the end of which the learning rate is lr_min, or lr / 10 with "
-        "linear_to_tenth. lr_schedule=constant ignores the key; every other schedule needs it.",
+        "linear_to_tenth. lr_schedule=constant ignores the key; every other schedule needs it. If a training step of your own "
+        "calls update() several times, the calls of a step count once.",
         "optimizer steps",
         least=0,
     )

@@ -5,8 +5,9 @@
 Each mutant changes one operator, comparison, number or boolean of a target module. The unit tests that import this module
 run on the mutant, in a fork of a process that has imported the libraries already. So a mutant takes about a second, whereas
 cosmic-ray itself would start a new interpreter for each mutant. A mutant is caught if a test fails or if the tests take more
-than a minute. The exit status is 1 if the fraction of caught mutants is below the minimum. The fraction does not count mutants
-that cannot change any result. The file scripts/equivalent_mutants.json, if it exists, lists these mutants with reasons.
+than a minute. The exit status is 1 if the fraction of caught mutants is below the minimum, or if the tests fail without a
+mutation. The fraction does not count mutants that cannot change any result. The file scripts/equivalent_mutants.json, if it
+exists, lists these mutants with reasons.
 """
 
 import argparse
@@ -76,7 +77,8 @@ class _Mutator(Visitor):
 def mutants_of(path: Path) -> list[Mutant]:
     """Return every mutant of a module.
 
-    The list does not contain changes of annotations and of the options of `@dataclass`, because they change no result.
+    The list contains no changes from or to the operator `|`, which is mostly in annotations, and no changes of the options of
+    `@dataclass`. Such changes rarely alter a result.
     """
     source, tests = path.read_text(), tests_of(path)
     found: dict[str, Mutant] = {}

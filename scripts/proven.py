@@ -113,7 +113,7 @@ def read_runs(root: Path) -> dict[str, list[GpuRun]]:
 
 
 def _latest(runs: Iterable[GpuRun], column: str) -> GpuRun | None:
-    """Return the latest run that counts in a column: not a skipped test, and for several GPUs not a run on one GPU."""
+    """Return the latest run that counts in a column. A skipped test never counts. A run on one GPU counts only in ONE_GPU."""
     return next((run for run in runs if run.outcome != "skipped" and (column == ONE_GPU or run.gpus > 1)), None)
 
 

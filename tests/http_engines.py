@@ -139,7 +139,15 @@ class AdapterEngine(HttpEngine):
     """
 
     tp = 2
-    server_info: ClassVar[dict] = {"tp_size": tp, "max_loras_per_batch": 3}
+    server_info: ClassVar[dict] = dict(
+        device="cpu",
+        dtype="float32",
+        tp_size=tp,
+        ep_size=1,
+        enable_dp_attention=False,
+        internal_states=[{}],
+        max_loras_per_batch=3,
+    )
 
     def __init__(self, *, refuse: bool = False, in_use: bool = False) -> None:
         self.refuse, self.in_use = refuse, in_use

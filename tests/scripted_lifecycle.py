@@ -12,7 +12,7 @@ from mrl.controller.engine_lifecycle import EngineLifecycle
 Push = Callable[[int, bool], Sequence[Any]]  # (version, engines were offloaded) -> reports
 
 
-class ScriptedHost:
+class ScriptedEngineProcesses:
     """Stand-in for a rollout worker. `replace(failed URLs)` returns the URLs of all engines after the replacement."""
 
     def __init__(self, urls: Sequence[str], replace: Callable[[Sequence[str]], Sequence[str]]) -> None:
@@ -65,7 +65,7 @@ def scripted_lifecycle(
         scheduler.register_model(role, model)
         scheduler.mark_started(role)
     lifecycle = EngineLifecycle(
-        host=ScriptedHost(urls, replace),
+        engine_processes=ScriptedEngineProcesses(urls, replace),
         actor=ScriptedRanks(push_weights=push, connect_engines=lambda urls, *_: [connect(urls)]),
         scheduler=scheduler,
         settings=WeightSyncConfig(**settings),

@@ -112,7 +112,7 @@ def te_general_grouped_gemm(
 
 
 def rmsnorm_fwd(x, weight, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
-    """Return (normalised x, None, reciprocal root mean squares)."""
+    """Return (normalized x, None, reciprocal root mean squares)."""
     assert quantizer is None, "only plain tensors"
     wide = x.float()
     scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()

@@ -46,8 +46,9 @@ def to_megatron(
     conversion was interrupted, a second call resumes it.
 
     Raises:
-        ValueError: the folder is not a complete model of a known family, the output exists, an interrupted conversion had other
-            inputs, or the disk has too little free space.
+        ValueError: the folder is not a complete model of a known family, tensors that Megatron stores as one tensor have
+            different dtypes, the output exists, an interrupted conversion had other inputs, or the disk has too little free
+            space.
     """
     refuse_existing(output)
     weights = HFWeights(config.path.parent)
@@ -90,8 +91,8 @@ def to_hf(
     conversion was interrupted, a second call resumes it.
 
     Raises:
-        ValueError: the checkpoint belongs to another model, the output exists, an interrupted conversion had other inputs, or the
-            disk has too little free space.
+        ValueError: the checkpoint is incomplete or damaged or belongs to another model, the output exists, an interrupted
+            conversion had other inputs, or the disk has too little free space.
     """
     refuse_existing(output)
     arch = family_of(config).read(config)
@@ -149,7 +150,7 @@ class ConversionCheck:
     """Result of one check of a conversion."""
 
     name: str  # the two sides that were compared
-    detail: str
+    detail: str  # the result in words
     passed: bool
 
 
@@ -175,7 +176,7 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
 
     The comparison uses the dtype of the checkpoint.
 
-    Raises ValueError if the folder is incomplete or the checkpoint belongs to another model.
+    Raises ValueError if the folder or the checkpoint is incomplete or damaged, or if the checkpoint belongs to another model.
     """
     weights = HFWeights(config.path.parent)
     check_tensors(config, weights)
@@ -196,10 +197,10 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
 
 
 def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
-    """Compare the logits of the Megatron model and of transformers for random tokens, in float32 in this process.
+    """Compare the logits of Megatron and of transformers for a sequence of random tokens, in float32 in this process.
 
-    The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this process has no process group, the
-    check creates a process group and destroys it at the end.
+    The model must be a language model. The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this
+    process has no process group, the check creates a process group and destroys it at the end.
     """
     arch = family_of(config).read(config)
     vocab, num_tokens = arch.vocab_size, min(num_tokens, arch.max_position_embeddings)

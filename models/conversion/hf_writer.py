@@ -94,10 +94,10 @@ class HFFolderWriter:
             self.partial.finish(file)
         return entries[name].nbytes
 
-    def complete(self, source: Path, notes: dict[str, str], fields: dict[str, Any] | None = None) -> None:
-        """Add the index, the config and tokenizer files of `source`, and `notes`. Then rename the folder to its target.
+    def complete(self, source: Path, extra_files: dict[str, str], fields: dict[str, Any] | None = None) -> None:
+        """Add the index, the config and tokenizer files of `source`, and `extra_files`. Then rename the folder to its target.
 
-        `notes` is file name -> text. If `fields` is given, config.json gets these fields instead of the fields in `source`.
+        `extra_files` is file name -> text. If `fields` is given, config.json gets these fields instead of the fields in `source`.
         """
         missing = sorted(name for names in self._missing.values() for name in names)
         assert not missing, f"{len(missing)} tensors were not written, the first is {missing[0]}"
@@ -111,7 +111,7 @@ class HFFolderWriter:
         config = dict(fields or json.loads((folder / "config.json").read_text()))
         _set_dtype(config, TORCH_NAMES[main_dtype(self.tensors)])
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name, text in notes.items():
+        for name, text in extra_files.items():
             (folder / name).write_text(text + "\n")
         self.partial.complete()
 
@@ -127,9 +127,9 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def write_export(
-    tensors: Iterable[tuple[str, Tensor]], config: HFConfig, target: str | Path, notes: dict[str, str]
+    tensors: Iterable[tuple[str, Tensor]], config: HFConfig, target: str | Path, extra_files: dict[str, str]
 ) -> None:
-    """Write a Hugging Face folder with `tensors`, `config`, the tokenizer beside `config`, and `notes` (file name -> text).
+    """Write a Hugging Face folder with `tensors`, `config`, the tokenizer beside `config`, and `extra_files` (file name -> text).
 
     `tensors` are all tensors of a model with this config, in any order. Only one tensor is in memory at a time. `target` appears
     when it is complete. Raises FileExistsError if `target` exists.
@@ -141,14 +141,14 @@ def write_export(
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     with ResumableFolder(target, folder, {}) as partial:
         try:
-            _export(partial, config, tensors, notes)
+            _export(partial, config, tensors, extra_files)
         except BaseException:
             partial.discard()
             raise
 
 
 def _export(
-    partial: ResumableFolder, config: HFConfig, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, str]
+    partial: ResumableFolder, config: HFConfig, tensors: Iterable[tuple[str, Tensor]], extra_files: dict[str, str]
 ) -> None:
     remaining = iter(tensors)
     first = next(remaining)
@@ -164,7 +164,7 @@ def _export(
     partial.require_space(writer.num_bytes())
     for name, tensor in chain([first], remaining, constants.items()):
         writer.write(name, tensor)
-    writer.complete(config.path.parent, notes, config.fields)
+    writer.complete(config.path.parent, extra_files, config.fields)
 
 
 def tensor_kinds(

@@ -223,7 +223,7 @@ class VocabMapping(ParamMapping):
 
 @dataclass(frozen=True)
 class QKVMapping(ParamMapping):
-    """Query, key and value projections `[heads * d, ...]`, which Megatron stores in one tensor.
+    """Query, key and value projections `[heads * head_dim, ...]`, which Megatron stores in one tensor.
 
     The Megatron tensor is ordered by key/value groups. Each group has its query heads, then its key head and its value head.
     """

@@ -1,8 +1,8 @@
 """Reads and writes Megatron's distributed checkpoints (torch_dist) without Megatron, one tensor at a time.
 
 The format is independent of the layout: each key names a tensor of the whole model, and the tensor is stored in one or several
-chunks. The keys are the Megatron names in the family's table, with two exceptions. Layers are stacked if all have the same
-structure: they share one key, and the first dim of the stored tensor is the layer. The experts of a layer share one key in the
+chunks. The keys are the Megatron names in the family's table, with two exceptions. If a model has no experts, its layers are
+stacked: they share one key, and the first dim of the stored tensor is the layer. The experts of a layer share one key in the
 same way. A stored tensor has the shape that it has in a single process. Only a tensor with one row per token of the vocabulary
 may have padding rows, at the end.
 """
@@ -46,7 +46,7 @@ _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a checkpoint stores the tensor of a ParamMapping, which is a row of the family's table: `stored[key][index]`.
+    """Where a checkpoint stores the Megatron tensor of a row of the family's table (a ParamMapping): at `stored[key][index]`.
 
     `index` selects an entry in each leading dim. `counts` are the sizes of these dims: the numbers of stacked layers and experts.
     """

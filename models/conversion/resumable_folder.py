@@ -82,7 +82,10 @@ class ResumableFolder:
         self._write_manifest()
 
     def require_space(self, num_bytes: int) -> None:
-        """Remove unfinished files, then raise ValueError if fewer than `num_bytes` are free on the disk."""
+        """Remove unfinished files, then raise ValueError if fewer than `num_bytes` are free on the disk.
+
+        If no file is finished, the folder is removed before the error is raised.
+        """
         for path in self.folder.glob("*" + _UNFINISHED):
             path.unlink()
         free = shutil.disk_usage(self.folder).free

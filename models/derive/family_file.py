@@ -19,7 +19,14 @@ _BLOCKS = (
         "ENGINE_FUSIONS",
         "FULL_ATTENTION_DEFAULTS",
     ),
-    *("PROJ_BIAS", "QKV_BIAS", "QK_NORMS", "SIGMOID_ROUTED_MOE", "SIGMOID_ROUTED_MOE_DEFAULTS", "check_full_attention"),
+    *(
+        "OUTPUT_PROJECTION_BIAS",
+        "QKV_BIAS",
+        "QK_NORMS",
+        "SIGMOID_ROUTED_MOE",
+        "SIGMOID_ROUTED_MOE_DEFAULTS",
+        "check_full_attention",
+    ),
     *("moe_fusions", "moe_mlp", "read_decoder", "read_sigmoid_routed_moe", "sigmoid_routed_moe_parts"),
 )
 _WIDTH = 120  # characters

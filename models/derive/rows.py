@@ -99,7 +99,10 @@ def _attention_groups(slots: dict[str, str], norm: str, optional_qk_norms: bool)
         groups.append(_named("QKV_BIAS", (QKVMapping(f"{qkv}.bias", names, shapes, axis=0, part="qkv_bias"),)))
     if "o_bias" in slots:
         groups.append(
-            _named("PROJ_BIAS", (ParamMapping(f"{proj}.bias", (slots["o_bias"],), (_HIDDEN,), part="proj_bias"),))
+            _named(
+                "OUTPUT_PROJECTION_BIAS",
+                (ParamMapping(f"{proj}.bias", (slots["o_bias"],), (_HIDDEN,), part="proj_bias"),),
+            )
         )
     if "q_norm" in slots:
         norms: Rows = tuple(

@@ -47,7 +47,7 @@ QKV_BIAS = (
         part="qkv_bias",
     ),
 )
-PROJ_BIAS = (
+OUTPUT_PROJECTION_BIAS = (
     ParamMapping(
         f"{_MEGATRON_ATTENTION}.linear_proj.bias", (f"{_HF_ATTENTION}.o_proj.bias",), (_HIDDEN,), part="proj_bias"
     ),
@@ -116,12 +116,15 @@ DEFAULTS: dict[str, Any] = dict(
     tie_encoder_decoder=False,
     is_encoder_decoder=False,
 )
-"""Defaults of transformers for fields that many families have and that a config may omit. Sizes are never omitted."""
+"""Defaults of transformers for fields that many families have and that a config may omit.
+
+A family adds the defaults of the sizes that its configs may omit, such as `head_dim`. All other sizes must be in the config.
+"""
 FULL_ATTENTION_DEFAULTS: dict[str, Any] = dict(use_sliding_window=False, layer_types=None)
 
 
 def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
-    """Return the rows of an MoE layer. The arguments are the Hugging Face names of the block and of its matrices."""
+    """Return the rows of an MoE layer. The arguments are the Hugging Face names of the block and of an expert's matrices."""
     prefix = f"{_HF_LAYER}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
     return (
@@ -324,6 +327,9 @@ def read_sigmoid_routed_moe(config: HFConfig) -> dict[str, Any]:
 
 def _read_expert_groups(config: HFConfig) -> dict[str, int]:
     groups, chosen, topk = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+    for name, value in dict(n_group=groups, topk_group=chosen, num_experts_per_tok=topk).items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{config.path}: {name}={value!r} is not supported; expected a number of 1 or more.")
     if topk < 2:
         raise ValueError(f"{config.path}: num_experts_per_tok={topk} is not supported; expected at least 2.")
     if groups == 1:

@@ -12,8 +12,8 @@ from models.families.decoder_blocks import (
     DENSE_MLP,
     EMBEDDINGS,
     ENGINE_FUSIONS,
+    OUTPUT_PROJECTION_BIAS,
     POST_NORMS,
-    PROJ_BIAS,
     QK_NORMS,
     QKV_BIAS,
     attention_parts,
@@ -54,7 +54,7 @@ GEMMA3 = Family(
     translate=translate,
     table=(
         replace(EMBEDDINGS[0], whole_in_engine=True),
-        *(*EMBEDDINGS[1:], *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS, *POST_NORMS),
+        *(*EMBEDDINGS[1:], *ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *QK_NORMS, *POST_NORMS),
         replace(DENSE_MLP[0], hf=("model.layers.{layer}.pre_feedforward_layernorm.weight",)),
         *DENSE_MLP[1:],
     ),

@@ -14,8 +14,8 @@ from models.families.decoder_blocks import (
     DENSE_MLP,
     EMBEDDINGS,
     ENGINE_FUSIONS,
+    OUTPUT_PROJECTION_BIAS,
     POST_NORMS,
-    PROJ_BIAS,
     PROJECTION_NORMS,
     QKV_BIAS,
     attention_parts,
@@ -30,7 +30,7 @@ _OTHER_HEADS = "a head_dim other than hidden_size / num_attention_heads"
 _TABLE = (
     *EMBEDDINGS,
     *without_pre_norms(*ATTENTION, *DENSE_MLP),
-    *(*QKV_BIAS, *PROJ_BIAS),
+    *(*QKV_BIAS, *OUTPUT_PROJECTION_BIAS),
     *(replace(row, whole_in_engine=True) for row in PROJECTION_NORMS),
     *POST_NORMS,
 )

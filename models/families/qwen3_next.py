@@ -16,7 +16,7 @@ from models.families.decoder_blocks import (
     DENSE_MLP,
     EMBEDDINGS,
     ENGINE_FUSIONS,
-    PROJ_BIAS,
+    OUTPUT_PROJECTION_BIAS,
     QK_NORMS,
     QKV_BIAS,
     attention_parts,
@@ -47,7 +47,7 @@ _ATTENTION = tuple(
     replace(row, present_in="attention_layers")
     for row in (
         *(ATTENTION[0], _gated(ATTENTION[1]), ATTENTION[2]),
-        *(*map(_gated, QKV_BIAS), *PROJ_BIAS, *QK_NORMS),
+        *(*map(_gated, QKV_BIAS), *OUTPUT_PROJECTION_BIAS, *QK_NORMS),
     )
 )
 # Symbols in the shapes: k: keys of all heads of a gated delta net; v: values of all heads; v_heads: number of value heads

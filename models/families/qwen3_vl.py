@@ -84,7 +84,13 @@ QWEN3_VL = Family(
     table=(
         *with_hf_prefix(
             (
-                *(*decoder.EMBEDDINGS, *decoder.ATTENTION, *decoder.QKV_BIAS, *decoder.PROJ_BIAS, *decoder.QK_NORMS),
+                *(
+                    *decoder.EMBEDDINGS,
+                    *decoder.ATTENTION,
+                    *decoder.QKV_BIAS,
+                    *decoder.OUTPUT_PROJECTION_BIAS,
+                    *decoder.QK_NORMS,
+                ),
                 *decoder.DENSE_MLP,
             ),
             "model.language_model.",

@@ -13,7 +13,7 @@ from models.families.decoder_blocks import (
     DENSE_MLP_BIAS,
     EMBEDDINGS,
     ENGINE_FUSIONS,
-    PROJ_BIAS,
+    OUTPUT_PROJECTION_BIAS,
     QKV_BIAS,
     read_decoder,
 )
@@ -31,7 +31,7 @@ def translate(config: HFConfig) -> Architecture:
 SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
     translate=translate,
-    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *DENSE_MLP, *DENSE_MLP_BIAS),
+    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *DENSE_MLP, *DENSE_MLP_BIAS),
     engine_fusions=ENGINE_FUSIONS,
     defaults=DEFAULTS
     | dict(attention_bias=True, attention_out_bias=False, mlp_bias=False, head_dim=128, num_key_value_heads=8),

@@ -40,7 +40,7 @@ class AdvantagePipeline:
     computes the extra columns. A response without sampled tokens is ignored, also in the mean reward of its group.
 
     `resampling` acts after all columns are computed. Some responses then count several times in the loss, and responses that
-    count 0 times are rejected.
+    count 0 times are rejected. Responses with given advantages count once.
 
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
     extra columns. A rejected response still counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
@@ -52,7 +52,7 @@ class AdvantagePipeline:
     loss: Loss  # the objective or a policy loss; only its `extra_columns` and `needs` are used
     kl: KLPenalty | None = None  # penalty that is subtracted from the rewards
     whiten: bool = False  # normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
-    mask_truncated: bool = False  # exclude responses that were cut at the token limit (overlong filtering)
+    mask_truncated: bool = False  # exclude responses that the token limit or the turn limit ended (overlong filtering)
     resampling: Resampling | None = None  # None: each response counts once in the loss
 
     @property
@@ -98,10 +98,17 @@ class AdvantagePipeline:
 
     @staticmethod
     def _draw(
-        resampling: Resampling, scored: ScoredBatch, candidates: NDArray[np.bool_], seed: Sequence[int]
+        resampling: Resampling, scored: ScoredBatch, in_loss: NDArray[np.bool_], seed: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Return [B]: how often each response counts in the loss; 0 for a response that is not one of the `candidates` [B]."""
-        counts = np.zeros(len(candidates), np.int64)
+        """Return [B]: how often each response counts in the loss; 0 for a response outside `in_loss` [B].
+
+        A response with a given advantage counts once. It is not drawn, because its reward does not matter, and may be unknown.
+        """
+        given = scored.given_advantages
+        candidates = in_loss if given is None else in_loss & np.isnan(given)
+        counts = (in_loss & ~candidates).astype(np.int64)
+        if not candidates.any():
+            return counts
         drawn = resampling(scored.rewards[candidates], scored.groups[candidates], np.random.default_rng(seed))
         source = f"algorithm.resampling: {describe_plug_in(resampling)}"
         numbers = to_numbers(drawn, source)
@@ -116,7 +123,7 @@ class AdvantagePipeline:
     def with_parts(self, advantage: Advantage | None, loss: Loss | None) -> AdvantagePipeline:
         """Return the pipeline with another estimator or another policy loss. None keeps the present estimator or loss.
 
-        The correction and the KL penalty of an objective stay, unless `loss` is an Objective.
+        A policy loss replaces only the policy loss of the present objective. An Objective replaces the whole objective.
         """
         if loss is not None and isinstance(self.loss, Objective):
             loss = self.loss.with_loss(loss)

@@ -38,20 +38,29 @@ DIVERGENCE_OUTPUTS = ("divergence", "teacher_mass", "policy_mass")
 """
 
 
+def reads_rewards(advantage: object, needs: frozenset[str]) -> bool:
+    """Return whether the algorithm learns from rewards; false for distillation without rewards.
+
+    `advantage`: its advantage estimator. `needs`: what its parts read.
+    """
+    return not needs & (TEACHER_OUTPUTS | {"teacher_logprobs"}) or getattr(advantage, "uses_token_rewards", True)
+
+
 @dataclass(frozen=True)
 class Distillation(PolicyLoss):
     """Distillation loss: coef * D(teacher, policy) at each sampled token, plus the loss `policy` if it is given.
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).
-    The gradient flows through the distribution of the policy, not through the choice of the sampled tokens, as in GKD.
+    The gradient flows through the distribution of the policy, not through the choice of the sampled tokens, as in GKD. An
+    off-policy correction multiplies the whole loss, D included.
 
     With `top_k`, D compares k + 1 probabilities: those of the teacher's k most probable tokens, and the probability of all other
     tokens together. This D is at most the D over the whole vocabulary. Without the probability of all other tokens, D could be
     negative, and the policy would not learn how much probability the teacher gives to the k tokens.
 
-    Raises ValueError for an unknown divergence, for a beta that is not between 0 and 1, and for a `top_k`, `temperature` or
-    `coef` that is not positive.
+    Raises ValueError for an unknown divergence, for js with a beta outside (0, 1), and for a `top_k`, `temperature` or `coef`
+    that is not positive.
     """
 
     zero_without_advantage: ClassVar[bool] = False

@@ -24,7 +24,7 @@ class ScoredBatch:
     rewards: NDArray[np.float64]  # [B]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0; the sum is R
-    truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
+    truncated: NDArray[np.bool_]  # [B] whether the token limit or the turn limit ended the response
     # [R] reward of each turn at the last token of the turn, else 0; used in place of `rewards`. None: no rewards per turn
     turn_rewards: NDArray[np.float64] | None = None
     # name of a part of the reward -> values of this part [B]
@@ -110,7 +110,7 @@ def broadcast_to_tokens(
 
 
 MAX_LOG_RATIO = 20.0
-"""Largest absolute value of a log-ratio in nats that is exponentiated. verl has the same bound."""
+"""Bound of the absolute value of a log-ratio, in nats: `bounded_exp` clamps larger values. verl has the same bound."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -155,7 +155,9 @@ class LossInputs:
     """Input of a loss or correction. R is the number of sampled tokens of a micro-batch on this rank."""
 
     logprobs: Tensor  # [R] log-probabilities under the current model weights; differentiable
-    old_logprobs: Tensor  # [R] log-probabilities before the first optimizer step on these responses
+    # [R] log-probabilities before the first optimizer step on these responses; with algorithm.old_logprobs=rollout, those that
+    # the engine reported
+    old_logprobs: Tensor
     advantages: Tensor  # [R]
     # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
     entropy: Tensor

@@ -64,7 +64,11 @@ class EntropyBonus:
         return min(max(coef + (self.step if measured <= self.target else -self.step), 0.0), self.max_coef)
 
     def is_active(self, measured: float | None) -> bool:
-        """Return whether a step uses the bonus: always, or if the entropy `measured` in the last step is at most `target`."""
+        """Return whether a step uses the bonus.
+
+        With `target`, a step uses it only if the entropy `measured` in the last step is at most `target`. Otherwise the result is
+        always true.
+        """
         return self.target is None or (measured is not None and measured <= self.target)
 
 
@@ -257,7 +261,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 @dataclass(frozen=True)
 class TokenWeighting:
-    """Computes the token weights of a mini-batch: an aggregation, and the length limit of a response."""
+    """Computes the token weights of a mini-batch with an aggregation, which may use the length limit of a response."""
 
     aggregation: Aggregation = token_mean
     max_response_tokens: int | None = None  # None: unknown; see AggregationInputs

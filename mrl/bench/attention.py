@@ -28,10 +28,10 @@ class AttentionSizes:
 
     heads: int
     kv_heads: int
-    channels: int
+    channels: int  # channels of one head
     mixed_tokens: int  # tokens of the pack with sequences of mixed lengths
-    prompt: int
-    responses: int
+    prompt: int  # tokens of the prompt in the packs of one group
+    responses: int  # responses in the packs of one group
     response: int  # tokens of each response
 
 
@@ -117,7 +117,7 @@ def attention_kernels(
     The kernel that mrl chooses is the last one, because choosing FlashAttention-3 or 4 changes torch for the whole process.
     """
     varlen, version = supports_varlen(device(), model_dtype()), flash_attention_versions(sizes.channels)[0]
-    scale, whole = sizes.channels**-0.5, pack(segments, device(), in_order=True)
+    scale, whole = sizes.channels**-0.5, pack(segments, device(), chunks_in_token_order=True)
     if varlen and version > 2:
         yield "torch's variable-length FlashAttention-2", _gathering(_torch_varlen(scale), whole)
     if not varlen:
@@ -131,7 +131,7 @@ def attention_kernels(
     )
     attention = PackedAttention(config, 1, None, "self")
     chosen = f"torch's variable-length FlashAttention-{version}" if varlen else "batched"
-    own = pack(segments, device(), in_order=varlen)
+    own = pack(segments, device(), chunks_in_token_order=varlen)
     yield f"{chosen} (mrl's choice)", lambda *inputs: attention(*inputs, packed_seq_params=own)
 
 

@@ -68,6 +68,7 @@ SUMMARY_LINE = re.compile(r"(?:FAILED|ERROR) \S*::(\S+) - (.*)")
 """Line that pytest prints at its end for a test that failed: name, and the first line of the error."""
 
 MACHINE = Section("machine", "card and versions", "mrl.bench.device_rates:read_machine", 0.0)
+"""Section that reports the card and the versions of packages. It runs before SECTIONS."""
 
 
 @dataclass(frozen=True)

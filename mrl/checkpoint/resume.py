@@ -48,6 +48,8 @@ NEUTRAL_KEYS = (
     "critic.ddp",
     "roles.*.parallel",
     "roles.*.max_tokens_per_*",
+    "roles.*.num_engines",
+    "roles.*.engine_tp",
     "rollout.num_engines",
     "rollout.engine_tp",
     "rollout.engine_urls",
@@ -97,7 +99,8 @@ def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoi
     """Find the checkpoint that the key `resume` selects for this run directory.
 
     If `check_hashes` is False, only the sizes of the checkpoint's files are compared. This takes less than a second. Raises
-    ValueError if the run would overwrite results in the directory, or if all checkpoints there are incomplete or damaged.
+    ValueError if the run would overwrite results in the directory, if all checkpoints there are incomplete or damaged, or if
+    `resume` names a folder without a complete and undamaged checkpoint.
     """
     folder = Path(config.run.dir).resolve()
     store = CheckpointStore(folder / "checkpoints")

@@ -46,10 +46,10 @@ KILL_TIMEOUT_S = 20.0  # longest wait for killed processes to end
 
 @contextmanager
 def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the folder for this process, and kill processes that an earlier command in this folder left behind.
+    """Lock the folder for this process, kill processes that an earlier command left behind there, and write run.json.
 
     When the context exits, processes of this command that have lost their parents are ended. Then the lock is released. The
-    kernel also releases it when the process ends. Raises StartError if another process holds the lock.
+    kernel also releases the lock when this process ends. Raises StartError if another process holds the lock.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
@@ -231,7 +231,7 @@ class RunEvent:
 def record_run(run_dir: Path, step: int, hosts: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Record that a run starts, and how it ends when the context exits. The caller holds the lock of the run directory.
 
-    `step`: number of steps in the checkpoint from which the run resumes; 0 for a new run.
+    `step`: number of finished steps in the checkpoint from which the run resumes; 0 for a new run.
     """
     commit, changed_files = _git_state()
     name = "resume" if step else "start"

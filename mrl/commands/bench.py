@@ -137,7 +137,7 @@ def refusal(device: str, machine: dict[str, Any], result: SectionResult) -> str:
 
 
 def print_results(console: Console, results: Sequence[SectionResult]) -> None:
-    """Print one table with a row for each case, then the measurements that were not possible, and then the errors."""
+    """Print one table with a row for each case. Then, for each section, print what could not be measured, and the errors."""
     table = Table("section", "case", "numbers", show_lines=False)
     for result in results:
         for row in result.rows:

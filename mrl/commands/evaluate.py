@@ -143,9 +143,9 @@ def print_table(summaries: list[EvaluationSummary], title: str, confidence: floa
     console.print(table)
     for summary in summaries:
         tokens = "" if summary.mean_tokens is None else f" of {summary.mean_tokens:.1f} tokens on average"
-        cut = "" if summary.cut_fraction is None else f"{summary.cut_fraction:.1%} truncated, "
+        truncated = "" if summary.truncated_fraction is None else f"{summary.truncated_fraction:.1%} truncated, "
         console.print(
-            f"{summary.name}: {summary.responses} responses{tokens}; {cut}{summary.failed_fraction:.1%} not scored, "
+            f"{summary.name}: {summary.responses} responses{tokens}; {truncated}{summary.failed_fraction:.1%} not scored, "
             f"{summary.unanswered_fraction:.1%} without an answer"
         )
 

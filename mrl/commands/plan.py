@@ -76,7 +76,7 @@ COLUMNS = {
     "kv cache": "kv",
     "engine's weights": "engine",
     "buckets": "buckets",
-    "context": "other",
+    "reserve": "other",
 }
 """Part of the GPU memory -> heading of its column in the table."""
 BAR_WIDTH = 10  # characters of the bar that shows how full a GPU is

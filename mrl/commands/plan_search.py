@@ -54,7 +54,7 @@ disaggregated, and all rollout modes. Reads config.json of the model, and prompt
   plan.response_tokens          median of the log-normal distribution
   plan.response_sigma           sigma of the log-normal distribution
   plan.prompt_tokens            length of a typical prompt. Default: the mean of data.train if its files and the tokenizer exist,
-                                otherwise data.max_prompt_tokens, otherwise 512
+                                otherwise data.max_prompt_tokens, otherwise 512. Not used if plan.lengths is a run directory.
   plan.top                      number of results that are shown. Default: 5.
   plan.efficiency               attained fractions of the peak speeds that the vendor states
   plan.latency_us               latency of one collective operation (microseconds)

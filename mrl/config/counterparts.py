@@ -1,8 +1,8 @@
 """Counterparts of the keys of verl, slime and trl: which mrl keys mean the same, and why some keys have no counterpart.
 
 `mrl import` and the hints for unknown keys read these tables. A rule is the name of the mrl key that takes the same value, or a
-function that returns overrides. If no override is needed or possible, the rule is a `Note`. A key that ends with `*` matches all
-keys that begin with the text before the `*`.
+function that returns overrides or a `Note`. If an override is never needed or possible, the rule is a `Note`. A key that ends
+with `*` matches all keys that begin with the text before the `*`.
 """
 
 from functools import partial
@@ -32,6 +32,7 @@ from mrl.config.translation_rules import (
     VERL_SCALE,
     Note,
     Rule,
+    adam_betas,
     choice,
     files,
     gae_argument,
@@ -44,8 +45,11 @@ from mrl.config.translation_rules import (
     num_engines,
     pf_ppo,
     same_as_default,
+    slime_filter,
     slime_held_out,
+    slime_nodes,
     slime_reward,
+    slime_rollout_seed,
     step_interval,
     stop_texts,
     switch,
@@ -236,7 +240,11 @@ VERL: dict[str, Rule] = {
     "trainer.resume_from_path": "resume",
     "trainer.balance_batch": Note("mrl always balances the tokens of the replicas", needed=False),
     "trainer.device": Note("mrl finds the devices", needed=False),
-    "trainer.log_val_generations": Note("`mrl evaluate` writes the responses to held-out prompts"),
+    "trainer.log_val_generations": partial(
+        same_as_default,
+        (0,),
+        "rollout.record=true writes the responses of each evaluation to run.dir/rollouts/evaluation_*.jsonl",
+    ),
 }
 
 
@@ -252,7 +260,7 @@ SLIME: dict[str, Rule] = {
     "metadata-key": "data.columns.extra_info",
     "apply-chat-template": Note("mrl always applies the chat template", needed=False),
     "rollout-shuffle": lambda value, values: {"data.shuffle": is_on(value)},
-    "rollout-seed": "run.seed",
+    "rollout-seed": slime_rollout_seed,
     "seed": "run.seed",
     "rollout-batch-size": "rollout.prompts_per_step",
     "n-samples-per-prompt": "rollout.responses_per_prompt",
@@ -268,9 +276,7 @@ SLIME: dict[str, Rule] = {
     "rollout-stop": stop_texts,
     "rollout-stop-token-ids": "rollout.stop_token_ids",
     "over-sampling-batch-size": Note("set rollout.over_sample_rate: additional groups / rollout.prompts_per_step"),
-    "dynamic-sampling-filter-path": lambda value, values: {
-        "rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"
-    },
+    "dynamic-sampling-filter-path": slime_filter,
     "partial-rollout": Note("rollout.mode=async keeps unfinished responses"),
     "rm-type": slime_reward,
     "custom-rm-path": Note("reward=function reward.path=FILE reward.name=FUNCTION"),
@@ -306,8 +312,7 @@ SLIME: dict[str, Rule] = {
     "lr-warmup-iters": "optim.warmup_steps",
     "weight-decay": "optim.weight_decay",
     "clip-grad": "optim.clip_grad",
-    "adam-beta1": lambda value, values: {"optim.betas": [value, values.get("adam-beta2", 0.95)]},
-    "adam-beta2": Note("part of optim.betas", needed=False),
+    **dict.fromkeys(("adam-beta1", "adam-beta2"), partial(adam_betas, "adam-beta1", "adam-beta2")),
     "optimizer": partial(same_as_default, ("adam",), "mrl trains with AdamW"),
     **layout_rules("", sep="-"),
     "sequence-parallel": lambda value, values: {"parallel.sp": is_on(value)},
@@ -322,7 +327,7 @@ SLIME: dict[str, Rule] = {
     "log-probs-max-tokens-per-gpu": "trainer.max_tokens_per_forward_micro_batch",
     "ddp-bucket-size": "trainer.ddp.bucket_size",
     "colocate": partial(switch, {"placement": "colocated"}, None),
-    "actor-num-nodes": Note("parallel.world_size = nodes x GPUs of a node"),
+    "actor-num-nodes": slime_nodes,
     "actor-num-gpus-per-node": lambda value, values: {
         "parallel.world_size": int(value) * int(str(values.get("actor-num-nodes", 1)))
     },
@@ -357,8 +362,7 @@ TRL: dict[str, Rule] = {
     "warmup_steps": "optim.warmup_steps",
     "warmup_ratio": partial(warmup_steps, "optim", "max_steps"),
     "weight_decay": "optim.weight_decay",
-    "adam_beta1": lambda value, values: {"optim.betas": [value, values.get("adam_beta2", 0.999)]},
-    "adam_beta2": Note("part of optim.betas", needed=False),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), partial(adam_betas, "adam_beta1", "adam_beta2")),
     "adam_epsilon": "optim.eps",
     "max_grad_norm": "optim.clip_grad",
     "max_steps": "trainer.max_steps",
@@ -457,6 +461,7 @@ _TARGETS = {  # key of another trainer whose rule is not the name of an mrl key 
     "trainer.test_freq": "trainer.eval_every",
     "trainer.logger": "tracking.backends",
     "prompt-data": "data.train",
+    "rollout-seed": "run.seed",
     "rm-type": "reward",
     "advantage-estimator": "algorithm",
     "kl-coef": "algorithm.kl_in_reward.coef",

@@ -36,7 +36,7 @@ class PauseMode(StrEnum):
 
 
 class Scheduler(StrEnum):
-    """Cluster schedulers that `mrl train` can submit to."""
+    """Cluster schedulers to which mrl can submit jobs."""
 
     slurm = "slurm"
 
@@ -61,8 +61,8 @@ class CheckpointConfig:
     )
     keep_best: int = key(
         0,
-        "Number of checkpoints to keep in addition to keep_last: the checkpoints with the highest values of "
-        "checkpoint.best_metric.",
+        "Number of checkpoints with the highest values of checkpoint.best_metric to keep, even if they are older than the "
+        "keep_last newest.",
         "checkpoints",
         least=0,
     )
@@ -96,7 +96,10 @@ class FaultToleranceConfig:
         60.0, "An engine that has requests and computes nothing for this time is replaced.", "s", above=0
     )
     max_response_attempts: int = key(
-        3, "Largest number of attempts to sample one response, each on another engine.", least=1
+        3,
+        "Largest number of attempts to sample one response, each on another engine if there is one. The same number of failed "
+        "requests in a row takes an engine out of service.",
+        least=1,
     )
     preemption_grace_s: float = key(
         60.0,
@@ -143,7 +146,7 @@ class WeightSyncConfig:
     pause_mode: PauseMode = key(
         PauseMode.retract,
         "What happens to running requests. retract recomputes their KV cache, in_place keeps the KV cache, and abort ends "
-        "the requests.",
+        "the requests, which are then sent again.",
     )
     delta: bool = key(
         False,

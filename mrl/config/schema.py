@@ -43,7 +43,7 @@ RolloutMode = StrEnum("RolloutMode", ["sync", "one_step_off", "async"])  # type:
 
 
 class GroupOrder(StrEnum):
-    """Order in which sampled groups are trained: the order of drawing their prompts, or of completion."""
+    """Order in which steps train on groups: as their prompts were drawn, or as their responses are finished."""
 
     dispatched = "dispatched"
     completed = "completed"
@@ -178,9 +178,7 @@ class RolloutConfig:
     agent: Node | None = key(dict, "Agent that samples several turns with tool calls.")
     num_engines: int = key(1, "Number of SGLang servers (engines).", "engines", least=1)
     engine_tp: int = key(1, "Tensor-parallel size of each engine.", "GPUs", least=1)
-    engine_urls: list[str] = key(
-        list, "URLs of SGLang servers that are already running. The run then starts no engines."
-    )
+    engine_urls: list[str] = key(list, "URLs of running SGLang servers. The run then starts no engines.")
     deterministic: bool = key(
         False,
         "Whether each response has its own seed, computed from run.seed and the serial number of the response. "
@@ -213,7 +211,7 @@ class RolloutConfig:
 
     @property
     def in_order(self) -> bool:
-        """Whether steps train groups in the order in which their prompts were drawn."""
+        """Whether steps train on groups in the order in which their prompts were drawn."""
         if self.group_order is not None:
             return self.group_order == "dispatched"
         return self.mode != "async" and not self.over_sample_rate
@@ -281,11 +279,14 @@ class AlgorithmConfig:
     )
     correction: Node | None = key(
         dict,
-        "Off-policy correction. It gives each token a loss weight or a mask. Default: none if rollout.mode=sync, "
-        "otherwise truncated importance sampling.",
+        "Off-policy correction. It gives each token a factor for its loss, or a mask. Default: truncated importance sampling if "
+        "samples may be stale, algorithm.old_logprobs is recompute and the loss uses log-probabilities; otherwise none.",
     )
-    kl_in_loss: Node | None = key(dict, "KL penalty against the reference (initial) policy. It is added to the loss.")
-    kl_in_reward: Node | None = key(dict, "KL penalty against the reference policy. It is subtracted from the rewards.")
+    kl_in_loss: Node | None = key(
+        dict,
+        "KL penalty (default kind: k3) against the reference (default: the initial policy). It is added to the loss.",
+    )
+    kl_in_reward: Node | None = key(dict, "KL penalty (default kind: k1). It is subtracted from the rewards.")
     entropy_coef: float = key(0.0, "Coefficient of the entropy bonus in the loss.")
     adaptive_entropy: Node | None = key(
         dict,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 from mrl.config.process_schema import TrackingBackend
@@ -102,9 +103,7 @@ def mini_batches(total: str, value: Any, values: Values) -> Overrides | Note:
     sizes = [values.get(name) for name in total.split("*")]
     if any(size is None for size in sizes):
         return Note(f"algorithm.mini_batches is {total} divided by this size; {total} is not in this config")
-    size = 1
-    for each in sizes:
-        size *= int(str(each))
+    size = prod(int(str(each)) for each in sizes)
     return {"algorithm.mini_batches": max(1, size // int(value))}
 
 
@@ -130,10 +129,9 @@ def kl_penalty(
 
 def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Overrides | Note:
     """Compute the warm-up steps from their fraction of all steps. `total`: key with the number of all steps."""
-    steps = values.get(total)
     if not float(value):
         return Note("0 is the default", needed=False)
-    if steps is None:
+    if (steps := values.get(total)) is None:
         return Note(f"{optim}.warmup_steps counts steps: set it to this ratio times the number of steps")
     return {f"{optim}.warmup_steps": round(float(value) * int(steps))}
 
@@ -308,9 +306,17 @@ def stop_texts(value: Any, values: Values) -> Overrides:
 
 
 def gae_argument(name: str, value: Any, values: Values) -> Overrides | Note:
-    if str(values.get("algorithm.adv_estimator", "gae")) != "gae":
-        return Note("only for PPO's advantages", needed=False)
-    return {f"algorithm.advantage.{name}": value}
+    """Set gamma or lam of the advantages. REINFORCE++ uses only gamma."""
+    estimator = str(values.get(VERL_ESTIMATOR, "gae")).lower()
+    if estimator == "gae" or (estimator == "reinforce_plus_plus" and name == "gamma"):
+        return {f"algorithm.advantage.{name}": value}
+    return Note("the estimator does not use it", needed=False)
+
+
+def adam_betas(first: str, second: str, value: Any, values: Values) -> Overrides:
+    """Set optim.betas. `first`, `second`: keys of both betas. Without a key, the default of slime (Megatron) and trl applies."""
+    defaults = {first: 0.9, second: 0.999}
+    return {"optim.betas": [default if values.get(key) is None else values[key] for key, default in defaults.items()]}
 
 
 def pf_ppo(name: str, value: Any, values: Values) -> Overrides | Note:
@@ -323,6 +329,26 @@ def pf_ppo(name: str, value: Any, values: Values) -> Overrides | Note:
 def num_engines(value: Any, values: Values) -> Overrides | Note:
     per_engine = int(str(values.get("rollout-num-gpus-per-engine", 1)))
     return {"rollout.num_engines": max(1, int(value) // per_engine)}
+
+
+def slime_nodes(value: Any, values: Values) -> Overrides | Note:
+    """Compute the number of trainer ranks from the number of nodes. By default, slime uses 8 GPUs of each node."""
+    if "actor-num-gpus-per-node" in values:
+        return Note("part of parallel.world_size", needed=False)
+    return {"parallel.world_size": int(value) * 8}
+
+
+def slime_rollout_seed(value: Any, values: Values) -> Overrides | Note:
+    if str(values.get("seed", value)) != str(value):
+        return Note("run.seed is the seed of training and of sampling; it gets the value of --seed")
+    return {"run.seed": value}
+
+
+def slime_filter(value: Any, values: Values) -> Overrides | Note:
+    """Translate slime's own filter. A user's filter reads slime's samples, so it has no counterpart."""
+    if str(value).rpartition(".")[2] == "check_reward_nonzero_std":
+        return {"rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"}
+    return Note("write a filter that reads the rewards of a group, and name it in rollout.filter._target_")
 
 
 def slime_reward(value: Any, values: Values) -> Overrides | Note:
@@ -400,7 +426,7 @@ def verl_clip(value: Any, values: Values) -> Overrides | Note:
 
 
 def verl_filter_metric(value: Any, values: Values) -> Overrides | Note:
-    """Select the part of the reward that the filter of groups compares."""
+    """Select the part of the reward that the rollout filter compares."""
     if not is_on(values.get("algorithm.filter_groups.enable", False)):
         return Note("algorithm.filter_groups.enable is off", needed=False)
     if value in ("reward", "score", "seq_reward", "seq_final_reward"):
@@ -468,9 +494,7 @@ def trl_adaptive_entropy(value: Any, values: Values) -> Overrides | Note:
     """Translate trl's adaptive entropy control, with trl's defaults."""
     if not is_on(value):
         return Note("off is the default", needed=False)
-    defaults = {
-        "target": ("entropy_target", 0.2),
-        "step": ("entropy_coef_delta", 0.005),
-        "max_coef": ("entropy_coef_max", 1.0),
-    }
+    defaults = dict(
+        target=("entropy_target", 0.2), step=("entropy_coef_delta", 0.005), max_coef=("entropy_coef_max", 1.0)
+    )
     return {"algorithm.adaptive_entropy": {name: values.get(key, default) for name, (key, default) in defaults.items()}}

@@ -126,7 +126,7 @@ COMMON_NAMES = {
     "group_size": "rollout.responses_per_prompt",
     "max_new_tokens": "rollout.max_response_tokens",
 }
-"""Last part of a key of a trainer without a table of counterparts -> mrl key. Only hints for unknown keys use this table."""
+"""Last part of a key of trainers that mrl/config/counterparts.py does not have -> mrl key, for hints for unknown keys."""
 
 
 def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Builds the objects that run `mrl train`, `mrl certify` and `mrl replay` from plans, and starts their processes."""
+"""Builds the objects of `mrl train`, `mrl certify` and `mrl replay` from plans, and starts the processes of these commands."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -265,12 +265,13 @@ def _schedule(config: Config, num_rows: int, critic: bool) -> TrainingSchedule:
 def finished_result(config: Config) -> TrainingResult | None:
     """Return the result of the run in run.dir if that run is finished: no step, evaluation or export is left to do.
 
-    Returns None if the run is not finished, or if there is no run. Reads only small files, so it takes less than a second.
+    Returns None if the run is not finished, if there is no run, or if resume=never. Reads only small files, so this takes less
+    than a second.
     """
     folder = Path(config.run.dir).resolve()
     try:
         record = read_run_record(folder)
-    except ValueError:  # the file is damaged; find_resume_point reports this error later
+    except ValueError:  # run.json is damaged; find_resume_point reports this later
         return None
     if config.resume == "never" or record is None or record["command"] != "train":
         return None

@@ -31,7 +31,7 @@ from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, RoleModel, RunMemory, run_memory, trainer_settings
 from mrl.rollout.engines.server_args import has_cuda
-from mrl.weight_sync.engine_layout import Topology
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MemoryEstimator:
     config: Config
     models: dict[str, ModelPlan]  # by role
     has_reference: bool
-    topology: Topology | None  # parallel sizes of one engine; None if the run starts no engines
+    topology: EngineParallelSizes | None  # parallel sizes of one engine; None if the run starts no engines
     # Teachers whose output layers an update needs, because the loss distills over the whole vocabulary
     teachers: tuple[str, ...] = ()
     sampled_gradient: bool = True  # whether the loss has a gradient through sampled tokens
@@ -232,7 +232,7 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
 def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
     """Yield one change for each token budget that is set: it halves the budget.
 
-    A budget that is not set follows the budget of the actor.
+    A budget that is not set follows a budget of the actor.
     """
     for section in ("trainer", "critic"):
         for name in ("max_tokens_per_micro_batch", "max_tokens_per_forward_micro_batch"):
@@ -245,9 +245,9 @@ def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
-    """Yield layouts in which one parallel axis is doubled, with half the replicas or with twice the GPUs.
+    """Yield layouts in which one parallel axis is doubled: tp, pp or cp with half the replicas or with twice the GPUs.
 
-    Also yield the current layout with twice the replicas.
+    The axis ep is doubled with the same replicas and GPUs. Also yield the current layout with twice the replicas.
     """
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):

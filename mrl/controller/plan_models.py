@@ -37,7 +37,7 @@ from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_
 from mrl.planner.trainer_state_bytes import layers_of_stages
 from mrl.rollout.engines.server_args import has_cuda
 from mrl.tracking.console import show_warning
-from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
 from parallel.dims import ParallelDims
@@ -110,7 +110,8 @@ def plan_model(
     """Plan the model in the folder `path`.
 
     `section` is "" for the actor, and "critic" or "roles.NAME" for a second model. A second model has the actor's layout, except
-    for the keys that its config section sets. If `weights` is False, only config.json is read. `head`: see ModelPlan.
+    for the keys that its config section sets. `optimizer` is the optimizer of a second model; the actor has config.optim. If
+    `weights` is False, only config.json is read. `head`: see ModelPlan.
     """
     dims = parallel_layout(config, section)
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
@@ -138,7 +139,8 @@ def plan_model(
         _check_vision(config, arch)
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
     budgets = token_budgets(config, section.removeprefix("roles.") or "actor")
-    packing = Packing(budgets.train, config.trainer.share_prompts, CostModel(*arch.multiply_adds()), budgets.forward)
+    cost = CostModel(*arch.multiply_adds(None if head == "vocabulary" else 1))
+    packing = Packing(budgets.train, config.trainer.share_prompts, cost, budgets.forward)
     optim = optimizer if section else _actor_optimizer(config)
     ddp = config.trainer.ddp | (config.critic.ddp if section == "critic" else {})
     return ModelPlan(config, dims, optim, path, hf, arch, packing, head=head, ddp=ddp)
@@ -209,7 +211,9 @@ def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, routi
     if routing_replay and not arch.num_experts:
         raise ValueError(f"rollout.routing_replay=true: {config.model.path} has no experts; leave it false.")
     check_load_balancing(config.megatron.get("moe_router_load_balancing_type", "none"), dims)
-    if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (dims.pp > 1 or dims.lockstep):
+    if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (
+        dims.pp > 1 or dims.equal_micro_batch_counts
+    ):
         raise ValueError(
             "megatron.moe_token_dispatcher_type=allgather: exchanges packs of equal length only, so parallel.pp must be 1 "
             f"and ep x etp at most tp x cp; got pp={dims.pp}, ep={dims.ep}, etp={dims.expert_tp}, tp={dims.tp}, "
@@ -339,7 +343,7 @@ def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
     return layout
 
 
-def engine_topology(config: Config, actor: ModelPlan) -> Topology:
+def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
     """Return the parallel sizes of one engine. Raises ValueError if SGLang or weight sync does not support them."""
     if config.rollout.engine_urls and config.weight_sync.transport != "disk":
         raise ValueError(
@@ -362,7 +366,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
             "model.train_vision=true: the weights of the vision tower reach the engines only by disk, not by "
             f"weight_sync.transport={config.weight_sync.transport}; set weight_sync.transport=disk."
         )
-    topology = Topology(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
+    topology = EngineParallelSizes(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
     if topology.ep > 1 and (not actor.arch.num_experts or actor.arch.num_experts % topology.ep):
         raise ValueError(
             f"sglang.ep_size={topology.ep} does not divide the {actor.arch.num_experts} experts of this model."
@@ -377,7 +381,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
     return topology
 
 
-def _check_key_norms(family: Family, arch: Architecture, topology: Topology) -> None:
+def _check_key_norms(family: Family, arch: Architecture, topology: EngineParallelSizes) -> None:
     """Raise ValueError if engine ranks that hold the same key head would have to normalize the keys of all heads together."""
     heads = arch.transformer["num_query_groups"]
     has_norm = any(row.whole_in_engine and row.shapes == (("kv",),) for row in family.rows(arch))

@@ -40,7 +40,8 @@ class StepPlan:
     trainer: type[Trainer] = Trainer
     function: Callable[[Trainer], None] | None = None  # None: the method `train_step` of the class
     fields: Mapping[str, Any] = field(default_factory=dict)  # values of the fields that a subclass adds
-    needs: frozenset[str] = frozenset()  # columns that `Trainer.score` must compute for the step
+    # config key of the step or of one of its arguments -> columns that `Trainer.score` must compute for it
+    needs: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def build(self, **parts: Any) -> Trainer:
         """Return the trainer. `parts` are the fields of Trainer."""
@@ -60,7 +61,8 @@ def plan_step(config: Config) -> StepPlan:
     node = {"_target_": target, **config.trainer.arguments}
     factory = import_target(node, KEY)
     arguments = instantiate_arguments(factory, node, f"{KEY}.arguments")
-    needs = frozenset({"old_logprobs"}).union(needs_of(factory), *map(needs_of, _values(arguments)))
+    needs = {f"{KEY}._target_": needs_of(factory) | {"old_logprobs"}}
+    needs |= {key: needs_of(value) for key, value in _values(arguments, f"{KEY}.arguments")}
     if isinstance(factory, type):
         _check_class(factory, arguments)
         return StepPlan(factory, None, arguments, needs)
@@ -99,16 +101,16 @@ def _check_function(function: Callable[..., Any], arguments: Mapping[str, Any]) 
         ) from None
 
 
-def _values(arguments: object) -> Iterator[Any]:
-    """Yield the values in nested dicts and lists."""
+def _values(arguments: object, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield (config key, value) for the values in nested dicts and lists. `key`: config key of `arguments`."""
     if isinstance(arguments, Mapping):
-        for value in arguments.values():
-            yield from _values(value)
+        for name, value in arguments.items():
+            yield from _values(value, f"{key}.{name}")
     elif isinstance(arguments, Sequence) and not isinstance(arguments, str):
-        for value in arguments:
-            yield from _values(value)
+        for index, value in enumerate(arguments):
+            yield from _values(value, f"{key}.{index}")
     else:
-        yield arguments
+        yield key, arguments
 
 
 TRUNCATING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}

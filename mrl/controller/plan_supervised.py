@@ -62,7 +62,10 @@ class SupervisedObjective:
 
     @property
     def weighting(self) -> TokenWeighting:
-        """Rule that computes the token weights in the loss. All pairs, or all labeled responses, have equal weights."""
+        """Rule that computes the token weights.
+
+        All tokens of plain responses have equal weights. All pairs, or all labeled responses, have equal weights.
+        """
         return TokenWeighting(token_mean if self.form.rows == "responses" else sequence_mean)
 
 
@@ -93,7 +96,10 @@ WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the s
 
 
 def warm_start_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide the weights of a warm start, without held-out rows and without a default objective."""
+    """Return the settings that decide the weights of a warm start, without held-out rows and without a default objective.
+
+    With data.inputs, run.seed is left out, so runs with different seeds share one warm start.
+    """
     sft: dict[str, Any] = asdict(config.sft)
     del sft["test"]
     if not sft["optim"]["megatron"]:

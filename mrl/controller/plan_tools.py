@@ -4,6 +4,7 @@ Every function raises ValueError for a mistake in the config. No function starts
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,8 +133,8 @@ class SyncPlan:
 
 def plan_sync(config: Config) -> SyncPlan:
     """Compile the transfer plan of the run's weight sync. Assumes pipeline stages with equal numbers of layers."""
-    make_input_files(config)
-    model = plan_model(config, config.model.path)
+    models = _plan_run_models(config)
+    model = models["actor"]
     check_adapter_sync(config, model)
     adapters = plan_adapter_push(config, model) if syncs_adapters(config) else None
     layout, dims = engine_layout(config, model), model.dims
@@ -152,7 +153,7 @@ def plan_sync(config: Config) -> SyncPlan:
     transfer_plan = compile_transfer_plan(
         shards, layout, config.rollout.num_engines, dtype_of, config.weight_sync.bucket_bytes
     )
-    if (devices := planned_gpus(config, plan_placement(config))) is None:
+    if (devices := planned_gpus(config, _pools_of(config, models))) is None:
         return SyncPlan(model, adapters, transfer_plan, None, [])
     transport, senders, receivers = gpu_transport(config, devices)
     hosts = [location.host for location in senders]
@@ -167,7 +168,14 @@ def plan_sync(config: Config) -> SyncPlan:
 
 def plan_placement(config: Config, weights: bool = True) -> Pools:
     """Return the resource pools of an RL run. If `weights` is False, only config.json is read from each model's folder."""
+    return _pools_of(config, _plan_run_models(config, weights))
+
+
+def _plan_run_models(config: Config, weights: bool = True) -> dict[str, ModelPlan]:
     needs = algorithm_of(config).needs
     make_input_files(config)
-    models = plan_models(config, needs, weights=weights)
+    return plan_models(config, needs, weights=weights)
+
+
+def _pools_of(config: Config, models: Mapping[str, ModelPlan]) -> Pools:
     return build_pools(config, {role: model.dims for role, model in models.items()})

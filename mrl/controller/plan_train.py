@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from models.hf_config import HFConfig
-from mrl.algorithms.distillation import TEACHER_OUTPUTS
+from mrl.algorithms.distillation import TEACHER_OUTPUTS, reads_rewards
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
@@ -281,7 +281,7 @@ def _warn_of_unused_keys(config: Config, algorithm: AlgorithmParts, roles: Colle
 def check_profile(config: Config, num_ranks: int, last: int | None = None) -> None:
     """Raise ValueError if the section `profile` names a step or a trainer rank that the run does not have.
 
-    `last`: last step of the run; None: trainer.max_steps.
+    Also raise ValueError if the section names steps but no rank. `last`: last step of the run; None: trainer.max_steps.
     """
     profile, max_steps = config.profile, config.trainer.max_steps
     last = max_steps if last is None else last
@@ -311,8 +311,7 @@ def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSett
         lr=config.optim.lr,
         advantage=plug_in_name(advantage),
         group_relative=getattr(advantage, "group_relative", False),
-        reads_rewards=not algorithm.needs & (TEACHER_OUTPUTS | {"teacher_logprobs"})
-        or getattr(advantage, "uses_token_rewards", True),
+        reads_rewards=reads_rewards(advantage, algorithm.needs),
         mask_truncated=config.algorithm.mask_truncated,
     )
 
@@ -407,7 +406,7 @@ def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[
         if len(fractions) > 1 and sum(fractions.values()) >= 1:
             raise ValueError(
                 f"{', '.join(f'{key}={value:g}' for key, value in fractions.items())}: these servers share GPUs "
-                "(placement.pools) and are in their memory at the same time; set fractions whose sum is below 1."
+                "(placement.pools) and use their memory at the same time; set fractions whose sum is below 1."
             )
 
 

@@ -74,7 +74,7 @@ class RunProcesses:
         worker = self._start_rollout_worker(placements)
         stack.callback(worker.close)
         self.engines = EngineLifecycle(
-            host=worker,
+            engine_processes=worker,
             actor=self.models.actor,
             scheduler=self.scheduler,
             settings=config.weight_sync,
@@ -245,7 +245,8 @@ def run_processes(plan: TrainPlan, startup: Startup) -> Iterator[RunProcesses]:
 def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
     """Lock the run directory, start the trainer ranks of `mrl sft` and wait for them. The ranks end when the context exits.
 
-    Raises StartupLostError if a process is lost during the start.
+    Raises StartupLostError if Ray does not start, and another ProcessesLostError if a rank is lost while it builds the model.
+    Raises StartError if the cluster has no room for the ranks, or if the ranks cannot build the model.
     """
     startup = Startup()
     with _closed_in_time() as stack:
@@ -295,10 +296,10 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
 
 
 def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
-    """Return the NCCL variables that must be equal in trainer ranks and engines, if these may join common NCCL groups.
+    """Return the NCCL variables that must be equal in trainer ranks and engines, because both may join a common NCCL group.
 
-    If the actor and the engines share a pool, they never join a common NCCL group. The result is then {}, so NCCL keeps its
-    defaults in the trainer ranks. A warning names each variable that has another value in this process.
+    If the run has no engines, or if the actor and the engines share a pool, there is no such group. The result is then {}, so
+    NCCL keeps its defaults in the trainer ranks. A warning names each variable that has another value in this process.
     """
     engines, actor = pools.by_role.get("engines"), pools.by_role["actor"]
     if engines in (None, actor):
@@ -315,6 +316,10 @@ def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
 
 
 MAX_PAUSE_S = 60.0  # longest time that the driver waits before it restarts lost processes
+
+
+class NoIntactCheckpointError(ValueError):
+    """Every checkpoint from which lost trainers could restart is damaged."""
 
 
 @dataclass
@@ -343,7 +348,7 @@ class ProcessRecovery:
     def __call__(self, error: ProcessesLostError, state_after_step: State | None) -> State:
         """Restart the lost processes. Returns the state that matches the trainers' weights (see LostProcessRecovery).
 
-        Raises the latest error if all restarts are used up.
+        Raises the latest error if all restarts are used up. Raises NoIntactCheckpointError if all checkpoints are damaged.
         """
         while True:
             checkpoint = self.store.latest() or self.initial_checkpoint
@@ -358,6 +363,8 @@ class ProcessRecovery:
                 return self._restart(error, state_after_step)
             except ProcessesLostError as another:
                 error, state_after_step = another, None
+            except NoIntactCheckpointError:
+                raise  # another restart would find the same files
             except (RuntimeError, ValueError) as failure:  # e.g. a port is taken, or memory is not free yet
                 error, state_after_step = ProcessesLostError(f"{type(failure).__name__}: {failure}"), None
 
@@ -376,14 +383,17 @@ class ProcessRecovery:
     def _intact_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that is not damaged. If there is none, return the checkpoint that the run began with.
 
-        Returns None if the run has no checkpoint at all. Raises ValueError if all checkpoints are damaged.
+        Returns None if the run has no checkpoint at all. Raises NoIntactCheckpointError if all checkpoints are damaged.
         """
         if checkpoint := self.store.latest_intact():
             return checkpoint
         if self.initial_checkpoint:
-            self.initial_checkpoint.check_hashes()
+            try:
+                self.initial_checkpoint.check_hashes()
+            except ValueError as error:
+                raise NoIntactCheckpointError(str(error)) from error
         elif self.store.damaged:
-            raise ValueError(
+            raise NoIntactCheckpointError(
                 f"{self.store.folder}: the checkpoints of steps {sorted(self.store.damaged)} are damaged and there is no other, "
                 "so the trainers cannot be restarted; restore a checkpoint from a copy, and start the same command again."
             )

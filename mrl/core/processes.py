@@ -181,8 +181,8 @@ def _watch(finished: threading.Event, what: str, since: float, reason: BaseExcep
 def _exit(reason: BaseException | None) -> NoReturn:
     """End this process at once. `reason` is the exception that ends the run, None for a run that is finished.
 
-    If the run is finished or its start failed, this does not call the function of `call_before_exit`, because the
-    supervisor then starts the command again. The second process prints the result of a finished run.
+    If the run is finished, or if it lost processes while it was starting, the supervisor starts the command again. So the
+    function of `call_before_exit` is not called. The second process prints the result of a finished run.
     """
     sys.stdout.flush()
     if reason is not None and not isinstance(reason, StartupLostError):

@@ -1,7 +1,7 @@
 """Errors that end or interrupt a run, PreemptionHandler, and the report of the error that ends a run.
 
 PreemptionHandler raises PreemptedError after SIGTERM or SIGUSR1. If an exception ends a command that takes config keys, the
-command prints the text that `report_error` returns. The report also has a file with the whole traceback.
+command prints the text that `report_error` returns. `report_error` also writes the whole traceback to a file.
 """
 
 import errno
@@ -115,9 +115,9 @@ def check_wait() -> None:
 class PreemptionHandler:
     """Remembers the first preemption signal, and abandons the running step if the step would take too long.
 
-    A second signal ends the process at once. Its child processes notice this end, and end too. The same signal again within
-    DUPLICATE_S is ignored. Duplicate signals are normal: Slurm signals every process of a job step, and the supervisor of
-    `mrl train` forwards the signals that it receives.
+    If the same signal arrives again within DUPLICATE_S, it is ignored. Duplicate signals are normal: Slurm signals every process
+    of a job step, and the supervisor of `mrl train` forwards the signals that it receives. Any other second signal ends the
+    process at once. The child processes notice this end, and end too.
 
     After a signal, each call of `check_wait` calls `may_abandon`, and raises PreemptedError if the result is True.
     `may_abandon` is None until the first process of the run is started. Until then the signal handler itself raises

@@ -245,11 +245,11 @@ class Rollouts:
     # [B] index of the prompt: the step's N prompts have the first indices, and prompts of data.offline.path the next indices
     groups: NDArray[np.int64]
     digests: NDArray[np.uint64]  # [B] hash of prompt and response, by which the ledger identifies samples
-    truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
+    truncated: NDArray[np.bool_]  # [B] whether the token limit or the turn limit ended the response
     weight_versions: NDArray[np.int64]  # [B] oldest weight version that sampled a token of the response
     rewards: NDArray[np.float64]  # [B]
-    # [M, 3] each row is: index of a response, weight version, number of consecutive tokens that this version sampled; see
-    # mrl.rollout.trajectory.version_spans
+    # [M, 3] one row for each of M spans of consecutive tokens that one weight version sampled: index of the response, weight
+    # version, number of tokens; see mrl.rollout.trajectory.version_spans
     version_spans: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
     # [N] serial number of each prompt request: its position, from 0, in the order in which the run draws prompts
     request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -343,7 +343,7 @@ TeacherOutputs = Mapping[str, NDArray]
 class TeacherPart:
     """The outputs of a teacher for some rows of a block. The driver knows the rows, and the trainer ranks read the outputs."""
 
-    rows: NDArray[np.int64]  # indices of rows of the block
+    rows: NDArray[np.int64]  # [n] indices of rows of the block
     outputs: Handle  # refers to TeacherOutputs of the sampled tokens of these rows, concatenated
 
 
@@ -456,7 +456,8 @@ class SupervisedRows:
 class RankBatch:
     """The rows on which one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    # Indices of the rows of each micro-batch. With ParallelDims.lockstep or vpp > 1, empty micro-batches may be added
+    # Indices of the rows of each micro-batch. Empty micro-batches may be added if vpp > 1, or if
+    # ParallelDims.equal_micro_batch_counts is true.
     micro_batches: tuple[NDArray[np.int64], ...]
     weights: NDArray[np.float64]  # [B] token weight in the loss; all tokens of a row have the same token weight
     # [B] index of the prompt; for rows with the same index, the prompt is computed once. None: it is computed for every row
@@ -468,7 +469,7 @@ class RankBatch:
 class SyncReport:
     """Report of one sender on one weight push. Without engines, all values are 0."""
 
-    bytes: int = 0  # number of bytes sent, summed over all receivers
+    bytes: int = 0  # number of bytes sent, summed over all receivers; with the transport disk, bytes written
     uncompressed_bytes: int = 0  # size of the same data before compression
     tensors: int = 0  # number of Hugging Face tensors of which this rank sent parts
     buckets: int = 0  # number of buckets sent

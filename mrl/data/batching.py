@@ -30,7 +30,7 @@ GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
 @dataclass(frozen=True)
 class CostModel:
-    """Compute cost of a causal sequence of L tokens: linear * L + quadratic * L**2. Only ratios of costs matter."""
+    """Cost of computing a causal sequence of L tokens: linear * L + quadratic * L**2. Only ratios of costs matter."""
 
     linear: float = 1.0
     quadratic: float = 0.0

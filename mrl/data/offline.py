@@ -161,7 +161,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _token_fault(row: OfflineRow, limits: TokenLimits) -> str:
-    """Return why a step cannot train on the tokens of a row, or ""."""
+    """Return why a step cannot train on the tokens of a row, or "" if it can."""
     largest = max([*row.prompt, *row.response])
     if largest >= limits.vocabulary:
         return f"token {largest} is outside the vocabulary of the model, which ends at {limits.vocabulary - 1}."

@@ -359,7 +359,7 @@ def _token_fault(ids: list[int], constraints: PromptConstraints, max_prompt_toke
 
 
 class PromptStream:
-    """Endless stream of batches of rows, which a sampler chooses. A batch may span two epochs.
+    """Endless stream of batches of rows, which a sampler chooses. A batch may span several epochs.
 
     The position of a stream consists of these parts:
 
@@ -476,7 +476,7 @@ class PromptStream:
         return {"drawn": list(self.drawn), **self._identity(), **history, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of a stream with the same rows, seed, source weights and sampler. The batch size may differ.
+        """Continue at the position of a stream with equal properties (see `_identity`). The batch size may differ.
 
         Raises:
             ValueError: the state was saved by another stream. The message names the difference.

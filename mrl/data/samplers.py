@@ -410,16 +410,28 @@ class ByDifficulty:
             raise ValueError(f"worst={self.worst}, best={self.best}: expected worst < best.")
 
     def __call__(self, inputs: GroupSizeInputs) -> NDArray[np.int64]:
-        """Return the sizes, [n]. Raises ValueError if the mean size is not between `least` and `most`."""
+        """Return the sizes, [n].
+
+        Raises ValueError if the mean size is not between `least` and `most`, or if the column contains texts.
+        """
         if not self.least <= inputs.size <= self.most:
             raise ValueError(
                 f"rollout.group_sizes: least={self.least}, most={self.most}, but rollout.responses_per_prompt={inputs.size}; "
                 "expected a mean size between them."
             )
-        rewards = inputs.prompts.column(self.column)[inputs.rows] if self.column else inputs.mean_reward
+        rewards = _pass_rates(inputs.prompts, self.column)[inputs.rows] if self.column else inputs.mean_reward
         rates = np.clip((rewards - self.worst) / (self.best - self.worst), 0, 1)
         rates = np.where(np.isnan(rates), 0.5, rates)
         return apportion(len(rates) * inputs.size, rates * (1 - rates), self.least, self.most)
+
+
+def _pass_rates(prompts: PromptTable, column: str) -> NDArray[np.float64]:
+    values = prompts.column(column)
+    if values.dtype.kind == "U":
+        raise ValueError(
+            f"rollout.group_sizes.column={column}: the column contains texts; expected the pass rate of each row, a number."
+        )
+    return values
 
 
 def apportion(total: int, weights: NDArray[np.float64], least: int, most: int) -> NDArray[np.int64]:

@@ -94,7 +94,7 @@ def train_sources(data: DataConfig) -> list[PromptSource]:
         )
     if len(chosen) > 1:
         raise ValueError(
-            f"{' and '.join(chosen)} are set, but at most one of them may be set; empty the others, as in data.train=[]."
+            f"{' and '.join(chosen)} are set, but exactly one must be set; empty the others, as in data.train=[]."
         )
     if data.train:
         return [_source(dict(files=list(data.train)), "data.train", data)]

@@ -41,6 +41,8 @@ from mrl.data.tokenizer import (
 class SftDataset:
     """Token ids of B sequences. The loss covers the response and its end-of-sequence token, but not tool results.
 
+    In a data set for a reward model, the loss covers only the end mark.
+
     A row of the file is one sequence, or two successive sequences: the chosen and the rejected response of a pair.
     """
 
@@ -158,7 +160,7 @@ def _encode_turns(
         assert template, "a response with several turns needs a tool template"
         result = template.encode(tool["content"], limit=len(tool["content"]) + 1)
         between, answer = template.wrap([result], turn_ended=False), encode_text(tokenizer, assistant["content"])
-        num_end_tokens = len(template.end)
+        num_end_tokens = len(template.end_of_turn)
         ids += between + answer
         in_loss += [True] * num_end_tokens + [False] * (len(between) - num_end_tokens) + [True] * len(answer)
     return [*ids, tokenizer.eos_token_id], [*in_loss, True]
@@ -180,18 +182,18 @@ def load_preferences(
     max_tokens: int,
     chat: ChatTemplate | None = None,
     *,
-    labelled: bool,
+    labeled: bool,
     for_reward_model: bool,
     mismatched: bool = False,
 ) -> SftDataset:
     """Read and check every row.
 
     Args:
-        path: jsonl or parquet file.
+        path: jsonl or parquet file, or a folder with a saved data set.
         model_path: Hugging Face folder with the tokenizer.
         max_tokens: largest number of tokens of a sequence.
         chat: replaces the chat template of the tokenizer.
-        labelled: whether the rows have labels. Otherwise they are pairs.
+        labeled: whether the rows have labels. Otherwise they are pairs.
         for_reward_model: whether a reward model reads the sequences.
         mismatched: whether the data set also has each prompt with the response to another prompt, as `KTO` needs.
 
@@ -200,8 +202,8 @@ def load_preferences(
             the same prompt, although `mismatched` is true.
     """
     tokenizer, args = load_tokenizer(model_path, chat), chat.args if chat else {}
-    rows = read_all(path, _read_labelled if labelled else _read_pair)
-    per_row = 1 if labelled else 2
+    rows = read_all(path, _read_labeled if labeled else _read_pair)
+    per_row = 1 if labeled else 2
     masks: list[list[bool]] | None
     if for_reward_model:
         prompts, responses, masks = _encode_conversations(path, tokenizer, rows, args)
@@ -210,7 +212,7 @@ def load_preferences(
         prompts = [prompt for prompt in encoded for _ in range(per_row)]
         responses, masks = encode_responses(tokenizer, [each for row in rows for each in row.responses], args)
     check_lengths(path, [row.number for row in rows for _ in range(per_row)], prompts, responses, max_tokens)
-    columns = {"labels" if labelled else "margins": [row.value for row in rows for _ in range(per_row)]}
+    columns = {"labels" if labeled else "margins": [row.value for row in rows for _ in range(per_row)]}
     others = _other_prompts(path, [row.prompt for row in rows]) if mismatched else []
     if mismatched:
         check_lengths(path, [row.number for row in rows], prompts, [responses[other] for other in others], max_tokens)
@@ -267,7 +269,7 @@ def _common_length(sequences: Sequence[Sequence[Any]]) -> int:
     return next((n for n in range(shortest) if len({each[n] for each in sequences}) > 1), shortest)
 
 
-def _read_labelled(number: int, row: Row) -> PreferenceRow:
+def _read_labeled(number: int, row: Row) -> PreferenceRow:
     refuse_images(row)
     prompt = read_messages(column_value(row, "prompt"), "prompt")
     response, label = read_response(column_value(row, "completion"), "completion"), column_value(row, "label")
@@ -337,6 +339,6 @@ class RowForm:
         if self.rows == "responses":
             return SftDataset.load(path, model_path, max_tokens, chat)
         options = dict(
-            labelled=self.rows == "labels", for_reward_model=self.for_reward_model, mismatched=self.mismatched
+            labeled=self.rows == "labels", for_reward_model=self.for_reward_model, mismatched=self.mismatched
         )
         return load_preferences(path, model_path, max_tokens, chat, **options)

@@ -160,7 +160,7 @@ def character_tokenizer(vocab_size: int = 32) -> Any:
 def byte_tokenizer() -> Any:
     """Build a tokenizer with one token for each UTF-8 byte, so that every text can be encoded and decoded without loss.
 
-    The chat template renders a message as <|start|>, role, line break, content, <|end|>.
+    The chat template renders a message as <|start|>, role, line break, content, <|end|>, line break.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -200,12 +200,12 @@ _CUT = "..."  # marks the end of a truncated tool result
 class ToolTemplate:
     """The tokens between two turns of the assistant.
 
-    With one tool result, they are `end + before + result + after`. With two results, they are
-    `end + before + result + between + result + after`.
+    With one tool result, they are `end_of_turn + before + result + after`. With two results, they are
+    `end_of_turn + before + result + between + result + after`.
     """
 
     tokenizer: Any
-    end: tuple[int, ...]  # the token that ends the assistant's turn; empty if the template has none
+    end_of_turn: tuple[int, ...]  # the token that ends the assistant's turn; empty if the template has none
     before: tuple[int, ...]  # tokens before the first result
     between: tuple[int, ...]  # tokens between two results
     after: tuple[int, ...]  # tokens after the last result, up to the start of the assistant's next turn
@@ -238,7 +238,7 @@ class ToolTemplate:
         before, between, after = (encode_text(tokenizer, text) for text in (head, middle, tail))
         _check_round_trip(tokenizer, role, [*before, *encode_text(tokenizer, _RESULTS[0]), *after], head, tail)
         closing = _tokens_after_last_turn(tokenizer, args)
-        end = before[:1] if before[:1] == closing[:1] and before[0] in _end_tokens(tokenizer) else []
+        end = before[:1] if before and before[:1] == closing[:1] and before[0] in _end_tokens(tokenizer) else []
         return cls(tokenizer, tuple(end), tuple(before[len(end) :]), tuple(between), tuple(after))
 
     def encode(self, result: str, limit: int) -> list[int]:
@@ -252,12 +252,12 @@ class ToolTemplate:
     def wrap(self, results: Sequence[Sequence[int]], *, turn_ended: bool) -> list[int]:
         """Return the tokens between an assistant's turn and its next turn, with the tokens of `results`.
 
-        `turn_ended`: whether the policy has already sampled a token that ends the turn. If so, the result has no `end`.
+        `turn_ended`: whether the policy has already sampled a token that ends the turn. If so, `end_of_turn` is left out.
         """
         inner: list[int] = []
         for result in results:
             inner += [*(self.between if inner else ()), *result]
-        return [*(() if turn_ended else self.end), *self.before, *inner, *self.after]
+        return [*(() if turn_ended else self.end_of_turn), *self.before, *inner, *self.after]
 
 
 def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:

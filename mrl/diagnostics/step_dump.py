@@ -6,7 +6,8 @@ step_000007/    step_dump.json        description of the step: reason, config, l
                 rng_00000.safetensors states of the random number generators, one file per rank
                 weights/              Hugging Face folder of the weights before the mini-batch, if the dump contains weights
 
-Steps are numbered as in metrics.jsonl: the first step is 1, and step 7 begins with the weights of step 6.
+Steps are numbered as in metrics.jsonl: the first step is 1, and step 7 begins with the weights of step 6. If a training step
+calls `update` several times, each update has a dump of its own. The folder of the second update is step_000007_update_2.
 """
 
 import hashlib
@@ -66,6 +67,12 @@ class StepDescription:
     losses: list[float]  # loss of each mini-batch that the run finished
     layout: dict[str, Any]  # parallel layout of the trainer ranks
     config: dict[str, Any]  # composed config of the run; `mrl replay` builds the loss and its aggregation from it
+    update: int = 1  # index of the update in the step, from 1
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the step dump's folder."""
+        return f"step_{self.step:06d}" + (f"_update_{self.update}" if self.update > 1 else "")
 
     @property
     def dims(self) -> ParallelDims:
@@ -263,6 +270,7 @@ class StepDumpRecorder:
             losses=[],
             layout=self.layout,
             config=self.config,
+            update=update.index + 1,
         )
 
     def _spike_reason(self, grad_norms: list[float]) -> str:
@@ -281,7 +289,7 @@ class StepDumpRecorder:
         return f"{reason}, the median of {known} steps before"
 
     def _path(self, description: StepDescription) -> Path:
-        return self.folder / f"step_{description.step:06d}"
+        return self.folder / description.folder_name
 
     def _dump(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
         """Make the trainer ranks write their parts of the dump, and the current weights if the dump contains weights."""

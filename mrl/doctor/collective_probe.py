@@ -1,4 +1,4 @@
-"""Test of all-reduces between hosts, with a deadline. Each rank is a child process, which is killed if it is late.
+"""Tests all-reduces between hosts, or between the GPUs of one host. Each rank is a child process, which is killed if it is late.
 
 `python -m mrl.doctor.collective_probe SPEC` runs one rank; SPEC is a RankSpec as JSON. The rank prints a line of JSON when an
 all-reduce begins, finishes or fails.

@@ -58,7 +58,7 @@ CHECKS: dict[str, Check] = {
     "address": host_checks.check_address,
     "model": host_checks.check_model,
 }
-"""All checks by name, in the order in which their findings are shown."""
+"""All checks by name. Findings of one severity are shown in this order."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def gather_facts(requirements: Requirements | None, rank: int = 0) -> HostFacts:
 def _probe_folders(requirements: Requirements | None) -> list[FolderFacts]:
     folders = {"temporary": host_probe.ray_temporary_folder()}
     if requirements and requirements.run_dir:
-        folders["run"] = host_probe.existing_parent(requirements.run_dir)
+        folders["run"] = host_probe.nearest_existing_folder(requirements.run_dir)
     return [host_probe.probe_folder(path, purpose) for purpose, path in folders.items()]
 
 
@@ -151,8 +151,8 @@ def examine_hosts(
             return _first_host_missing(rendezvous)
         requirements = msgspec.convert(received[0], Requirements | None)
     exchanged = _exchange_facts(rendezvous, requirements, options)
-    if exchanged is None:
-        return _first_host_missing(rendezvous)
+    if isinstance(exchanged, DoctorReport):
+        return exchanged
     own_name, facts = exchanged
     cluster = ClusterFacts(facts, requirements)
     run_all_reduces = options.all_reduce is not False
@@ -163,20 +163,22 @@ def examine_hosts(
 
 def _exchange_facts(
     rendezvous: Rendezvous, requirements: Requirements | None, options: ExamineOptions
-) -> tuple[str, list[HostFacts]] | None:
+) -> tuple[str, list[HostFacts]] | DoctorReport:
     """Exchange facts with the other hosts, and test the connections to them.
 
-    Returns (name of this host, facts of all hosts that joined), or None if the first host is gone. The name has a suffix if
-    several hosts have the same name.
+    Returns (name of this host, facts of all hosts that joined). The name has a suffix if several hosts have the same name.
+    Returns a report if the first host is gone, or if this host joined too late.
     """
     facts, nonce = gather_facts(requirements, rendezvous.rank), uuid.uuid4().hex
     with network_probe.serve_peers(nonce, options.clock) as ports:
         rendezvous.send("facts", dict(facts=to_plain(facts), ports=ports, nonce=nonce))
         joined = _list_joined_hosts(rendezvous, options.deadline_s)
         if joined is None:
-            return None
+            return _first_host_missing(rendezvous)
         hosts = [msgspec.convert(entry, network_probe.PeerHost) for entry in joined]
-        this_host = next(host for host in hosts if host.facts.rank == rendezvous.rank)
+        this_host = next((host for host in hosts if host.facts.rank == rendezvous.rank), None)
+        if this_host is None:
+            return _attendance_report(facts.host, "it joined the other hosts too late", "it was not checked")
         peers = [host for host in hosts if host is not this_host]
         connections = network_probe.connect_to_peers(peers, options.clock)
         names = [peer.facts.host for peer in peers if "#" not in peer.facts.host]
@@ -207,8 +209,12 @@ def _list_joined_hosts(rendezvous: Rendezvous, deadline_s: float) -> list[Any] |
 def _first_host_missing(rendezvous: Rendezvous) -> DoctorReport:
     name = (_slurm_node_names(rendezvous.size) or ["the first host"])[0]
     what, why = "it did not answer at the rendezvous in time", "the hosts could not be compared with each other"
+    return _attendance_report(name, what, why)
+
+
+def _attendance_report(host: str, what: str, why: str) -> DoctorReport:
     fix = "read the output of the process on the first host, or allow more time: --deadline 300"
-    return DoctorReport(ClusterFacts([]), [replace(error([name], what, why, fix), check="attendance")])
+    return DoctorReport(ClusterFacts([]), [replace(error([host], what, why, fix), check="attendance")])
 
 
 def _missing_hosts(rendezvous: Rendezvous, cluster: ClusterFacts) -> list[str]:

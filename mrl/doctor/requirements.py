@@ -88,7 +88,7 @@ def _groups_along_axis(dims: ParallelDims, axis: str) -> Iterator[tuple[int, ...
 
 
 def _expert_groups(dims: ParallelDims) -> Iterator[tuple[int, ...]]:
-    """Yield the expert-parallel groups. The ranks of one group together hold each expert once."""
+    """Yield the expert-parallel groups. The ranks of one group together hold one expert-tensor shard of every expert."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     stage_size = dims.world_size // dims.pp  # ranks of one pipeline stage
     for rank in range(dims.world_size):

@@ -35,7 +35,7 @@ from mrl.evaluation.evaluation_summary import (
     compare,
     group_by_prompt,
     read_scores,
-    summarise,
+    summarize,
 )
 from mrl.evaluation.harness import HarnessResult
 from mrl.evaluation.response_store import MANIFEST, JsonObject, Row, parts_column, read_responses, response_schema
@@ -121,12 +121,12 @@ LAYOUTS = (
 )
 
 
-def read_foreign_responses(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, list[Row]]:
+def read_responses_of_other_tools(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, list[Row]]:
     """Return the settings and the rows of responses, as `read_responses` does. `columns`: the config key evaluate.columns.
 
     `path` is a file, or a folder with files. A row has all responses to its prompt in a list, or one response as a text. In the
-    second case, rows with equal prompt, ground truth and data source have responses to the same prompt. The number of tokens and
-    the finish reason of a response are null if the file does not have them.
+    second case, rows with equal prompt, ground truth and data source have responses to the same prompt. The finish reason of a
+    response is always None. The number of tokens of a response is None if the file has no column for it.
 
     Raises ValueError with file, row and column if a row cannot be used.
     """
@@ -307,13 +307,13 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
         config.evaluate.threshold,
         config.evaluate.confidence,
     )  # a response passes if its score reaches the threshold
-    summaries = summarise(prompts, ks, *limits)
+    summaries = summarize(prompts, ks, *limits)
     evaluation = Evaluation(summaries, rows, answers, reward_section, settings)
     if not config.evaluate.compare:
         return evaluation
     comparison = compare(Path(config.evaluate.compare), before, prompts, ks, *limits)
     earlier_ks = [k for k in ks if k <= min(prompt.samples for prompt in before)]
-    earlier = summarise(before, earlier_ks, *limits) if earlier_ks else []
+    earlier = summarize(before, earlier_ks, *limits) if earlier_ks else []
     return replace(evaluation, comparison=comparison, earlier=earlier)
 
 
@@ -323,7 +323,7 @@ def _read_input(path: Path, columns: Mapping[str, Any]) -> tuple[JsonObject, lis
     `columns`: the config key evaluate.columns.
     """
     if not (path / MANIFEST).is_file():
-        return read_foreign_responses(path, columns)
+        return read_responses_of_other_tools(path, columns)
     if columns:
         raise ValueError(
             f"evaluate.columns={dict(columns)} names columns of other tools, but `mrl generate` wrote {path}; remove this key."
@@ -395,7 +395,7 @@ def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]
     pq.write_table(pa.Table.from_pylist(records, schema=columns), path)
 
 
-COLOURS = ("#4C78A8", "#E45756", "#54A24B", "#B279A2", "#F58518", "#72B7B2", "#9D755D", "#79706E")
+COLORS = ("#4C78A8", "#E45756", "#54A24B", "#B279A2", "#F58518", "#72B7B2", "#9D755D", "#79706E")
 
 
 def draw_pass_at_k(
@@ -412,15 +412,15 @@ def draw_pass_at_k(
     """
     figure, axes = _new_figure(title)
     for index, summary in enumerate(summaries):
-        colour = COLOURS[index % len(COLOURS)]
+        color = COLORS[index % len(COLORS)]
         for estimates, style, name in ((summary.pass_at, "o-", "pass@k"), (summary.maj_at, "s--", "maj@k")):
             ks, values = list(estimates), list(estimates.values())
-            axes.plot(ks, [e.value for e in values], style, color=colour, label=f"{summary.name}, {name}", markersize=5)
+            axes.plot(ks, [e.value for e in values], style, color=color, label=f"{summary.name}, {name}", markersize=5)
             bounds = [e.low or 0.0 for e in values], [1.0 if e.high is None else e.high for e in values]
-            axes.fill_between(ks, *bounds, color=colour, alpha=0.15 if name == "pass@k" else 0.07, linewidth=0)
+            axes.fill_between(ks, *bounds, color=color, alpha=0.15 if name == "pass@k" else 0.07, linewidth=0)
         for before in (each for each in earlier if each.name == summary.name):
             values = [estimate.value for estimate in before.pass_at.values()]
-            axes.plot(list(before.pass_at), values, "x:", color=colour, label=f"{summary.name}, earlier pass@k")
+            axes.plot(list(before.pass_at), values, "x:", color=color, label=f"{summary.name}, earlier pass@k")
     axes.set_xscale("log", base=2)
     ks = list(summaries[0].pass_at)
     axes.set_xticks(ks, [str(k) for k in ks])
@@ -439,8 +439,8 @@ def draw_harness_results(path: Path, results: Sequence[HarnessResult], *, title:
     names = [f"{result.task}: {result.metric}" for result in results]
     for index, value in enumerate(result.value for result in results):
         low, high = (value.value if bound is None else bound for bound in (value.low, value.high))
-        axes.plot([low, high], [index, index], "-", color=COLOURS[0], linewidth=2)
-        axes.plot(value.value, index, "o", color=COLOURS[0], markersize=6)
+        axes.plot([low, high], [index, index], "-", color=COLORS[0], linewidth=2)
+        axes.plot(value.value, index, "o", color=COLORS[0], markersize=6)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(f"value, with {confidence:.0%} intervals")

@@ -43,9 +43,9 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
     variance = (float(np.square(values - mean).sum()) + largest) / (count + 1)
     effective = count * largest / variance if variance > 0 else count
     z = float(norm.ppf((1 + confidence) / 2))
-    centre = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
+    center = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
     half = z / (1 + z**2 / effective) * np.sqrt(largest / effective + z**2 / (4 * effective**2))
-    return IntervalEstimate(mean, max(0.0, float(centre - half)), min(1.0, float(centre + half)))
+    return IntervalEstimate(mean, max(0.0, float(center - half)), min(1.0, float(center + half)))
 
 
 def student_t_mean(values: NDArray[np.floating], confidence: float) -> IntervalEstimate:
@@ -71,7 +71,7 @@ class PromptScores:
     scores: list[float]
     answers: list[str | None]  # answer for which each response votes in maj@k; None: no answer
     failed: int  # number of responses that could not be scored; their score is 0
-    cut: int | None  # number of responses that were truncated at the token limit; None: unknown
+    truncated: int | None  # number of responses that were truncated at the token limit; None: unknown
     tokens: int | None  # number of tokens in all responses together; None: unknown
 
     @property
@@ -96,7 +96,7 @@ class EvaluationSummary:
     maj_at: dict[int, IntervalEstimate]  # k -> mean of maj@k
     failed_fraction: float  # fraction of responses that could not be scored
     unanswered_fraction: float  # fraction of responses without an answer, which do not vote in maj@k
-    cut_fraction: float | None  # fraction of responses that were truncated at the token limit; None: unknown
+    truncated_fraction: float | None  # fraction of responses that were truncated at the token limit; None: unknown
     mean_tokens: float | None  # mean number of tokens in a response; None: unknown
 
 
@@ -116,14 +116,14 @@ def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[
             scores=[rows[i]["score"] for i in group],
             answers=[answers[i] for i in group],
             failed=sum(rows[i]["failure"] is not None for i in group),
-            cut=_sum_or_none([_is_cut(rows[i]) for i in group]),
+            truncated=_sum_or_none([_is_truncated(rows[i]) for i in group]),
             tokens=_sum_or_none([rows[i]["num_tokens"] for i in group]),
         )
         for group in indices.values()
     ]
 
 
-def _is_cut(row: Row) -> bool | None:
+def _is_truncated(row: Row) -> bool | None:
     reason = row["finish_reason"]
     return None if reason is None else reason == "length"
 
@@ -149,7 +149,7 @@ def choose_k(ks: Sequence[int], samples: int) -> list[int]:
     return sorted(set(ks))
 
 
-def summarise(
+def summarize(
     prompts: Sequence[PromptScores], ks: Sequence[int], threshold: float, confidence: float
 ) -> list[EvaluationSummary]:
     """Return the summary of each data source, sorted by name. If there are several, a summary of all prompts follows.
@@ -177,7 +177,8 @@ def _summary(
         return wilson_mean(np.array(values), confidence)
 
     responses = sum(prompt.samples for prompt in prompts)
-    cut, tokens = _sum_or_none([prompt.cut for prompt in prompts]), _sum_or_none([prompt.tokens for prompt in prompts])
+    truncated = _sum_or_none([prompt.truncated for prompt in prompts])
+    tokens = _sum_or_none([prompt.tokens for prompt in prompts])
     return EvaluationSummary(
         name=name,
         prompts=len(prompts),
@@ -187,7 +188,7 @@ def _summary(
         maj_at={k: over_prompts([by_k[k] for by_k in majority]) for k in ks},
         failed_fraction=sum(prompt.failed for prompt in prompts) / responses,
         unanswered_fraction=sum(prompt.answers.count(None) for prompt in prompts) / responses,
-        cut_fraction=None if cut is None else cut / responses,
+        truncated_fraction=None if truncated is None else truncated / responses,
         mean_tokens=None if tokens is None else tokens / responses,
     )
 
@@ -242,7 +243,7 @@ def compare(
     """Return the differences between two evaluations. `before` are the scores that `folder` contains.
 
     A prompt of one evaluation is paired with the prompt of the other evaluation that has the same digest. If several prompts are
-    equal, they are paired in order. The result contains only values of k up to the number of responses to each prompt. The
+    equal, they are paired in order. Values of k above the smallest number of responses to a paired prompt are left out. The
     intervals are Student's t intervals over the differences of the prompts.
 
     Raises ValueError if the evaluations have no prompt in common.

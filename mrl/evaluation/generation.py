@@ -134,7 +134,10 @@ class GenerationPlan:
         return defaults | {DETERMINISTIC: config.generate.deterministic} | config.sglang
 
     def prompts(self) -> list[EvaluationPrompt]:
-        """Read and check all prompts. Raises ValueError with the file, the row and the reason if a prompt is unusable."""
+        """Read and check all prompts.
+
+        Raises ValueError with the file, the row and the reason if a prompt is unusable, unless the row policy skips such rows.
+        """
         config = self.config
         limit = max_prompt_length(config, self.model.context)
         constraints = PromptConstraints(limit, self.model.vocab_size, chat_template(config))

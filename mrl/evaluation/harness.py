@@ -200,10 +200,10 @@ def read_results(content: Mapping[str, Any], confidence: float) -> list[HarnessR
 
 
 class OpenAIEndpoint:
-    """HTTP server with OpenAI's API that forwards each request to one of the engines. A context manager starts and ends it.
+    """HTTP server with OpenAI's API that forwards each request to one of the engines.
 
-    Clients must send the engine key as API key. The engines need a tokenizer. If an engine fails, another engine gets its
-    requests. The server runs in the event loop of the pool.
+    The object is a context manager: the server runs until the context exits, in the event loop of the pool. Clients must send the
+    engine key as API key. The engines need a tokenizer. If an engine fails, another engine gets its requests.
     """
 
     def __init__(self, watcher: EngineWatcher, limit: int) -> None:

@@ -97,8 +97,8 @@ def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[Proce
         if most > own.num_collectives:
             last = next(_describe_operation(log) for log in others if log.num_collectives == most)
             lags.append(
-                f"has entered {own.num_collectives} collectives of {describe_group(own)}, "
-                f"other members have entered {most} (the last: {last})"
+                f"has entered {own.num_collectives} collectives of the {describe_group(own)}, "
+                f"but another member has entered {most} (the last: {last})"
             )
     return f"; it {'; it '.join(lags)}" if lags else ""
 
@@ -108,10 +108,10 @@ def _logs_of_group(own: LastCollective, other: ProcessSnapshot) -> list[LastColl
 
 
 def describe_group(last: LastCollective) -> str:
-    """Return the name of a process group, such as "group data parallel (ranks 0, 1)"."""
+    """Return the name of a process group, such as 'process group "data parallel" (ranks 0, 1)'."""
     ranks = ", ".join(map(str, last.ranks[:8])) + (", ..." if len(last.ranks) > 8 else "")
     purpose = last.purpose.lower().replace("_", " ").replace(" group", "").replace("model parallel", "parallel")
-    return f"group {purpose if purpose not in ('', 'undefined') else last.group} (ranks {ranks})"
+    return f'process group "{purpose if purpose not in ("", "undefined") else last.group}" (ranks {ranks})'
 
 
 def _describe_operation(last: LastCollective) -> str:

@@ -23,7 +23,7 @@ INTERFACE_VARIABLES = {"NCCL": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME
 """Library -> the variable that names its network interfaces. On different hosts, interfaces may have different names."""
 
 LOOPBACK = "lo"
-"""Default of INTERFACE_VARIABLES in a run that starts Ray on this machine: all processes of the run are on one host."""
+"""Default value of both INTERFACE_VARIABLES in a run that starts Ray on this machine, where all its processes run."""
 
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -60,9 +60,9 @@ WAITS = {
 # because its caller describes the work better.
 PURPOSES = {
     ("<frozen importlib", ""): "its imports",
-    ("distributed/finalize_model_grads.py", ""): "the gradient all-reduce",
-    ("distributed/param_and_grad_buffer.py", "finish_grad_sync"): "the gradient all-reduce",
-    ("distributed/param_and_grad_buffer.py", "start_grad_sync"): "the gradient all-reduce",
+    ("distributed/finalize_model_grads.py", ""): "the gradient reduction",
+    ("distributed/param_and_grad_buffer.py", "finish_grad_sync"): "the gradient reduction",
+    ("distributed/param_and_grad_buffer.py", "start_grad_sync"): "the gradient reduction",
     ("moe/token_dispatcher.py", ""): "the token exchange between experts",
     ("p2p_communication.py", "send_forward_"): "an exchange with the neighboring pipeline stages",
     ("p2p_communication.py", "send_backward_"): "an exchange with the neighboring pipeline stages",
@@ -139,7 +139,7 @@ class StackFrame:
 class StackSummary:
     """What a process is doing and waiting for, derived from its stacks."""
 
-    purpose: str  # entry of PURPOSES, such as "the gradient all-reduce"; "" if no entry matches
+    purpose: str  # entry of PURPOSES, such as "the gradient reduction"; "" if no entry matches
     waits_for: str  # entry of WAITS, such as "other ranks"; "" if the process does not wait
     frame: StackFrame | None  # innermost frame that belongs to mrl or to the user's code
 
@@ -185,7 +185,7 @@ def _summarize(stack: list[StackFrame]) -> StackSummary:
 
 
 def _waiting_frames(stack: list[StackFrame]) -> list[StackFrame]:
-    """Return the innermost frames, up to and including the first frame outside of libraries.
+    """Return the innermost frames, up to and including the first frame outside of libraries: at most NUM_WAITING_FRAMES.
 
     The result omits library code that called this first frame, because that code only started the work in which the process
     waits.

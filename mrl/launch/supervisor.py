@@ -70,9 +70,10 @@ def request_restart() -> None:
 
 
 def supervise(module: str, argv: Sequence[str]) -> int:
-    """Run `python -m module argv` until it exits normally, with at most MAX_RESTARTS restarts.
+    """Run `python -m module argv`, and restart it after each crash, at most MAX_RESTARTS times in a row.
 
-    Returns the exit status of the last child.
+    After a forwarded signal, the child is not restarted. Returns the exit status of the last child; see
+    `_ChildWatcher.exit_status`.
     """
     become_subreaper()
     watcher = _ChildWatcher()
@@ -104,10 +105,7 @@ class _ChildWatcher:
     def forward_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signals.append(signum)
         if self.child is not None and self.child.returncode is None:
-            with suppress(
-                ProcessLookupError
-            ):  # Popen.send_signal would reap the child, and _wait needs its exit status
-                os.kill(self.child.pid, signum)
+            _send_signal(self.child, signum)
 
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
         """Run one child. Return (its exit status, the messages that it sent, its duration in seconds).
@@ -126,7 +124,7 @@ class _ChildWatcher:
         )
         os.close(write_end)
         for signum in self.signals[:1]:
-            self.child.send_signal(signum)
+            _send_signal(self.child, signum)
         status = _wait(self.child)
         end_processes(self._left_by_child())
         with os.fdopen(read_end, "rb") as pipe:
@@ -155,12 +153,19 @@ class _ChildWatcher:
     def exit_status(self, status: int) -> int:
         """Return the child's exit status in the form that a shell reports.
 
-        If a preemption signal ended the child before it could handle the signal, return REQUEUE_STATUS.
+        Return REQUEUE_STATUS if a preemption signal ended the child before it could handle the signal, or arrived in a pause
+        between two children.
         """
         preempted = {signal.SIGTERM, signal.SIGUSR1} & set(self.signals)
         if preempted and (self.child is None or -status in preempted):
             return REQUEUE_STATUS
         return status if status >= 0 else 128 - status
+
+
+def _send_signal(child: subprocess.Popen[bytes], signum: int) -> None:
+    """Send a signal to a child that is not reaped. Popen.send_signal could reap the child, whose exit status _wait needs."""
+    with suppress(ProcessLookupError):
+        os.kill(child.pid, signum)
 
 
 def _children() -> list[psutil.Process]:

@@ -50,7 +50,7 @@ def private_ray_folder() -> Path:
 
     The parent is RAY_TMPDIR itself if only this user can enter it. Otherwise the parent is mrl-ray-UID in RAY_TMPDIR. If
     RAY_TMPDIR is not set, the parent is mrl-ray-UID in the folder of temporary files, or in /tmp if the path would be too long
-    for sockets. Raises ValueError if RAY_TMPDIR is too long, or if another user could access or has created mrl-ray-UID.
+    for sockets. Raises ValueError if RAY_TMPDIR is too long, or if another user has created mrl-ray-UID or could access it.
     """
     chosen, name = os.environ.get("RAY_TMPDIR"), f"mrl-ray-{os.getuid()}"
     base = Path(chosen or tempfile.gettempdir()).absolute()
@@ -86,6 +86,9 @@ def _is_private(folder: Path) -> bool:
 
 # OMP_WAIT_POLICY: ranks and engines share the cores, and by default the idle threads of GNU OpenMP busy-wait.
 # THP_MEM_ALLOC_ENABLE: torch allocates large tensors in huge pages, so that the kernel spends less time on page faults.
+# TOKENIZERS_PARALLELISM: tokenizers of Hugging Face start no threads. With threads, they warn when the process forks.
+# CUDA_DEVICE_MAX_CONNECTIONS: with 1, a GPU starts kernels in the order of the launches. So a collective that Megatron launches
+# first also starts before the matrix product with which it overlaps.
 # SPT_NOENV: setproctitle, with which Ray renames its processes, must not overwrite their environment. mrl finds the processes
 # of a run by their environment.
 PROCESS_ENV = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -119,9 +122,10 @@ def ray_cluster(
 
     Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
     number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
-    independently of the number of cores. `variables`: further environment variables for every process of the run. All processes
-    also get the network variables of this process. Raises ProcessesLostError if the local cluster does not start, and ValueError
-    if the folder for its files would not be private.
+    independently of the number of cores; if `num_slots` is None, it gets one for each core. `variables`: further environment
+    variables for every process of the run. All processes also get the network variables of this process.
+
+    Raises ProcessesLostError if the local cluster does not start, and ValueError if the folder for its files is not private.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # generates the key, so that every process of the run inherits the same key
@@ -176,7 +180,9 @@ def cluster_hosts() -> list[dict[str, Any]]:
 
 
 def object_store_bytes(memory: int, shared_memory: int) -> int:
-    """Return the size of a local cluster's object store, from the free memory of the machine and the free space of /dev/shm.
+    """Return the size of a local cluster's object store, in bytes.
+
+    `memory`: free memory of the machine (bytes). `shared_memory`: free space of /dev/shm (bytes).
 
     The store gets a tenth of the memory, but at most half of /dev/shm, because engines and NCCL have buffers there, too. It gets
     at least MIN_OBJECT_STORE_BYTES. If the store does not fit in /dev/shm, Ray puts it on the disk. The store uses memory only

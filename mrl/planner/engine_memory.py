@@ -10,7 +10,7 @@ from typing import Any
 from models.conversion.fp8_blocks import BLOCK, SCALE_BYTES, is_quantized
 from mrl.planner.model_shape import ModelShape, ParameterShape
 from mrl.planner.trainer_state_bytes import BIAS_BYTES
-from mrl.weight_sync.engine_layout import VOCAB_PADDING, Topology
+from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineParallelSizes
 
 # Fraction of GPU memory for the weights and the KV cache of an engine if sglang.mem_fraction_static is not set.
 DEFAULT_MEM_FRACTION = 0.8
@@ -46,7 +46,7 @@ class EngineRankMemory:
 
 def engine_memory(
     shape: ModelShape,
-    topology: Topology,
+    topology: EngineParallelSizes,
     itemsize: int,
     free: int,
     fraction: float,
@@ -65,7 +65,7 @@ def engine_memory(
 
 
 def with_states(
-    rank: EngineRankMemory, shape: ModelShape, topology: Topology, server_args: Mapping[str, Any] = {}
+    rank: EngineRankMemory, shape: ModelShape, topology: EngineParallelSizes, server_args: Mapping[str, Any] = {}
 ) -> EngineRankMemory:
     """Return the memory of an engine rank with the part of its cache that SGLang (0.5.23) reserves for recurrent layers.
 
@@ -79,7 +79,7 @@ def with_states(
     return replace(rank, states=int(max(0, rank.kv_cache) * ratio / (1 + ratio)))
 
 
-def state_bytes(shape: ModelShape, topology: Topology) -> int:
+def state_bytes(shape: ModelShape, topology: EngineParallelSizes) -> int:
     """Return the bytes that one engine rank stores for the states of one request, in all recurrent layers together.
 
     A layer keeps the state of its recurrence, and the last inputs of its convolution.
@@ -92,7 +92,7 @@ def state_bytes(shape: ModelShape, topology: Topology) -> int:
     return sum(shape.recurrent) * layer * topology.dp // topology.tp
 
 
-def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
+def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) -> int:
     """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
 
     Recurrent layers have no keys and values. `state_bytes` counts their states.
@@ -104,12 +104,14 @@ def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
     return shape.num_attention_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
 
 
-def engine_weights(shape: ModelShape, topology: Topology, itemsize: int, fp8: bool = False) -> int:
+def engine_weights(shape: ModelShape, topology: EngineParallelSizes, itemsize: int, fp8: bool = False) -> int:
     """Return the bytes of model weights on one engine rank. Tied embeddings are stored only once."""
     return sum(engine_weight_parts(shape, topology, itemsize, fp8))
 
 
-def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int, fp8: bool = False) -> tuple[int, int]:
+def engine_weight_parts(
+    shape: ModelShape, topology: EngineParallelSizes, itemsize: int, fp8: bool = False
+) -> tuple[int, int]:
     """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
     moe = sum(shape.moe)
     layers = Counter(present for kind in shape.kinds for present in kind.present)
@@ -127,7 +129,7 @@ def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int, fp
 
 
 def adapter_slot_bytes(
-    shape: ModelShape, topology: Topology, itemsize: int, lora_rank: int, matrices: Collection[str]
+    shape: ModelShape, topology: EngineParallelSizes, itemsize: int, lora_rank: int, matrices: Collection[str]
 ) -> int:
     """Return the bytes of one slot for LoRA adapters on one engine rank.
 
@@ -154,7 +156,7 @@ def _weight_bytes(p: ParameterShape, numel: int, itemsize: int, fp8: bool) -> in
     return numel + -(-numel // BLOCK**2) * SCALE_BYTES
 
 
-def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int:
+def _rank_numel(shape: ModelShape, p: ParameterShape, topology: EngineParallelSizes) -> int:
     """Return the number of elements of a parameter on one engine rank.
 
     An engine with data-parallel attention shards the parameters of attention over fewer ranks.
@@ -173,7 +175,7 @@ def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int
     return p.numel // ranks
 
 
-def _kv_heads(shape: ModelShape, topology: Topology) -> int:
+def _kv_heads(shape: ModelShape, topology: EngineParallelSizes) -> int:
     return max(1, shape.num_kv_heads // (topology.tp // topology.dp))
 
 

@@ -24,7 +24,7 @@ MIN_CP_TOKENS = 1024
 
 @dataclass(frozen=True)
 class GpuCluster:
-    """Number of GPUs, and the memory and speeds of one GPU and its links."""
+    """Number of GPUs, and the memory and the attained speeds of one GPU and its links."""
 
     gpus: int
     gpus_per_node: int

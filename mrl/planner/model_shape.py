@@ -62,7 +62,11 @@ MODULE_ORDER = (
     "post_self_attn_layernorm.",
     "post_mlp_layernorm.",
 )
-"""Order of a layer's parameters in Megatron's flat buffers. The order determines which parameters each rank's shard contains."""
+"""Order of a layer's parameters in Megatron's flat buffers.
+
+The ranks that have the same parameters shard the optimizer state of a buffer. The order determines which parameters each shard
+contains.
+"""
 
 
 class LayerKind(NamedTuple):

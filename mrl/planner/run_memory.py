@@ -1,7 +1,7 @@
 """Memory that a run needs, compared with the memory of its machines: GPU memory in each phase of a step, host memory, and disk.
 
 A GpuPhase describes the memory of one GPU of a pool during one phase. One role is active in this phase. The other roles of the
-pool are offloaded. A GpuPhase includes the memory that they still use on the GPU.
+pool are offloaded. A GpuPhase includes the memory that the offloaded roles still use on the GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mrl.planner.trainer_memory import (
 )
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, checkpoint_bytes, pinned_bytes
 from mrl.rollout.engines.server_args import adapter_slots
-from mrl.weight_sync.engine_layout import Topology
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 from parallel.dims import ParallelDims
 
 GIB = 1 << 30
@@ -169,7 +169,7 @@ class RunMemory:
 
 
 def run_memory(
-    config: Config, models: Mapping[str, RoleModel], topology: Topology | None, pools: Pools, reference: bool
+    config: Config, models: Mapping[str, RoleModel], topology: EngineParallelSizes | None, pools: Pools, reference: bool
 ) -> RunMemory:
     """Return the memory that the run of `config` needs.
 
@@ -279,7 +279,7 @@ def _reserve(config: Config) -> int:
     return int(config.plan.reserve_gb * GIB) if config.cluster.hardware.gpu_memory_gb else 0
 
 
-def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Pools) -> EngineRankMemory:
+def _engine_rank(config: Config, actor: RoleModel, topology: EngineParallelSizes, pools: Pools) -> EngineRankMemory:
     """Return the memory of an engine rank. Trainers that share its GPU are offloaded before the engine starts."""
     itemsize = config.model.itemsize
     limit = _gpu_limit(config.cluster.hardware)
@@ -307,7 +307,7 @@ def kv_itemsize(config: Config, itemsize: int) -> int:
 def _gpu_phases(
     config: Config, pool: Pool, trainers: Mapping[str, TrainerMemory], engine: EngineRankMemory | None
 ) -> Iterator[GpuPhase]:
-    limit, reserve = _gpu_limit(config.cluster.hardware), {"context": _reserve(config) * len(pool.demands)}
+    limit, reserve = _gpu_limit(config.cluster.hardware), {"reserve": _reserve(config) * len(pool.demands)}
     shared = len(pool.demands) > 1
     buckets = (
         {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.demands else {}

@@ -68,7 +68,7 @@ class TrainerSettings:
 
     @classmethod
     def with_megatron(cls, megatron: Mapping[str, Any], **settings: Any) -> TrainerSettings:
-        """Combine `settings` with those that the config's section `megatron` has: recomputation, uneven stages and FP8."""
+        """Return `settings` with the recomputation, the uneven stages and FP8 of the config's section `megatron`."""
         uneven = tuple((name, value) for name, value in sorted(megatron.items()) if name in UNEVEN_STAGE_FIELDS)
         fp8 = str(megatron.get("fp8_recipe")) if megatron.get("fp8") else ""
         return cls(recompute=Recompute.of(megatron), uneven=uneven, fp8=fp8, **settings)
@@ -247,8 +247,8 @@ def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) 
 
     The 1F1B schedule has pp - stage micro-batches in flight. The interleaved schedule has vpp forward passes for each
     micro-batch. It runs 2 (pp - stage - 1) + (vpp - 1) pp forward passes before the first pair of a forward and a backward pass.
-    A pass computes L / (pp vpp) layers, where L is the number of layers of the model. So the first stage saves the activations of
-    L (1 + (pp - 1) / (pp vpp)) layers (Korthikanti et al. 2022, section 4.2.3).
+    The forward pass of this pair adds one. A pass computes L / (pp vpp) layers, where L is the number of layers of the model. So
+    the first stage saves the activations of L (1 + (pp - 1) / (pp vpp)) layers (Korthikanti et al. 2022, section 4.2.3).
     """
     if dims.vpp == 1:
         warmup = dims.pp - stage

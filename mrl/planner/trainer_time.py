@@ -35,7 +35,9 @@ The ratio of `tensor` is above 1 because a backward pass gathers inputs again, f
 """
 
 WEIGHT_BYTES = 2  # bytes of one element of a bfloat16 weight or activation
-ADAMW_TRAFFIC_BYTES = 34  # bytes that AdamW reads and writes per parameter: gradient, main weight, two moments, weight
+# Bytes that an AdamW step reads and writes per parameter: 4 for the gradient, 8 for the main weight, 16 for the two moments, and
+# 6 to copy the main weight to the bfloat16 weight.
+ADAMW_TRAFFIC_BYTES = 34
 
 
 @dataclass(frozen=True)

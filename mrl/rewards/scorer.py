@@ -109,7 +109,7 @@ class WorkerPool:
             assert self._started_pool().active, "the pool is started"
 
     def run(self, index: int, batches: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
-        """Call the reward with index `index` in `rewards` once for each batch of responses.
+        """Call the reward with index `index` in `rewards` once for each batch of responses. Returns the result of each call.
 
         `deadline` is a time of time.monotonic. The time limit of a call is `sample_s` seconds per response, but at most half
         of the time until the deadline, so that time remains for a second attempt. Calls that still run at the deadline are
@@ -285,7 +285,7 @@ class Scorer:
     def __call__(self, responses: list[Response], reward: Reward | None = None) -> list[Score]:
         """Return one score per response, in the order of the responses.
 
-        `reward`: one of `further_rewards`; None: the reward of the scorer.
+        `reward`: the reward of the scorer, or one of `further_rewards`. None: the reward of the scorer.
         """
         if not responses:
             return []
@@ -293,7 +293,10 @@ class Scorer:
         failures = [score.failure for score in scores if score.failure is not None]
         for failure in failures[:SHOWN_FAILURES]:
             logger.warning(
-                "%d of %d responses could not be scored and get the reward 0: %s", len(failures), len(scores), failure
+                "%d of %d responses could not be scored and get the reward 0. One of the reasons: %s",
+                len(failures),
+                len(scores),
+                failure,
             )
         return scores
 
@@ -302,7 +305,10 @@ class Scorer:
 
             def run_parallel(calls: Calls) -> list[list[Score]]:
                 with ThreadPoolExecutor(max(1, len(calls))) as threads:
-                    jobs = [threads.submit(self._score, inner, given, deadline) for inner, given in calls]
+                    jobs = [
+                        threads.submit(self._score, inner, inner_responses, deadline)
+                        for inner, inner_responses in calls
+                    ]
                     return [job.result() for job in jobs]
 
             return reward.score(responses, run_parallel)
@@ -316,7 +322,7 @@ class Scorer:
                 ]
             return self._pool.run(index, batches, self.sample_timeout_s, deadline)
 
-        return _retry_in_smaller_batches(run, responses, list(_batch_keys(reward, responses)), deadline)
+        return _score_in_smaller_batches(run, responses, list(_batch_keys(reward, responses)), deadline)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -337,8 +343,14 @@ def check_reward(reward: Reward) -> None:
 
     Raises:
         ValueError: the reward does not accept a list of responses, or it cannot be pickled for the worker processes.
+        ValueError: the reward declares both `per_sample` and `whole_groups`.
     """
     for each in single_rewards(reward):
+        if _declares(each, "per_sample") and _declares(each, "whole_groups"):
+            raise ValueError(
+                f"reward {each!r:.120} declares both per_sample and whole_groups: with per_sample a call gets one response, with "
+                "whole_groups it gets all responses to a prompt; remove one of the two attributes."
+            )
         try:
             inspect.signature(each).bind([])
         except TypeError as error:
@@ -353,17 +365,20 @@ def _call_in_process(reward: Reward, responses: list[Response]) -> CallResult:
         return call_reward(reward, responses)
 
 
-BatchKey = Callable[[int], Hashable]
+BatchBy = Callable[[int], Hashable]
 """Function that maps the index of a response to a key. One call of the reward scores all responses with the same key."""
 
 
-def _retry_in_smaller_batches(
+def _score_in_smaller_batches(
     run: Callable[[list[list[Response]]], list[CallResult]],
     responses: list[Response],
-    keys: list[BatchKey],
+    keys: list[BatchBy],
     deadline: float,
 ) -> list[Score]:
-    """Score the responses in the batches that the first key defines. Divide failed batches by the next key; score them again."""
+    """Score the responses in the batches that the first key defines.
+
+    Split each failed batch by the next key, and score the parts.
+    """
     scores: dict[int, Score] = {}
     unscored = list(range(len(responses)))  # indices of the responses without a score
     failed: set[tuple[int, ...]] = set()  # batches whose call failed
@@ -374,7 +389,7 @@ def _retry_in_smaller_batches(
         results = run([[responses[i] for i in batch] for batch in batches]) if batches else []
         scored: set[int] = set()
         for batch, result in zip(batches, results, strict=True):
-            if isinstance(result, str):
+            if isinstance(result, str):  # the reason of a failure
                 failed.add(batch)
                 result = [Score.failed(result) for _ in batch]
             else:
@@ -384,17 +399,18 @@ def _retry_in_smaller_batches(
     return [scores[i] for i in range(len(responses))]
 
 
-def _group_by_key(indices: list[int], key: BatchKey) -> list[tuple[int, ...]]:
+def _group_by_key(indices: list[int], key: BatchBy) -> list[tuple[int, ...]]:
     batches: dict[Hashable, list[int]] = {}
     for index in indices:
         batches.setdefault(key(index), []).append(index)
     return [tuple(batch) for batch in batches.values()]
 
 
-def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]:
+def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchBy]:
     """Yield the keys in the order in which they are tried.
 
-    These are: all responses in one batch, one batch per prompt, one batch per response.
+    They give one batch, one batch per prompt, and one batch per response. `per_sample` omits the first two, `whole_groups` the
+    last.
     """
     if not _declares(reward, "per_sample"):
         yield lambda index: None

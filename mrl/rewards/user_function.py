@@ -96,7 +96,9 @@ def _load(path: str, name: str) -> Callable[..., Any]:
         )
     function = vars(module)[name]
     if not callable(function):
-        raise ValueError(f"name={name}: in {path} this is of type {type(function).__name__}, not a function.")
+        raise ValueError(
+            f"name={name}: in {path}, {name} is an object of type {type(function).__name__}; expected a function."
+        )
     return function
 
 

@@ -1,4 +1,7 @@
-"""HTTP client of one SGLang server, which exchanges token ids and log-probabilities, and the thread in which requests run."""
+"""HTTP client of one SGLang server, and the event loop in a thread in which many requests run.
+
+The client sends token ids, and receives token ids and log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,16 @@ __all__ = [
     "EngineFaultError",
     "EngineUnreachableError",
     "EventLoopThread",
+    "ResponsesAbortedError",
     "SamplingParams",
 ]
 
 TRAINING, HELD_OUT = 0, 1
-"""`response_seed` identifies a response by a tuple of integers. The first integer is one of these constants.
+"""`response_seed` identifies a response by a tuple of integers. In a training run, the first integer is one of these constants.
 
 The tuple is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out prompts, index of the response
-among the responses to this prompt).
+among the responses to this prompt). The tuple is empty for the greedy response to a training prompt, because this response
+needs no random numbers. EvaluationPrompt.seed makes the tuples of `mrl generate` and `mrl evaluate`.
 """
 RETRYABLE_STATUSES = (408, 425, 429)
 """HTTP statuses below 500 after which a request may be repeated, because the engine is at fault, not the request."""
@@ -51,6 +56,10 @@ RETRYABLE_STATUSES = (408, 425, 429)
 
 class EngineFaultError(EngineError):
     """The engine failed, and the request is valid. Another engine, or the same engine later, may answer the request."""
+
+
+class ResponsesAbortedError(EngineFaultError):
+    """The engine aborted responses of the request, for example because it was paused with weight_sync.pause_mode=abort."""
 
 
 class EngineUnreachableError(EngineError):
@@ -147,7 +156,7 @@ class SamplingParams:
     def body(self) -> dict[str, Any]:
         """Return the JSON object `sampling_params` with which SGLang samples one response.
 
-        Fields that equal SGLang's defaults are omitted, except the temperature.
+        The object always has `max_new_tokens` and `temperature`. Other fields are omitted if they equal SGLang's defaults.
         """
         body: dict[str, Any] = dict(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
         for name, default in dict(top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0).items():
@@ -179,7 +188,9 @@ class Completion:
     """One sampled response of R tokens to a prompt of P tokens."""
 
     token_ids: list[int]  # [R], with the end-of-sequence token
-    logprobs: list[float]  # [R] log-probability of each token at the sampling temperature, before top-p and top-k
+    # [R] log-probability of each token at the sampling temperature (greedy: at temperature 1), before top-p and top-k; empty if
+    # the request did not ask for log-probabilities
+    logprobs: list[float]
     finish_reason: str  # "stop", "length" or "abort"
     weight_version: str  # weight version that sampled the first token; see `versions` for later tokens
     # [P+R-1, layers, topk] experts of each token of prompt and response, except the last token, which the engine samples but
@@ -223,6 +234,7 @@ class EngineClient(EngineControl):
 
         Raises:
             EngineError: the server refuses the request, or does not return the routed experts.
+            httpx.TransportError: the server cannot be reached, or does not answer before the deadline of the client.
         """
         if not input_ids:
             return []
@@ -247,7 +259,8 @@ class EngineClient(EngineControl):
     ) -> list[Completion]:
         """Sample like `generate`, but asynchronously and without a deadline. Use this method for many concurrent requests.
 
-        Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
+        Raises EngineUnreachableError or EngineFaultError if the engine failed or aborted a response. Raises EngineError if the
+        engine refused the request.
         """
         adapter = self.adapter
         body = orjson.dumps(_generate_body(input_ids, sampling, logprobs, routed_experts, images, adapter))
@@ -260,9 +273,8 @@ class EngineClient(EngineControl):
         if aborted := [
             done.finish_reason for done in completions if done.finish_reason == "abort" or not done.token_ids
         ]:
-            raise EngineFaultError(
-                f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]})."
-            )
+            error = ResponsesAbortedError if "abort" in aborted else EngineFaultError
+            raise error(f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]}).")
         if is_recording():
             sizes = dict(
                 responses=len(completions),
@@ -285,7 +297,8 @@ class EngineClient(EngineControl):
             Log-probabilities [n, k], the largest first, and token ids [n, k], for the n positions from `first` to the last token.
 
         Raises:
-            EngineError: the server refuses the request, or returns fewer tokens.
+            EngineError: the server refuses the request, or returns arrays of another shape.
+            httpx.TransportError: the server cannot be reached, or does not answer before the deadline of the client.
         """
         body = dict(
             input_ids=[list(tokens)],
@@ -447,7 +460,7 @@ class EventLoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop, and return its future. Only other threads may wait for the future."""
+        """Run a coroutine in the loop, and return its future. The thread of the loop must not wait for the future."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)

@@ -88,7 +88,7 @@ class RolloutLog:
         return groups
 
     def get(self, step: int) -> StepGroups[Group] | None:
-        """Return the groups of a step, or None if there is no entry. A damaged entry is deleted with a warning."""
+        """Return the groups of a step, or None if there is no valid entry. A damaged entry is deleted with a warning."""
         try:
             content = self._path(step).read_bytes()
             frame, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
@@ -108,7 +108,10 @@ class RolloutLog:
         self._path(step).unlink(missing_ok=True)
 
     def discard(self, before_step: int) -> None:
-        """Delete the entries of steps before `before_step`, and all entries with other keys. Cached completions stay."""
+        """Delete the entries of steps before `before_step`, and all entries with other keys.
+
+        The cached completions with the key of this log stay.
+        """
         for folder in self.root.iterdir():
             if folder != self.folder:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +143,7 @@ class CompletionCache:
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
-        """Read the completions of earlier processes. New completions belong to `step` until `start_step` is called."""
+        """Read the completions of earlier processes. New completions belong to `step` until `begin_step` is called."""
         self._folder, self._step = folder, step
         self._completions: dict[int, dict[str, Completion]] = {}  # step -> result of `_key` -> completion
         self._file: BinaryIO | None = None
@@ -153,7 +156,7 @@ class CompletionCache:
         for step, path in self._paths():
             self._completions.setdefault(step, {}).update(_read_records(path, step))
 
-    def start_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Let all later completions belong to `step`."""
         if step != self._step and self._file is not None:
             self._file.close()
@@ -362,7 +365,10 @@ def _ground_truth_text(value: Any) -> str | None:
 
 
 def _token_lists(trajectory: Trajectory, data: PromptDataset, columns: Mapping[str, Column]) -> dict[str, Any]:
-    """Return the fields of TextSample that are lists with one entry for each kept token, and the field `omitted_tokens`."""
+    """Return the fields of TextSample that are lists with one entry for each kept token, and the field `omitted_tokens`.
+
+    Of a response with more than MAX_TOKENS tokens, the first MAX_TOKENS // 2 and the last MAX_TOKENS // 2 tokens are kept.
+    """
     total = len(trajectory.token_ids)
     kept = list(range(total))
     if total > MAX_TOKENS:

@@ -195,30 +195,40 @@ def top_k_of_rows(
         EngineError: a server refuses a request.
         TimeoutError: a row has no answer within `timeout_s`.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, sampled = time.monotonic() + timeout_s, block.sampled_index
     with ThreadPoolExecutor(CONCURRENCY * len(urls()), thread_name_prefix="teacher") as pool:
-        calls = [
-            pool.submit(_top_k_of_row, urls, number, block, row, k, deadline)
-            for number, row in enumerate(rows.tolist())
-        ]
-        answers = [call.result() for call in calls]
+        calls = []
+        for number, row in enumerate(rows.tolist()):
+            start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
+            first, last = np.searchsorted(sampled, [start, end])
+            positions = sampled[first:last] - start
+            calls.append(pool.submit(_top_k_of_row, urls, number, block.tokens[start:end], positions, k, deadline))
+        answers = [_no_top_k(k), *(call.result() for call in calls)]
     logprobs, ids = (np.concatenate(arrays) for arrays in zip(*answers, strict=True))
     rest = np.maximum(1 - np.exp(logprobs, dtype=np.float64).sum(1, keepdims=True), MIN_REST_PROB)
     return {"top_logprobs": np.concatenate([logprobs, np.log(rest)], 1).astype(np.float32), "top_ids": ids}
 
 
+def _no_top_k(k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    return np.empty((0, k), np.float32), np.empty((0, k), np.int32)
+
+
 def _top_k_of_row(
-    urls: Callable[[], Sequence[str]], number: int, block: TokenBlock, row: int, k: int, deadline: float
+    urls: Callable[[], Sequence[str]],
+    number: int,
+    row: NDArray[np.int32],
+    sampled: NDArray[np.int64],
+    k: int,
+    deadline: float,
 ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """Return log-probabilities [n, k] and token ids [n, k] for the n sampled tokens of a row.
 
-    Attempt i sends the request to the server with the index `number` + i, modulo the number of servers.
+    `row`: the tokens of the row. `sampled`: [n] index of each sampled token in `row`. Attempt i sends the request to the server
+    with the index `number` + i, modulo the number of servers.
     """
-    start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
-    sampled = block.sampled_index[(block.sampled_index >= start) & (block.sampled_index < end)] - start
     if not len(sampled):
-        return np.empty((0, k), np.float32), np.empty((0, k), np.int32)
-    tokens, first = block.tokens[start:end].tolist(), int(sampled[0])
+        return _no_top_k(k)
+    tokens, first = row.tolist(), int(sampled[0])
     while True:
         servers = urls()
         url, left_s = servers[number % len(servers)], deadline - time.monotonic()

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.inputs import ScoredBatch
-from mrl.core.types import OFFLINE, Column, TokenBlock
+from mrl.core.types import OFFLINE, Column, ImageInputs, TokenBlock
 from mrl.data.offline import OfflineRow, OfflineRows
+from mrl.data.prompts import PromptDataset
 from mrl.rewards.by_source import PLAIN_TERM
 from mrl.rewards.reward_types import Score, Turn
 from mrl.rollout.client import Completion
@@ -211,6 +212,22 @@ def version_spans(groups: Sequence[Group]) -> NDArray[np.int64]:
         for version, tokens in trajectory.versions or [(trajectory.weight_version, trajectory.num_sampled)]
     ]
     return np.array(spans, np.int64).reshape(-1, 3)
+
+
+def prompt_images(data: PromptDataset, groups: Sequence[Group]) -> dict[int, ImageInputs]:
+    """Return index of a response -> images of its prompt. The responses of a group share one object.
+
+    `data`: the data set with the prompts of the groups.
+    """
+    if not data.has_images:
+        return {}
+    found: dict[int, ImageInputs] = {}
+    first = 0
+    for group in groups:
+        if (inputs := data.image_inputs(group.row)) is not None:
+            found |= dict.fromkeys(range(first, first + len(group.samples)), inputs)
+        first += len(group.samples)
+    return found
 
 
 def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:

@@ -29,7 +29,6 @@ from mrl.core.types import (
     AdvantageResult,
     Column,
     Handle,
-    ImageInputs,
     Rollouts,
     TeacherPart,
     TokenBlock,
@@ -70,6 +69,7 @@ from mrl.rollout.trajectory import (
     control_columns,
     known_rollout_logprobs,
     offline_groups,
+    prompt_images,
     to_block,
     to_scored_batch,
     version_spans,
@@ -175,8 +175,9 @@ class RolloutWorker:
         """Add prompts to the staleness buffer, and wait for the groups on which `step` trains.
 
         `rows`: rows of the data set, one per prompt. `first_number`: serial number of the prompt request for the
-        first row. `sizes`: number of responses to each row; None: rollout.responses_per_prompt. If the rollout log has the groups
-        of the step, the step gets these groups, and nothing is sampled.
+        first row. `step`: index of the step, from 0. `sizes`: number of responses to each row. None: all rows get
+        rollout.responses_per_prompt responses. If the rollout log has the groups of the step, or if rollout.replay is set, the
+        step gets the groups on disk, and nothing is sampled.
 
         Returns 0 if the groups are ready for `collect`. Otherwise returns the number of prompts that the driver must draw for
         the next call, for example in place of rejected groups. If a call fails, the driver may repeat the call with the same
@@ -184,16 +185,15 @@ class RolloutWorker:
         """
         self.served.check()
         if self.spec.replay:
-            groups = self._replay(step)
-            kept = [group for group in groups if self._passes_filter(group)]
-            filtered = [group for group in groups if not self._passes_filter(group)]
-            self._sampled = SampledStep(kept, filtered)
+            self._sampled = SampledStep()
+            for group in self._replay(step):
+                (self._sampled.kept if self._passes_filter(group) else self._sampled.filtered).append(group)
             return 0
         pipeline = self._pipeline
         pipeline.admit(first_number, rows.tolist(), step, sizes)
         taken = self._read_log(step)
         if taken is None:
-            self._cache.start_step(step)
+            self._cache.begin_step(step)
             pipeline.send_requests(step)
             with spans.span("wait for groups"):
                 groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)
@@ -263,7 +263,7 @@ class RolloutWorker:
         if self.spec.record:
             write_recording(Path(self.spec.run_dir) / "rollouts", step, to_block(groups), **control_columns(groups))
         offline = offline_groups(self.spec.offline, step)
-        block = replace(to_block([*groups, *offline]), images=self._images(groups))
+        block = replace(to_block([*groups, *offline]), images=prompt_images(self.train, groups))
         columns: dict[str, Any] = control_columns([*groups, *offline])
         scored, num_offline = to_scored_batch([*groups, *offline]), sum(len(group.samples) for group in offline)
         if num_offline:
@@ -297,18 +297,6 @@ class RolloutWorker:
                 **self._length_bias.update(taken, self._pipeline.finished()),
             },
         )
-
-    def _images(self, groups: Sequence[Group]) -> dict[int, ImageInputs]:
-        """Return index of a response -> images of its prompt. The responses of a group share one object."""
-        if not self.train.has_images:
-            return {}
-        found: dict[int, ImageInputs] = {}
-        first = 0
-        for group in groups:
-            if (inputs := self.train.image_inputs(group.row)) is not None:
-                found |= dict.fromkeys(range(first, first + len(group.samples)), inputs)
-            first += len(group.samples)
-        return found
 
     def estimate(
         self,
@@ -360,14 +348,16 @@ class RolloutWorker:
     def write_samples(self, step: int) -> None:
         """Write samples of the last collected step to samples.jsonl, with the columns of all calls of `estimate` for this step.
 
-        The samples are chosen so that their rewards are spread evenly from the worst to the best.
+        The samples are chosen so that their rewards are spread evenly from the worst to the best. The call runs while the
+        trainer ranks update the weights. Ray runs the calls of this actor one after another, so the groups and the columns of the
+        step do not change during the call.
         """
-        if self._sample_file:
-            assert self._collected, "collect() must be called before write_samples()"
-            groups = self._collected[0]
-            rewards = [sample.score.value for group in groups for sample in group.samples]
-            chosen = spread(rewards, self.spec.samples_per_step)
-            self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
+        assert self._sample_file, "the driver calls this only if the run keeps samples"
+        assert self._collected, "collect() must be called before write_samples()"
+        groups = self._collected[0]
+        rewards = [sample.score.value for group in groups for sample in group.samples]
+        chosen = spread(rewards, self.spec.samples_per_step)
+        self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
 
     def _passes_filter(self, group: Group) -> bool:
         """Return whether steps may train on this group according to the rollout filter."""

@@ -198,8 +198,9 @@ class WandbSink(ThreadedSink):
     """Logs to Weights & Biases: online if a login is configured, otherwise offline in the run directory.
 
     The sink never asks for a login. The id of the wandb run is stored in the run directory, so a resumed run continues the same
-    wandb run. Online, the sink does not send a step again that wandb already has. Offline, wandb writes a new folder for each
-    process and does not know the steps in earlier folders, so two folders may contain the same step.
+    wandb run. Online, the sink does not send again what wandb already has. If a run was preempted before the evaluation of
+    a step, wandb shows the metrics eval/* of this step at the next step. Offline, wandb writes a new folder for each process and
+    does not know the steps in earlier folders, so two folders may contain the same step.
     """
 
     name = "wandb"
@@ -233,11 +234,19 @@ class WandbSink(ThreadedSink):
         )
 
     def _first_unsure_step(self) -> int:
-        """Return the step after the last one that wandb has. Offline, this is unknown, but only the last step may be missing."""
+        """Return the step after the last step that wandb has.
+
+        Offline, this step is unknown. But then at most the step from which the run resumes may be missing.
+        """
         return self._wandb_run.step if wandb_mode() == "online" else self.run.last_step
 
     def _write(self, step: int, metrics: Metrics) -> None:
-        if step >= self._wandb_run.step:  # wandb warns about earlier steps
+        first = self._wandb_run.step  # wandb adds nothing to earlier steps, which it has already
+        if 0 < self.run.last_step == step == first - 1:
+            # The process that wrote the checkpoint ended before the evaluation of its last step, so wandb has this step without
+            # the metrics eval/*. Only the next step can still take them.
+            step, metrics = first, {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if metrics and step >= first:
             self._wandb_run.log(dict(metrics), step=step)
 
     def _write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
@@ -317,7 +326,7 @@ class MlflowSink(ThreadedSink):
     """Logs to the MLflow server of MLFLOW_TRACKING_URI, or else to the folder `mlflow` of the run directory.
 
     The id of the MLflow run is stored in the run directory, so a resumed run continues the same MLflow run. The sink does not
-    send a step again that MLflow already has.
+    send again what MLflow already has.
     """
 
     name = "mlflow"

@@ -192,7 +192,7 @@ LAST_PHASE = "weight_sync"  # a step is complete if the driver has finished this
 BETWEEN_STEPS = ("evaluate", "checkpoint")  # phases that are not part of a step's duration
 
 
-def summarise(timelines: Sequence[ProcessTimeline]) -> list[str]:
+def summarize(timelines: Sequence[ProcessTimeline]) -> list[str]:
     """Return the summary of the complete steps in `timelines`. Raises ValueError if there is no complete step."""
     phases = [span for timeline in timelines if timeline.role == "driver" for span in timeline.of_kind("phase")]
     complete = {span.step for span in phases if span.name == LAST_PHASE}

@@ -105,7 +105,7 @@ Points = dict[int, float]  # step -> value
 SMOOTHED_STEPS = 10  # number of steps in the moving average of the curve
 HELD_OUT = ("eval/reward_sampled", "eval/reward_greedy")
 STYLES = (("#E45756", "o"), ("#54A24B", "D"), ("#F58518", "s"), ("#B279A2", "^"), ("#72B7B2", "v"), ("#9D755D", "P"))
-"""(color, marker) of each curve of a held-out reward. The picture has at most this number of such curves."""
+"""(color, marker) of each curve of a held-out reward. The picture has at most one such curve for each entry."""
 
 
 class CurveSink:
@@ -173,8 +173,8 @@ def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metri
     steps, raw = list(values), list(values.values())
     axes.plot(steps, raw, color="#4C78A8", alpha=0.3, linewidth=1, label=declared.find(metric).meaning)
     axes.plot(steps, _smooth(raw), color="#4C78A8", linewidth=2.2, label=f"mean of the last {SMOOTHED_STEPS} steps")
-    for name, (colour, marker) in zip(drawn_evaluations(held_out), STYLES, strict=False):
-        _draw_held_out(axes, held_out[name], colour, marker, label=f"held-out reward, {declared.label(name)}")
+    for name, (color, marker) in zip(drawn_evaluations(held_out), STYLES, strict=False):
+        _draw_held_out(axes, held_out[name], color, marker, label=f"held-out reward, {declared.label(name)}")
     axes.set(xlabel="step", ylabel=metric)
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
@@ -186,15 +186,15 @@ def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metri
 
 
 def drawn_evaluations(held_out: dict[str, Points]) -> list[str]:
-    """Return the metrics to draw: the mean rewards of all held-out prompts; if a run has none, those of each held-out set."""
+    """Return the metrics to draw: the mean rewards of all held-out prompts or, without these, those of each held-out set."""
     measured = [name for name, points in held_out.items() if points]
     found = [name for name in HELD_OUT if name in measured]
     return found or [name for name in measured if name.rpartition("/")[2].startswith("reward")]
 
 
-def _draw_held_out(axes: Any, points: Points, colour: str, marker: str, label: str) -> None:
-    axes.plot(list(points), list(points.values()), f"{marker}:", markersize=7, color=colour, label=label)
-    style = {"textcoords": "offset points", "va": "center", "color": colour, "fontsize": 10}
+def _draw_held_out(axes: Any, points: Points, color: str, marker: str, label: str) -> None:
+    axes.plot(list(points), list(points.values()), f"{marker}:", markersize=7, color=color, label=label)
+    style = {"textcoords": "offset points", "va": "center", "color": color, "fontsize": 10}
     first, last = min(points), max(points)
     axes.annotate(f"{points[first]:.2f}", (first, points[first]), xytext=(-8, 0), ha="right", **style)
     if last != first:

@@ -22,8 +22,8 @@ from torch import Tensor
 from models.conversion.peft_folder import on_host, write_peft
 from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
-from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, adapter_name, push_number, read_server_info
+from mrl.weight_sync.coordinator import Coordinator, common_server_info
+from mrl.weight_sync.engine_control import EngineControl, adapter_name, push_number
 from parallel.trainer_config import LoraConfig
 
 UNLOAD_FRACTION = 0.5  # an engine may use this fraction of weight_sync.timeout_s to unload all old adapters
@@ -51,13 +51,13 @@ class AdapterSync:
     ) -> None:
         """Connect rank 0 to the engines. `model_path`: folder of the base model.
 
-        Each push writes a subfolder of `folder`, which all engines must be able to read. Raises WeightSyncError on rank 0 if the
-        first engine does not answer.
+        Each push writes a subfolder of `folder`, which all engines must be able to read. Raises WeightSyncError on rank 0 if an
+        engine does not answer, and ValueError if engines have different devices, dtypes or topologies.
         """
         self._folder, self._gather, self._lora, self._model_path, self._version = folder, gather, lora, model_path, -1
         self._coordinator: Coordinator | None = None
         if dist.get_rank() == 0:
-            info = read_server_info(urls[0], timeout_s)
+            info = common_server_info(urls, timeout_s)
             self._max_adapters = int(info["max_loras_per_batch"])
             self._coordinator = Coordinator(urls, int(info["tp_size"]), timeout_s, PauseMode.retract, join_channel=None)
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from models.architecture import VISION_PREFIX
 from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
-from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, read_server_info
-from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
+from mrl.weight_sync.coordinator import Coordinator, common_server_info
+from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, EngineShard
 
 KEPT_VERSIONS = 2  # weight versions whose folders stay on the disk: the newest version and the version before
 MAX_NAMES = 8  # an error message lists at most this many parameters
@@ -51,25 +51,27 @@ class DiskSync:
         urls: Sequence[str],
         folder: Path,
         model: ExportsWeights,
-        layout_of: Callable[[Topology], EngineLayout],
+        layout_of: Callable[[EngineParallelSizes], EngineLayout],
         timeout_s: float,
     ) -> None:
         """Connect rank 0 to the engines. Each version of the weights is written to a subfolder of `folder`.
 
-        Raises WeightSyncError on rank 0 if the first engine does not answer.
+        Raises WeightSyncError on rank 0 if an engine does not answer, and ValueError if engines have different devices, dtypes or
+        topologies.
         """
         self._folder, self._model, self._layout_of, self._version = folder, model, layout_of, -1
         self._coordinator: Coordinator | None = None
         if dist.get_rank() == 0:
-            self._server_info = read_server_info(urls[0], timeout_s)
-            self._topology = Topology.of(self._server_info)
+            self._server_info = common_server_info(urls, timeout_s)
+            self._topology = EngineParallelSizes.of(self._server_info)
             self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, PauseMode.retract, join_channel=None)
 
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Write the current weights to `folder/<version>` and have every engine load this folder. All ranks call this.
 
         `engines_offloaded`: whether the engines had released their weights. Such engines stay paused, because they have no
-        KV cache yet. Raises WeightMismatchError if an engine holds other weights than the folder has.
+        KV cache yet. Raises WeightMismatchError if an engine on CPUs holds other weights than the folder has. Engines on GPUs
+        are not checked.
         """
         report = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
         return report or SyncReport()
@@ -98,7 +100,7 @@ class DiskSync:
     def _load_on_engines(
         self, folder: Path, version: int, expected: ExpectedChecksums | None, resume: bool
     ) -> dict[str, str]:
-        """Have every engine load the folder, and check the loaded weights. Returns URL -> reason for each failed engine."""
+        """Have every engine load the folder, and compare its checksums with `expected`. Returns failed engines: URL -> reason."""
         engines = self._coordinator
         assert engines is not None, "only rank 0 talks to the engines"
         engines.call_all(lambda engine: engine.pause(PauseMode.retract))

@@ -57,11 +57,14 @@ def push_number(name: str) -> int:
 
 
 class EngineError(RuntimeError):
-    """An engine refused a request."""
+    """An engine refused a request, or did not finish it before its deadline."""
 
 
 class EngineControl:
-    """Typed requests to one server. Every request has a deadline. A refused request raises EngineError."""
+    """Typed requests to one server. Every request has a deadline.
+
+    A refused request raises EngineError. A request without an answer raises httpx.TransportError.
+    """
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
         """Create a client for the server at `url`, which is http://host:port.
@@ -247,15 +250,6 @@ def _message(content: Any) -> str:
 
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
-
-
-def read_server_info(url: str, timeout_s: float) -> dict[str, Any]:
-    """Return the /server_info of the first engine of a weight sync. Raises WeightSyncError if the engine does not answer."""
-    try:
-        with EngineControl(url, timeout_s) as engine:
-            return engine.server_info()
-    except httpx.HTTPError as error:
-        raise WeightSyncError(f"{url} does not answer: {error!r}", {url: repr(error)}) from error
 
 
 class WeightSyncError(RuntimeError):

@@ -27,7 +27,7 @@ KV_CACHE_SCALES = (".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
-class Topology:
+class EngineParallelSizes:
     """Parallel sizes of one engine."""
 
     tp: int = 1  # number of ranks
@@ -40,8 +40,8 @@ class Topology:
                 raise ValueError(f"sglang.{name}={size} does not divide rollout.engine_tp={self.tp}; use a divisor.")
 
     @classmethod
-    def of(cls, info: dict[str, Any]) -> Topology:
-        """Return the topology of a running engine; `info` is the engine's answer to /server_info.
+    def of(cls, info: dict[str, Any]) -> EngineParallelSizes:
+        """Return the parallel sizes of a running engine; `info` is the engine's answer to /server_info.
 
         The answer has one internal state for each data-parallel group.
         """
@@ -67,14 +67,15 @@ class EngineShard:
         return Box(starts, (1,) * stacked_dims + part.sizes)
 
 
-def check_heads(arch: Architecture, topology: Topology) -> None:
+def check_heads(arch: Architecture, topology: EngineParallelSizes) -> None:
     """Raise ValueError if the model's attention heads cannot be divided evenly over the ranks of an engine."""
     heads, kv_heads = arch.transformer["num_attention_heads"], arch.transformer["num_query_groups"]
     ranks = topology.tp // topology.dp
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
             f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {heads} query heads and {kv_heads} key/value heads "
-            "evenly; use a number of ranks that divides both."
+            "evenly; use a number of ranks that divides the query heads, and that divides the key/value heads or is a multiple "
+            "of them."
         )
     for name, count in arch.recurrent_heads.items():
         if count % ranks:
@@ -92,7 +93,7 @@ class EngineLayout:
     sizes: dict[str, int]  # sizes of the model by name, see Architecture.sizes
     # Suffix of an SGLang parameter -> suffixes of the Hugging Face tensors that are fused into this parameter
     fusions: dict[str, tuple[str, ...]]
-    topology: Topology
+    topology: EngineParallelSizes
     kv_heads: int  # number of key/value heads of the model
     num_experts: int
     float32_suffixes: tuple[str, ...] = ()  # suffixes of SGLang parameters that are float32 in every engine
@@ -102,7 +103,7 @@ class EngineLayout:
     renames: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_renames
 
     @classmethod
-    def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
+    def of(cls, family: Family, arch: Architecture, topology: EngineParallelSizes) -> EngineLayout:
         """Return the layout of a model in an engine with this topology."""
         check_heads(arch, topology)
         return cls(
@@ -289,7 +290,7 @@ class EngineLayout:
         return boxes
 
     def _num_shards(self, row: ParamMapping) -> int:
-        """Return the number of ranks over which the tensors of this row are sharded."""
+        """Return the number of ranks over which the tensors of this row are sharded. The embedding is sharded like attention."""
         if row.expert is not None:
             return self.topology.tp // self.topology.ep
         in_attention = ".self_attention." in row.megatron or row.megatron == EMBEDDING_WEIGHT

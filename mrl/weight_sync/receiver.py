@@ -4,8 +4,8 @@ SGLang calls `handle_message` as a custom weight loader. The engine is started w
 WEIGHT_LOADER is the import path of `handle_message` (mrl/weight_sync/engine_control.py). A request to
 /update_weights_from_tensor with `load_format=WEIGHT_LOADER` then delivers a message to every tensor-parallel rank.
 
-No exception leaves this module, because it would end the SGLang server. Failures and results are reported on the control
-channel. There is one session at a time; a new session replaces the last one.
+No exception leaves this module, because an exception would end the SGLang server. Failures and results are reported on the
+control channel. There is one session at a time; a new session replaces the last one.
 """
 
 from __future__ import annotations

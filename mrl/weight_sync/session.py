@@ -33,9 +33,9 @@ from mrl.weight_sync.control_channel import (
     receiver_plan_key,
     sender_plan_key,
 )
-from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
-from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, Topology, check_engine_parameters
+from mrl.weight_sync.coordinator import Coordinator, common_server_info
+from mrl.weight_sync.engine_control import WeightMismatchError, WeightSyncError
+from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, EngineParallelSizes, check_engine_parameters
 from mrl.weight_sync.receiver import EngineRankInfo
 from mrl.weight_sync.sender import BucketSender, ReadTensor, RelaySender
 from mrl.weight_sync.transfer_plan import (
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
 """A trainer rank waits RANK_TIMEOUT_FACTOR * weight_sync.timeout_s for another trainer rank, which may wait for engines."""
 
-LayoutOf = Callable[[Topology], EngineLayout]
+LayoutOf = Callable[[EngineParallelSizes], EngineLayout]
 """Function that returns the layout of an engine with a given topology."""
 
 
@@ -126,8 +126,9 @@ class LiveSync:
         and the engines stay paused, because they have no KV cache yet.
 
         The report says what this rank sent and which engines failed. Failed engines are out of service. If there are any, the
-        caller must open a new session with the other engines and with replacements of the failed engines. Raises
-        WeightMismatchError on all ranks if an engine holds wrong weights after a push of all weights.
+        caller must open a new session with the other engines and with replacements of the failed engines. If an engine holds
+        wrong weights after a push of all weights, all ranks raise WeightMismatchError. After a push of a difference, the report
+        has `must_repeat` instead.
         """
         assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         start = time.perf_counter()
@@ -239,7 +240,7 @@ class _SessionInfo:
     """A session that rank 0 has begun with all engines."""
 
     connection: dict[str, Any]  # arguments of ControlChannel.join: address, port and session
-    topology: Topology
+    topology: EngineParallelSizes
     infos: dict[int, EngineRankInfo]  # by engine rank, numbered over all engines
 
 
@@ -305,7 +306,7 @@ class _SessionOpener:
 
     def _begin_session(self) -> _SessionInfo:
         """Host the control channel and begin a session with every engine. Only rank 0 calls this."""
-        topology = self._common_topology()
+        topology = EngineParallelSizes.of(common_server_info(self.urls, self.settings.timeout_s))
         session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
         hosted, port = ControlChannel.host(address, session, timeout_s)
         self.stack.callback(lambda: hosted)  # keeps the store alive for the whole session
@@ -315,27 +316,6 @@ class _SessionOpener:
         self.stack.callback(self.coordinator.close)
         infos = self.coordinator.begin_session(dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s))
         return _SessionInfo(connection, topology, infos)
-
-    def _common_topology(self) -> Topology:
-        """Return the topology of all engines.
-
-        Raises WeightSyncError if an engine does not answer, and ValueError if the engines have different topologies.
-        """
-        infos, unreachable = [], {}
-        for url in self.urls:
-            try:
-                with EngineControl(url, self.settings.timeout_s) as engine:
-                    infos.append(engine.server_info())
-            except Exception as error:  # a dead engine can fail in any way; all unreachable engines are reported below
-                unreachable[url] = f"{type(error).__name__}: {error}"
-        if unreachable:
-            raise WeightSyncError(f"engines do not answer: {unreachable}", unreachable)
-        kinds = {(info["device"], info["dtype"], Topology.of(info)) for info in infos}
-        if len(kinds) != 1:
-            raise ValueError(
-                f"engines must have the same device, dtype and topology, got {kinds} from {list(self.urls)}."
-            )
-        return kinds.pop()[2]
 
     def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
         """Connect every rank to the control channel. Returns the channel, and the location of every trainer rank."""

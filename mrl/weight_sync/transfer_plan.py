@@ -301,7 +301,8 @@ def choose_transport(
 
     If every engine rank shares its GPU with a trainer rank, `auto` becomes CUDA IPC, on any number of machines. If all ranks
     are on the CPUs of one machine, `auto` becomes shared memory. Otherwise, `auto` becomes a process group. Raises ValueError
-    if the requested transport cannot work. mrl.controller.plan_models passes planned locations, before the run starts.
+    if the requested transport cannot work, or if only some engine ranks share their GPUs with trainer ranks.
+    mrl.controller.plan_models passes planned locations, before the run starts.
     """
     transport = Transport(requested)
     num_hosts = len({host for host, _ in [*senders, *receivers]})

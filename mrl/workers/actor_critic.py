@@ -45,7 +45,7 @@ class DivergenceHead:
 
     distillation: Distillation
     temperature: float  # temperature of the policy's and of the teachers' distributions
-    # teacher -> this rank's shard [V/tp, H_t] of the teacher's output layer; H_t: the teacher's hidden size. Empty with top_k
+    # teacher -> this rank's shard [V/tp, H_t] of the teacher's output layer; H_t: the teacher's hidden size. {} with top_k
     teacher_weights: Mapping[str, Tensor]
     vocab_size: int
     chunk_size: int  # largest number of rows of logits that exist at the same time
@@ -330,7 +330,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
 
 
 def _loss_weights(per_token: Tensor, outputs: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the loss weight of each token [local R], and the number of tokens whose loss is not finite, as a scalar.
+    """Return the token weight of each token [local R], and the number of tokens whose loss is not finite, as a scalar.
 
     If the loss of a token is not finite although the model's output for this token is finite, the token gets the weight NaN. This
     makes the gradient NaN, and the optimizer step raises NonFiniteGradientError. Raises ValueError if the loss does not depend on
@@ -354,7 +354,7 @@ class MegatronCritic(MegatronModel):
     """One rank's part of the critic: a decoder whose head predicts one number per token."""
 
     head_kind: ClassVar[HeadKind] = "value"
-    grad_norm: ClassVar[str] = "critic/grad_norm"
+    grad_norm_key: ClassVar[str] = "critic/grad_norm"
     loss_key: ClassVar[str] = "critic.loss"
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -399,11 +399,11 @@ class MegatronRewardModel(MegatronCritic):
     """One rank's part of a reward model: a critic whose value at the last token of a sequence is the sequence's score.
 
     A block for a reward model has one sampled token per row, the end mark (see mrl.data.supervised_dataset). The value of the end
-    mark is the score. An exported folder is a sequence classifier of transformers.
+    mark is the score. `export_hf` writes a sequence classification model of the library transformers.
     """
 
     head_kind: ClassVar[HeadKind] = "score"
-    grad_norm: ClassVar[str] = "optim/grad_norm"
+    grad_norm_key: ClassVar[str] = "optim/grad_norm"
     loss_key: ClassVar[str] = "sft.objective"
 
     def head_and_loss(  # type: ignore[bad-override]  # it has another loss than a critic

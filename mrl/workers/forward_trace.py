@@ -36,9 +36,10 @@ def trace_forward(
     temperature: float,
     engine_routing: Mapping[str, NDArray] | None = None,
 ) -> tuple[Arrays, dict[int, NDArray]]:
-    """Return (place -> [S, n] for the S tokens of the block, row -> log-probabilities of its sampled tokens).
+    """Return (place -> tensor [S, n], row -> log-probabilities of its sampled tokens).
 
-    The place `last_logits` [B, V] has the logits at the last token of each row.
+    A tensor has n numbers for each of the S tokens of the block. The place `last_logits` [B, V] has the logits at the last token
+    of each row.
 
     `engine_routing` has the engine's routing weights [S, experts] at the places `layers.N.routing`. The experts then compute with
     these weights, and not with the router's own ones. So a token that round-off routes to other experts still has the same hidden
@@ -93,9 +94,8 @@ class ForwardTrace:
         gpt, handles = self._gpt, []
 
         def after(module: torch.nn.Module | None, record: Callable[[Any, tuple, Any], Any]) -> None:
-            if (
-                module is not None
-            ):  # torch replaces the output of the module with the result of `record`, unless it is None
+            if module is not None:
+                # torch replaces the output of the module with the result of `record`, unless this result is None
                 handles.append(
                     module.register_forward_hook(
                         lambda module, args, kwargs, output: record(module, (*args, *kwargs.values()), output),
@@ -282,7 +282,7 @@ def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
 
 
 def _halves(heads: Tensor, width: int) -> Tensor:
-    """Return the last `width` components. As in Megatron, the first components of all pairs precede the second components."""
+    """Return the last `width` components of each head in Megatron's order: the first ones of all pairs, then the second ones."""
     pairs = heads[..., -width:]
     return torch.cat([pairs[..., 0::2], pairs[..., 1::2]], dim=-1)
 

@@ -1,7 +1,8 @@
 """One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
 
 MegatronActor, MegatronCritic and MegatronRewardModel derive from MegatronModel, and add the head and the loss.
-mrl.core.types explains the letter R in array dimensions, and MicroBatch (mrl.workers.micro_batch) explains `local R`.
+In array dimensions, R is the number of sampled tokens (see mrl.core.types). MicroBatch (mrl.workers.micro_batch) explains
+`local R`.
 """
 
 import math
@@ -55,22 +56,28 @@ from parallel.trainer_config import OffloadLevel, OptimConfig
 class MicroBatchStatistics:
     """Scalars that a loss reports about one micro-batch, by name."""
 
-    sums: dict[str, Tensor]  # summed over micro-batches, ranks and replicas
-    maxima: dict[str, Tensor] = field(default_factory=dict)  # reduced to the maximum over micro-batches and ranks
+    sums: dict[str, Tensor]  # summed over micro-batches, then by the driver over data- and context-parallel ranks
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # maximum over micro-batches, then over ranks by the driver
 
 
 NONFINITE = "nonfinite"
 """Name of the sum that counts the tokens whose loss is not finite although the model's output is finite."""
 
 
-def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss: str) -> str:
-    """Return a sentence for the error if a gradient is not finite because of the loss, otherwise "". All ranks call this."""
+def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss_name: str) -> str:
+    """If the loss is the reason why a gradient is not finite, return a sentence for the error message, otherwise "".
+
+    All ranks call this.
+    """
     own = sum(micro.sums[NONFINITE].item() for micro in statistics)
     counts: list[float] = [0.0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(counts, own, group=object_group())
     if not any(counts):
         return ""
-    return f"The loss of at least {max(counts):.0f} sampled tokens is not finite, although the output of the model is ({loss})."
+    return (
+        f"The loss ({loss_name}) of at least {max(counts):.0f} sampled tokens is not finite, although the model's output is "
+        "finite."
+    )
 
 
 def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[str, float]) -> UpdateReport:
@@ -88,8 +95,8 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 class MegatronModel:
     """Base class of actor, critic and reward model. Initialize torch.distributed and parallel.groups first."""
 
-    grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
-    loss_key: ClassVar[str] = "sft.objective"  # errors name this config key for a loss that is not an Objective
+    grad_norm_key: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
+    loss_key: ClassVar[str] = "sft.objective"  # config key of a loss that is not an Objective, for error messages
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -125,7 +132,7 @@ class MegatronModel:
             multiple=(spec.dims.tp if spec.dims.sequence_parallel else 1)
             * (FP8_MULTIPLE if spec.overrides.get("fp8") else 1),
             cu_seqlens=not uses_packed_attention(self.arch, spec.share_prompts),
-            in_order=supports_varlen(device(), getattr(torch, spec.dtype)),
+            chunks_in_token_order=supports_varlen(device(), getattr(torch, spec.dtype)),
         )
 
     # Forward and backward passes.
@@ -231,11 +238,14 @@ class MegatronModel:
             statistics = self.accumulate_gradients(micros, head, loss_function, batch)
             grad_norm = self.optimizer_step(lr, index, statistics, source)
             seconds = time.perf_counter() - start
-            reports.append(reduce_statistics(statistics, {self.grad_norm: grad_norm, "seconds": seconds}))
+            reports.append(reduce_statistics(statistics, {self.grad_norm_key: grad_norm, "seconds": seconds}))
         return reports
 
     def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
-        """Compute the loss of this replica's rows without gradients. Returns the statistics that `update` returns for a step."""
+        """Compute the loss of this replica's rows without gradients.
+
+        Returns the statistics of `update` without gradient norm and time.
+        """
         for chunk in self.chunks:
             chunk.eval()
         head, loss_function = self.head_and_loss(loss, temperature)
@@ -246,12 +256,12 @@ class MegatronModel:
         return reduce_statistics(statistics, {})
 
     def optimizer_step(
-        self, lr: float, mini_batch: int = 0, statistics: Sequence[MicroBatchStatistics] = (), loss: str = ""
+        self, lr: float, mini_batch: int = 0, statistics: Sequence[MicroBatchStatistics] = (), loss_name: str = ""
     ) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 
         If the norm is not finite, the weights stay unchanged, and all ranks raise NonFiniteGradientError with the index
-        `mini_batch`. If `statistics` show that the loss is the cause, the error also contains `loss`, the name of the loss.
+        `mini_batch`. If `statistics` show that the loss is the cause, the error also contains `loss_name`.
         """
         with span("optimizer step"):
             set_learning_rate(self.optimizer, lr)
@@ -259,7 +269,7 @@ class MegatronModel:
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
-                raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss))
+                raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss_name))
             stepped, norm, _ = self.optimizer.step()
         assert stepped, "Megatron skips a step only because of a loss scale, and none is used"
         return float(norm)
@@ -305,6 +315,7 @@ class MegatronModel:
             self._own_weights.load()
 
     def _weights(self) -> Iterator[Tensor]:
+        """Yield this rank's parameters and buffers. Only tests use this method."""
         for chunk in self.chunks:
             yield from (tensor.data for tensor in (*chunk.module.parameters(), *chunk.module.buffers()))
 
@@ -351,12 +362,12 @@ class MegatronModel:
             for _ in tensors:
                 pass
 
-    def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
-        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: name of a further file -> text.
+    def export_hf(self, folder: str | Path, extra_files: dict[str, str]) -> None:
+        """Write a Hugging Face folder with the current weights and the tokenizer. `extra_files`: file name -> text.
 
         With LoRA, the weights are W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
         """
-        self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
+        self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, extra_files))
         if self.adapters is not None:
             self.export_adapters(Path(folder) / ADAPTER_FOLDER)
 
@@ -368,9 +379,9 @@ class MegatronModel:
             lambda tensors: write_peft(on_host(tensors), lora, self.spec.model_path, folder), adapters.export
         )
 
-    def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
+    def write_hf(self, tensors: NamedTensors, folder: str | Path, extra_files: dict[str, str] | None = None) -> None:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
-        write_export(tensors, self.exported_config, folder, notes or {})
+        write_export(tensors, self.exported_config, folder, extra_files or {})
 
     def connect_engines(
         self, urls: list[str], settings: WeightSyncConfig, folder: str
@@ -406,16 +417,16 @@ class MegatronModel:
         return checkpoint.load(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def begin_save(self, folder: str | Path, asynchronous: bool) -> None:
-        """Start to write a checkpoint into `folder`. Call `finish_save` before the next `begin_save`.
+        """Start to write a checkpoint into `folder`. Call `finish_save` or `abandon_save` before the next `begin_save`.
 
         If `asynchronous` is true, training may continue during the write. If a rank fails, all ranks raise CheckpointSaveError.
         """
-        assert self._save is None, "finish_save() comes first"
+        assert self._save is None, "finish_save() or abandon_save() comes first"
         self._save = checkpoint.begin_save(folder, self.chunks, self.optimizer, self.spec.dims, asynchronous)
 
-    def save_finished(self) -> bool:
+    def save_has_ended(self) -> bool:
         """Return whether this rank has written its part, or has failed to write it. This does not wait for other ranks."""
-        return self._save is None or self._save.is_written()
+        return self._save is None or self._save.writer_has_ended()
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until every rank has written its part. The folder is then a complete checkpoint on the disk.

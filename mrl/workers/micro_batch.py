@@ -38,7 +38,7 @@ class MicroBatch:
     predictor_index: Tensor  # [local R] which of the L tokens predicts the sampled token
     targets: Tensor  # [local R] the sampled tokens
     rollout_logprobs: Tensor  # [local R]
-    weights: Tensor  # [local R] float64; loss weight of each sampled token
+    weights: Tensor  # [local R] float64; token weight of each sampled token
     local_sampled: Tensor  # [local R] which of the R sampled tokens this rank predicts
     num_sampled: int  # R
     responses: Responses  # the responses to which the sampled tokens belong

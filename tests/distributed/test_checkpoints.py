@@ -88,7 +88,7 @@ def save_and_go_on(rank: int, path, folder, dims: ParallelDims, steps_before: in
         hold_writers(gate)
     actor.begin_save(folder, asynchronous)
     found = train(actor, dims, rank, 2), draws(), weights_of(actor)
-    assert actor.save_finished() != asynchronous
+    assert actor.save_has_ended() != asynchronous
     torch.distributed.barrier()  # no rank opens the gate before all ranks have checked
     gate.touch()
     actor.finish_save(60)

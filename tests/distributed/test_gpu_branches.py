@@ -53,7 +53,7 @@ def run_layers(rank: int, folder) -> tuple[int, float]:
     from parallel.packing import Segment, pack
 
     def logits():
-        packed = pack([Segment(length) for length in LENGTHS], torch.device("cpu"), in_order=True)
+        packed = pack([Segment(length) for length in LENGTHS], torch.device("cpu"), chunks_in_token_order=True)
         return model(torch.cat(sequences())[None], packed.position_ids[None], None, packed_seq_params=packed)
 
     model, _ = load(folder)

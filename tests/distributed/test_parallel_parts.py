@@ -37,7 +37,7 @@ def test_rank_arithmetic_follows_megatron(run_ranks, dims):
     for rank, (places, (etp, ep), summed, ends) in enumerate(run_ranks(dims, group_places)):
         at = dims.coords(rank)
         assert places == (at.tp, at.cp, at.dp, at.pp)
-        # neighbouring ranks hold the shards of one expert, and ep * etp consecutive ranks hold one copy of all experts
+        # neighboring ranks hold the shards of one expert, and ep * etp consecutive ranks hold one copy of all experts
         first = rank - rank % dims.expert_tp
         assert etp == list(range(first, first + dims.expert_tp))
         copy = rank // stage * stage + rank % stage // (dims.ep * dims.expert_tp) * dims.ep * dims.expert_tp

@@ -127,11 +127,11 @@ def test_an_actor_with_experts(traced, dims):
 
 
 @pytest.mark.extended
-def test_replicas_that_share_a_copy_of_the_experts_run_in_lockstep(traced):
+def test_replicas_that_share_a_copy_of_the_experts_run_equally_many_micro_batches(traced):
     """Ranks (0, 1), (2, 3) and (4, 5) hold one copy of the experts each; ranks 0 to 2 are one replica, 3 to 5 another."""
     dims = ParallelDims(
         cp=3, dp=2, ep=2
-    )  # the replicas have 8 and 7 packs of 20 tokens: without lockstep, ranks would wait forever
+    )  # the replicas have 8 and 7 packs of 20 tokens: with different numbers of micro-batches, ranks would wait forever
     check(reference(traced, "moe"), traced("moe", dims, max_tokens=20))
 
 

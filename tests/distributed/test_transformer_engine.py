@@ -146,7 +146,7 @@ def test_a_forward_and_backward_pass_never_waits_for_the_device(te_ranks, models
 )
 def test_a_reduction_during_the_backward_pass_changes_no_bit(te_ranks, models, kind, dims):
     """The matrices add their gradients to the buffers themselves, before the reductions start."""
-    ranks = te_ranks(dims, compare_modes, kind, models(kind), dims, not dims.lockstep)
+    ranks = te_ranks(dims, compare_modes, kind, models(kind), dims, not dims.equal_micro_batch_counts)
     for norms, early, _ in ranks:
         np.testing.assert_allclose(norms["during"], norms["after"], rtol=1e-5)
         assert early[-1] > 0

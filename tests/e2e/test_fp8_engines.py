@@ -18,7 +18,7 @@ from models.conversion.fp8_blocks import (
 )
 from mrl.rollout.client import EngineClient
 from mrl.weight_sync.disk_sync import ExpectedChecksums
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 
 pytestmark = pytest.mark.extended
 
@@ -82,7 +82,7 @@ class QuantizedModel:
 
     def check(self, client: EngineClient) -> None:
         """Compare SGLang's own checksums and log-probabilities. SGLang hashes weights in FP8 after it has dequantized them."""
-        layout = EngineLayout.of(self.weights.family, self.weights.arch, Topology())
+        layout = EngineLayout.of(self.weights.family, self.weights.arch, EngineParallelSizes())
         expected = ExpectedChecksums(layout, torch.bfloat16)
         tensors = self.dequantized
         assert dict(expected.observe(tensors.items())).keys() == tensors.keys()

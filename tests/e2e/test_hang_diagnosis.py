@@ -233,7 +233,7 @@ def test_a_rank_that_hangs_in_data_loading_is_named(run):
     with run.faults_hang():
         texts = (
             "faulty_ranks.py",
-            "replica rank 0 (dp 0) waits for other ranks in the gradient all-reduce",
+            "replica rank 0 (dp 0) waits for other ranks in the gradient reduction",
             "it has entered",
         )
         update = partial(run.update, run.replicas)
@@ -255,7 +255,7 @@ def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
 
 @pytest.mark.extended
 def test_a_rank_that_dies_before_a_collective_is_named(run):
-    """The error of the neighbouring rank arrives first, but the report names the dead rank, with the cause of its death."""
+    """The error of the neighboring rank arrives first, but the report names the dead rank, with the cause of its death."""
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "data", "crash")
     start = time.monotonic()
     with pytest.raises(RankLostError) as caught:

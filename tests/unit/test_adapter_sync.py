@@ -193,7 +193,7 @@ def test_an_engine_whose_requests_still_use_old_adapters_is_reported_before_the_
 def test_an_engine_that_does_not_answer_is_named(serve, push_to):
     server = serve(AdapterEngine)
     server.stop()
-    with pytest.raises(WeightSyncError, match="does not answer") as caught:
+    with pytest.raises(WeightSyncError, match="engines do not answer") as caught:
         push_to(server)
     assert caught.value.failed.keys() == {server.url}
 
@@ -210,7 +210,10 @@ def test_a_replaced_engine_gets_the_adapters_before_it_gets_requests():
         lambda version, _: [next(reports)], replace=lambda failed: ["http://a", "http://c"], urls=urls
     )
     metrics = lifecycle.push(3)
-    assert lifecycle.host.adapters == [("version_3_1", ["http://a"]), ("version_3_2", ["http://a", "http://c"])]
+    assert lifecycle.engine_processes.adapters == [
+        ("version_3_1", ["http://a"]),
+        ("version_3_2", ["http://a", "http://c"]),
+    ]
     assert (metrics["weight_sync/version"], metrics["weight_sync/bytes"]) == (3, 8)
     assert metrics["weight_sync/replaced_engines"] == 1
 

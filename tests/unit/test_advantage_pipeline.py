@@ -273,6 +273,21 @@ def test_resampling_draws_from_the_responses_in_the_loss_with_the_seed_of_the_st
         np.testing.assert_array_equal(found.columns[name], column)
 
 
+def test_responses_with_given_advantages_count_once_under_a_resampling():
+    """Offline rows with data.offline.advantage may have no reward. By the reward 0, they would never be drawn."""
+    scored = make_scored()
+    given = np.full(len(LENGTHS), np.nan)
+    given[[1, 2, 5]] = 1.0  # response 1 has no tokens
+    scored = replace(scored, rewards=np.where(np.isnan(given), 1.0, 0.0), given_advantages=given)
+    pipeline = AdvantagePipeline(GRPO(), PPOClip(), resampling=PolicyFiltration(per_group=False))
+    for seed in range(5):
+        found = pipeline(scored, {}, 0.0, [seed])
+        in_file, sampled = ~np.isnan(given) & (LENGTHS > 0), np.isnan(given) & (LENGTHS > 0)
+        assert (found.counts[in_file] == 1).all() and not found.rejected[in_file].any()
+        assert found.counts[sampled].sum() == sampled.sum() and found.counts.sum() == (LENGTHS > 0).sum()
+    assert pipeline(replace(scored, given_advantages=np.ones(len(LENGTHS))), {}, 0.0, [0]).counts.max() == 1
+
+
 def every_second(rewards, groups, rng):
     return np.arange(len(rewards)) % 2 * 2
 

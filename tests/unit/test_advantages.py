@@ -92,8 +92,8 @@ def loop_grpo_batch(batch):
 def loop_gpg(batch):
     rewards = loop_rewards(batch)
     varied = by_group(batch, rewards, lambda r, i, n: float(max(r) > min(r)))
-    centred = by_group(batch, rewards, lambda r, i, n: r[i] - mean(r))
-    return centred * len(rewards) / max(varied.sum(), 1)
+    centered = by_group(batch, rewards, lambda r, i, n: r[i] - mean(r))
+    return centered * len(rewards) / max(varied.sum(), 1)
 
 
 def loop_gdpo(batch):

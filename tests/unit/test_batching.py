@@ -127,7 +127,7 @@ def test_a_plan_has_the_required_numbers_of_micro_batches(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_of_a_group_are_neighbours_and_others_are_sorted_by_length(seed):
+def test_rows_of_a_group_are_neighbors_and_others_are_sorted_by_length(seed):
     batch = Ragged.of(seed)
     lengths = batch.prompt_lengths + batch.response_lengths
     for replica in plan_micro_batches(batch.units(), batch.parts, batch.max_tokens, equal_counts=False, multiple_of=1):

@@ -1,4 +1,4 @@
-"""The commands themselves: version, help texts, hints for misspelt commands, and completion scripts."""
+"""The commands themselves: version, help texts, hints for misspelled commands, and completion scripts."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 @pytest.mark.parametrize("word, near", [("trian", "train"), ("smaples", "samples"), ("evalute", "evaluate")])
-def test_a_misspelt_command_names_the_nearest(word, near, capsys):
+def test_a_misspelled_command_names_the_nearest(word, near, capsys):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == f"mrl: unknown command {word!r}; did you mean {near!r}?\n"
     assert cli.main(["xyz"]) == 2

@@ -375,6 +375,13 @@ def test_check_computes_logits_in_a_new_process(tmp_path, capfd):
     assert "logits / transformers" in capfd.readouterr().out
 
 
+def test_the_logits_of_a_reward_model_cannot_be_checked(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    assert main(["check", f"model.path={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert "Qwen3ForSequenceClassification has a score head" in error and "logits=false skips this check" in error
+
+
 def test_the_command_converts_there_and_back(tmp_path, capsys):
     model = make_family("llama", tmp_path / "model")
     there, back = tmp_path / "there", tmp_path / "back"

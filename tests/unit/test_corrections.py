@@ -170,6 +170,17 @@ def test_a_product_passes_on_what_its_corrections_need():
     torch.testing.assert_close(both(inputs)[0], expected)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("other", [IcePop(batch_normalize=True), IcePop(batch_normalize=True, veto=0.1)])
+def test_a_product_refuses_two_normalized_corrections_whose_columns_would_have_the_same_name(nested, other):
+    normalized = ImportanceSampling("token", "mask", 0.5, 5.0, batch_normalize=True)
+    with pytest.raises(
+        ValueError, match="two corrections with batch_normalize=True have the same level, mode, low and high"
+    ):
+        Product([normalized, Product([Rejection(0.5), other]) if nested else other])
+    Product([normalized, replace(other, high=4.0), IcePop(), IcePop()])
+
+
 def test_only_corrections_of_the_old_policy_have_nothing_to_correct_if_the_engine_gives_the_old_log_probabilities():
     old, current = ImportanceSampling(), ImportanceSampling(numerator="current")
     assert compares_old_policy(old) and compares_old_policy(Rejection(0.1)) and compares_old_policy(IcePop())
@@ -187,7 +198,7 @@ def test_icepop_masks_tokens_on_both_sides():
 
 
 def test_without_bounds_the_weight_is_that_of_decoupled_ppo():
-    """The mean over samples of the behaviour policy, weighted by pi_prox / pi_behave, is the mean of the proximal policy."""
+    """The mean over samples of the behavior policy, weighted by pi_prox / pi_behave, is the mean of the proximal policy."""
     rng = np.random.default_rng(0)
     old, rollout = (torch.tensor(rng.normal(size=7)).log_softmax(0).numpy() for _ in range(2))
     case = replace(make_case(0, lengths=(7,)), old=old, rollout=rollout)

@@ -163,7 +163,7 @@ def test_each_set_needs_a_reward_that_scores_its_rows(inputs, tmp_path):
         ("weight: 2", "data.test_sets.x.weight: unknown key"),
     ],
 )
-def test_a_misspelt_key_of_a_set_has_a_hint(inputs, tmp_path, node, message):
+def test_a_misspelled_key_of_a_set_has_a_hint(inputs, tmp_path, node, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(inputs, tmp_path, f"data.test_sets={{x: {{files: [{inputs}/test.parquet], {node}}}}}")
 

@@ -355,6 +355,8 @@ def test_a_served_teacher_returns_the_most_probable_tokens_of_each_sampled_token
     assert found["top_logprobs"].dtype == np.float32 and found["top_ids"].dtype == np.int32
     asked = [tuple(tokens) for server in servers for tokens in server.inputs]
     assert set(asked) == {(10, 20, 11, 12, 13), (40, 41, 42)} and len(asked) == 3, "one request is repeated"
+    none = top_k_of_rows(lambda: urls, block, np.array([], np.int64), 3, 10.0)
+    assert none["top_logprobs"].shape == (0, 4) and none["top_ids"].shape == (0, 3)
 
 
 def test_a_served_teacher_that_refuses_or_does_not_answer_raises_an_error(monkeypatch):

@@ -209,8 +209,8 @@ def offline(config, inputs, tmp_path):  # noqa: F811
         rows = []
         for row in pq.read_table(inputs / "train.parquet").to_pylist()[:3]:
             for response, reward in ((row["reward_model"]["ground_truth"], 1.0), ("5", 0.0)):
-                behaviour = [-0.5] * (len(response) + 1) if logprobs and reward else None
-                rows.append(dict(prompt=row["prompt"], response=response, reward=reward, logprobs=behaviour))
+                behavior = [-0.5] * (len(response) + 1) if logprobs and reward else None
+                rows.append(dict(prompt=row["prompt"], response=response, reward=reward, logprobs=behavior))
         (tmp_path / "offline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         own = config(f"data.offline.path={tmp_path}/offline.jsonl", *overrides)
         actor = plan_model(own, own.model.path)

@@ -10,7 +10,7 @@ from models.families.glm4_moe import GLM4_MOE
 from models.families.qwen import QWEN3
 from mrl.weight_sync.disk_sync import ExpectedChecksums, sglang_hash
 from mrl.weight_sync.engine_control import WeightMismatchError
-from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_engine_parameters
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_engine_parameters
 from parallel.rope import Rope
 
 NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
@@ -23,7 +23,7 @@ def reported(layout, **changes):
 
 
 def test_an_engine_whose_parameter_has_another_dtype_is_refused():
-    layout = EngineLayout.of(QWEN3, architecture(QWEN3), Topology())
+    layout = EngineLayout.of(QWEN3, architecture(QWEN3), EngineParallelSizes())
     check_engine_parameters(layout, 0, reported(layout), "engine rank 0")
     why = r"engine rank 3 stores 2 parameters .*down_proj\.weight is \[128, 512\] float8_e4m3fn, the table says .* bfloat16"
     with pytest.raises(ValueError, match=why):
@@ -33,7 +33,7 @@ def test_an_engine_whose_parameter_has_another_dtype_is_refused():
 
 
 def test_an_engine_in_fp8_has_scales_of_blocks_and_constants_for_its_kv_cache():
-    layout = EngineLayout.of(QWEN3, architecture(QWEN3), Topology()).with_block_scales()
+    layout = EngineLayout.of(QWEN3, architecture(QWEN3), EngineParallelSizes()).with_block_scales()
     # a layer of DeepSeek-V3 has two attention modules
     constants = [
         f"model.layers.0.self_attn.{name}" for name in ("attn.k_scale", "attn_mqa.k_scale", "attn_mha.v_scale")
@@ -56,7 +56,7 @@ def glm_layout() -> tuple[Architecture, EngineLayout]:
     arch = Architecture(
         41, 64, Rope(rope_theta=1e4, dim=4), False, transformer, sizes, parts=frozenset(["shared_experts"])
     )
-    return arch, EngineLayout.of(GLM4_MOE, arch, Topology(2))
+    return arch, EngineLayout.of(GLM4_MOE, arch, EngineParallelSizes(2))
 
 
 def test_checksums_are_computed_in_the_dtype_of_each_parameter():

@@ -20,7 +20,7 @@ from models.hf_config import IGNORED_FIELDS, HFConfig
 from mrl.config import hydra_entry
 from mrl.controller.plan_models import engine_topology, plan_model
 from mrl.planner.model_shape import ModelShape
-from mrl.weight_sync.engine_layout import Topology, check_heads
+from mrl.weight_sync.engine_layout import EngineParallelSizes, check_heads
 from parallel.dims import ParallelDims
 from parallel.rope import Rope
 
@@ -152,6 +152,8 @@ def test_no_ignored_field_is_read_by_a_family():
             dict(num_experts_per_tok=6),
             "ranked by their best two experts; expected 4 or 5 experts per token",
         ),
+        ("glm4_moe", dict(n_group=None), "n_group=None is not supported; expected a number of 1 or more"),
+        ("glm4_moe", dict(topk_group=0), "topk_group=0 is not supported; expected a number of 1 or more"),
         ("glm4_moe_plain", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; expected at least 2"),
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
@@ -334,9 +336,9 @@ def test_tensor_parallelism_divides_the_heads_of_gated_delta_nets(fields):
 
 def test_an_engine_divides_the_heads_of_gated_delta_nets(fields):
     arch = read(fields("qwen3_5") | dict(linear_num_key_heads=2))
-    check_heads(arch, Topology(tp=2))
+    check_heads(arch, EngineParallelSizes(tp=2))
     with pytest.raises(ValueError, match=r"^rollout.engine_tp=4: 4 ranks cannot share linear_num_key_heads=2 evenly"):
-        check_heads(arch, Topology(tp=4))
+        check_heads(arch, EngineParallelSizes(tp=4))
 
 
 def test_a_missing_field_that_only_sglang_needs_raises_an_error(fields):

@@ -21,7 +21,7 @@ from models.conversion.fp8_blocks import (
 from models.conversion.mapping import Box
 from models.families.phi3 import PHI3
 from models.families.qwen import QWEN3, QWEN3_MOE
-from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout, Topology
+from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout, EngineParallelSizes
 from mrl.weight_sync.sender import checksums, chunk_views, decode_delta, encode_delta, fill_buffer
 from mrl.weight_sync.transfer_plan import compile_transfer_plan, even_pipeline_stages, trainer_shards
 from parallel.dims import ParallelDims
@@ -117,7 +117,7 @@ def architecture(family, **sizes) -> Architecture:
 
 def fp8_plan(family, axes, topology, bucket_bytes, num_engines=1):
     arch, dims = architecture(family), ParallelDims(**axes)
-    layout = EngineLayout.of(family, arch, Topology(*topology)).with_block_scales()
+    layout = EngineLayout.of(family, arch, EngineParallelSizes(*topology)).with_block_scales()
     shards = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(LAYERS, dims))
 
     def dtype_of(param):
@@ -163,7 +163,7 @@ def test_every_engine_rank_receives_the_parameters_that_sglang_would_quantize(fa
     """The expected parameters are those of an unquantized engine, quantized as a whole on each rank."""
     arch, layout, shards, plan = fp8_plan(family, axes, topology, bucket_bytes)
     tensors = {name: tensor * 0.05 for name, tensor in tensors_of(family, arch).items()}
-    plain = EngineLayout.of(family, arch, Topology(*topology))
+    plain = EngineLayout.of(family, arch, EngineParallelSizes(*topology))
     held = 0
     for engine_rank in range(topology[0]):
         filled = {
@@ -194,7 +194,7 @@ def test_every_engine_rank_receives_the_parameters_that_sglang_would_quantize(fa
 
 def test_a_push_in_fp8_sends_about_half_the_bytes():
     arch, layout, _, plan = fp8_plan(QWEN3, dict(tp=2), (2,), 1 << 22)
-    plain = EngineLayout.of(QWEN3, arch, Topology(2))
+    plain = EngineLayout.of(QWEN3, arch, EngineParallelSizes(2))
     shapes = [plain.param_shapes(rank) for rank in range(2)]
     matrices = sum(s.numel() for s in (torch.empty(t) for r in shapes for n, t in r.items() if "_proj" in n))
     others = sum(torch.empty(t).numel() for r in shapes for n, t in r.items() if "_proj" not in n)
@@ -227,7 +227,7 @@ def test_the_difference_between_two_pushes_in_fp8_is_exact():
     ],
 )
 def test_engines_that_split_a_block_are_refused(sizes, tp, message):
-    layout = EngineLayout.of(QWEN3, architecture(QWEN3, **sizes), Topology(tp))
+    layout = EngineLayout.of(QWEN3, architecture(QWEN3, **sizes), EngineParallelSizes(tp))
     layout.shards(0)
     with pytest.raises(ValueError, match=message):
         layout.with_block_scales().shards(0)
@@ -235,7 +235,7 @@ def test_engines_that_split_a_block_are_refused(sizes, tp, message):
 
 def test_trainers_that_split_a_block_are_refused():
     arch, dims = architecture(QWEN3, ffn=384), ParallelDims(tp=2)
-    layout = EngineLayout.of(QWEN3, arch, Topology())
+    layout = EngineLayout.of(QWEN3, arch, EngineParallelSizes())
     shards = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(LAYERS, dims))
     with pytest.raises(
         ValueError, match=r"a part of model\.layers\.0\.mlp\.gate_proj\.weight .*use a smaller parallel\.tp"

@@ -32,7 +32,7 @@ from mrl.planner.run_memory import _pixel_bytes as pixel_bytes
 from mrl.planner.trainer_memory import TrainerSettings, trainer_memory
 from mrl.planner.trainer_state_bytes import checkpoint_bytes, largest_state, pipeline_stages, state_of_rank
 from mrl.rollout.client import EngineClient, EngineError, SamplingParams, _generate_body
-from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_engine_parameters
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_engine_parameters
 from parallel.dims import ParallelDims
 
 IMAGE, PAD = RequestImages(("AAAA", "BBBB"), 9), 9
@@ -220,7 +220,7 @@ def test_the_engine_layout_has_the_language_model_only(tmp_path, name):
     image_config(name).save_pretrained(tmp_path)
     config = HFConfig.load(tmp_path)
     family = family_of(config)
-    layout = EngineLayout.of(family, family.read(config), Topology(tp=2))
+    layout = EngineLayout.of(family, family.read(config), EngineParallelSizes(tp=2))
     shapes = layout.param_shapes(0)
     assert shapes["model.embed_tokens.weight"] == (32, 32) and "model.layers.1.self_attn.qkv_proj.weight" in shapes
     assert {param.partition(".")[0] for param in shapes} == {"model", "lm_head"}

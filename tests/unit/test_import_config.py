@@ -186,6 +186,52 @@ def test_sampling_and_epochs_are_translated():
 
 
 @pytest.mark.parametrize(
+    ("source", "values", "overrides"),
+    [
+        ("slime", {"adam-beta1": 0.8}, {"optim.betas": [0.8, 0.999]}),
+        ("slime", {"adam-beta2": 0.98}, {"optim.betas": [0.9, 0.98]}),
+        ("slime", {"adam-beta2": 0.98, "adam-beta1": 0.8}, {"optim.betas": [0.8, 0.98]}),
+        ("trl", {"adam_beta2": 0.98}, {"optim.betas": [0.9, 0.98]}),
+        ("trl", {"adam_beta1": 0.8, "adam_beta2": None}, {"optim.betas": [0.8, 0.999]}),
+        ("slime", {"actor-num-nodes": 2}, {"parallel.world_size": 16}),
+        ("slime", {"actor-num-nodes": 2, "actor-num-gpus-per-node": 4}, {"parallel.world_size": 8}),
+        ("slime", {"rollout-seed": 7}, {"run.seed": 7}),
+        ("slime", {"rollout-seed": 7, "seed": 7}, {"run.seed": 7}),
+        (
+            "slime",
+            {
+                "dynamic-sampling-filter-path": "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+            },
+            {"rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"},
+        ),
+        ("verl", {"trainer.log_val_generations": 0}, {}),
+    ],
+)
+def test_keys_that_belong_together_are_translated(source, values, overrides):
+    found = translate(source, values)
+    assert found.overrides == overrides and not found.no_counterpart and not found.unknown
+
+
+@pytest.mark.parametrize(
+    ("source", "values", "overrides", "reason"),
+    [
+        ("slime", {"seed": 1234, "rollout-seed": 42}, {"run.seed": 1234}, "it gets the value of --seed"),
+        ("slime", {"dynamic-sampling-filter-path": "mine.keep"}, {}, "name it in rollout.filter._target_"),
+        (
+            "verl",
+            {"trainer.log_val_generations": 10},
+            {},
+            "rollout.record=true writes the responses of each evaluation",
+        ),
+    ],
+)
+def test_a_setting_that_would_be_lost_has_a_reason(source, values, overrides, reason):
+    found = translate(source, values)
+    ((_, text),) = found.no_counterpart
+    assert found.overrides == overrides and reason in text
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [("", "contains no keys of verl"), ("a: [1", "is not valid YAML"), ("- 1\n- 2\n", "contains no keys of verl")],
     ids=["empty", "not YAML", "a list"],

@@ -31,11 +31,11 @@ from mrl.controller.plan_models import build_pools, check_planned_transport
 from mrl.data.tokenizer import character_tokenizer
 from mrl.placement.resource_pools import slot_demands
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within_a_node_s
-from mrl.planner.layout_search import STALENESS
+from mrl.planner.layout_search import STALENESS, explain_limits
 from mrl.planner.layout_space import LayoutSpace, ReplicaLayout
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_time import TrainerTime
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from parallel.dims import ParallelDims
 
 
@@ -77,7 +77,7 @@ def all_engines(search, family):
     cluster, results = search.space.cluster, []
     for tp in range(1, cluster.gpus + 1):
         try:
-            EngineLayout.of(family, search.space.arch, Topology(tp)).shards(0)
+            EngineLayout.of(family, search.space.arch, EngineParallelSizes(tp)).shards(0)
         except (ValueError, AssertionError):
             continue
         engine = EngineTime(search.space.shape, cluster, tp)
@@ -374,6 +374,20 @@ def test_the_length_of_prompts_is_measured_in_the_data(tmp_path):
 def test_fixable_keys_are_keys_of_the_config():
     names = {name.partition(".")[2] for name in FIXABLE if name.startswith("parallel.")}
     assert names < set(ParallelConfig.__dataclass_fields__)
+
+
+def test_the_limit_of_running_requests_is_named():
+    search = search_of(QWEN3_8B, 1)
+    search.max_requests = 4
+    sampling = explain_limits(search, search.run(1).best[0])[1]
+    assert sampling.startswith("sampling: an engine runs only 4 of its ") and "sglang.max_running_requests" in sampling
+
+
+def test_a_layout_without_a_possible_number_of_replicas_has_its_own_reason():
+    """On two nodes of eight GPUs, three replicas of one GPU fill no whole nodes."""
+    search = search_of(QWEN3_8B, 2, fits=lambda layout, replicas: True, fixed=dict(tp=1, pp=1, cp=1, dp=3))
+    with pytest.raises(ValueError, match=r"no layout fits on 16 GPUs: .*no possible number of replicas \(1\)"):
+        search.run(1)
 
 
 def test_overrides_leave_out_sizes_of_one():

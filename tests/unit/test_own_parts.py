@@ -235,6 +235,16 @@ def test_a_value_loss_is_checked_like_a_policy_loss():
         check_token_values((values.mean(), {}), values, "critic.loss", ValueLoss())
 
 
+def test_a_filter_is_called_once_for_each_replayed_group():
+    worker, calls, groups = object.__new__(RolloutWorker), [], [group(row, Score(1.0)) for row in range(3)]
+    worker.spec = SimpleNamespace(
+        replay="outputs/run", rollout_filter=lambda rewards: calls.append(1) or len(calls) == 2
+    )
+    worker.served, worker._replay = SimpleNamespace(check=lambda: None), lambda step: groups
+    assert worker.sample(0, np.arange(3), 0) == 0 and len(calls) == 3
+    assert worker._sampled.kept == [groups[1]] and worker._sampled.filtered == [groups[0], groups[2]]
+
+
 def test_a_filter_must_return_a_truth_value():
     worker = object.__new__(RolloutWorker)
     worker.spec = SimpleNamespace(rollout_filter=lambda rewards: rewards.mean() > 0.2)

@@ -180,8 +180,8 @@ def test_an_invalid_pack_raises_an_error(segments, message):
 
 @many
 @given(trees(), cp_sizes, st.booleans())
-def test_the_bounds_of_chunks_are_those_of_the_calls(segments, cp_size, in_order):
-    packed = pack(segments, CPU, cp_size=cp_size, in_order=in_order)
+def test_the_bounds_of_chunks_are_those_of_the_calls(segments, cp_size, chunks_in_token_order):
+    packed = pack(segments, CPU, cp_size=cp_size, chunks_in_token_order=chunks_in_token_order)
     shapes = [(call.num_queries, call.num_keys) for call in packed.calls for _ in range(call.count)]
     queries, keys = (bounds.diff().tolist() for bounds in (packed.chunks.queries, packed.chunks.keys))
     assert list(zip(queries, keys, strict=True)) == shapes
@@ -191,13 +191,13 @@ def test_the_bounds_of_chunks_are_those_of_the_calls(segments, cp_size, in_order
 @many
 @given(trees(), cp_sizes, tp_multiples)
 def test_a_pack_in_order_needs_no_permutation_of_queries(segments, cp_size, tp_multiple):
-    assert pack(segments, CPU, cp_size=cp_size, multiple=tp_multiple, in_order=True).query_index is None
+    assert pack(segments, CPU, cp_size=cp_size, multiple=tp_multiple, chunks_in_token_order=True).query_index is None
 
 
 @many
 @given(trees(parents=False), tp_multiples)
 def test_a_pack_in_order_without_shared_prompts_needs_no_permutation_of_keys(segments, tp_multiple):
-    assert pack(segments, CPU, multiple=tp_multiple, in_order=True).key_index is None
+    assert pack(segments, CPU, multiple=tp_multiple, chunks_in_token_order=True).key_index is None
 
 
 def attend(query, key, value, packed: PackedSequences, window: int | None = None, dropout: float = 0.0):
@@ -229,7 +229,7 @@ def test_the_attention_of_gpus_equals_attention_with_a_dense_mask(segments, head
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "supports_varlen", lambda device, dtype: True)
         patch.setattr(attention, "_varlen_kernel", lambda channels: varlen_attn)
-        packed = pack(segments, CPU, multiple=tp_multiple, in_order=True)
+        packed = pack(segments, CPU, multiple=tp_multiple, chunks_in_token_order=True)
         check_attention(segments, packed, heads, window, seed)
 
 
@@ -247,7 +247,7 @@ def test_a_window_is_the_sliding_window_of_transformers():
 def test_the_attention_of_gpus_accepts_values_with_fewer_channels_than_keys(monkeypatch):
     from parallel import attention
 
-    packed = pack([Segment(3), Segment(2, 0)], CPU, in_order=True)
+    packed = pack([Segment(3), Segment(2, 0)], CPU, chunks_in_token_order=True)
     query, key, value = (torch.randn(5, 2, width, dtype=torch.float64) for width in (6, 6, 4))
     expected = attend(query, key, value, packed)
     monkeypatch.setattr(attention, "supports_varlen", lambda device, dtype: True)
@@ -315,7 +315,7 @@ def test_flash_attn_2_without_the_module_of_flash_attention_4_is_not_taken_for_i
 def test_a_model_with_dropout_activates_no_flash_attention_that_has_none(monkeypatch):
     from parallel import attention
 
-    packed = pack([Segment(3), Segment(2, 0)], CPU, in_order=True)
+    packed = pack([Segment(3), Segment(2, 0)], CPU, chunks_in_token_order=True)
     inputs = [torch.randn(5, 2, 4) for _ in range(3)]
     expected = attend(*inputs, packed)
     monkeypatch.setattr(attention, "supports_varlen", lambda device, dtype: True)

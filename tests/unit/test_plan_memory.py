@@ -18,7 +18,7 @@ from mrl.controller.plan_models import engine_topology, plan_model
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.planner.engine_memory import kv_bytes, state_bytes
 from mrl.planner.run_memory import GIB
-from mrl.weight_sync.engine_layout import Topology
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 
 GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
 FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_entry.CONF / group).glob("*.yaml"))
@@ -139,7 +139,7 @@ def test_colocated_roles_are_counted_in_the_phases_in_which_they_work(tmp_path):
     assert {(m.role, m.phase) for m in shared.phases} >= {("actor, engines", "weight_sync"), ("engines", "rollout")}
     assert shared.gpus == 8 and apart.gpus == 9
     of = {m.phase: m for m in shared.phases}
-    assert of["update"].parts["context"] == 4 * GIB
+    assert of["update"].parts["reserve"] == 4 * GIB
     assert shared.host.offloaded > 0 and apart.host.offloaded == 0
 
 
@@ -272,7 +272,7 @@ def test_mrl_certify_engine_refuses_gated_delta_nets(tmp_path, monkeypatch):
 def test_a_model_with_gated_delta_nets_caches_keys_only_in_its_other_layers(tmp_path):
     config = config_of("Qwen3.5-27B", tmp_path, *LAYOUT, "rollout.engine_tp=4")
     shape = MemoryEstimator.of(config).shapes["actor"]
-    assert kv_bytes(shape, Topology(4), 2) == 16 * 2 * 256 * 2, "one of four key heads in 16 of 64 layers"
+    assert kv_bytes(shape, EngineParallelSizes(4), 2) == 16 * 2 * 256 * 2, "one of four key heads in 16 of 64 layers"
 
 
 def test_an_engine_divides_its_cache_between_keys_and_states_of_gated_delta_nets(tmp_path):
@@ -280,7 +280,7 @@ def test_an_engine_divides_its_cache_between_keys_and_states_of_gated_delta_nets
     config = config_of("Qwen3.5-27B", tmp_path, *keys)
     # one of four ranks, 48 layers: a float32 matrix for each of 48 heads, and three inputs of the convolution in bfloat16
     state = 48 * (48 * 128 * 128 * 4 + (2 * 2048 + 6144) * 3 * 2) // 4
-    assert state_bytes(MemoryEstimator.of(config).shapes["actor"], Topology(4)) == state
+    assert state_bytes(MemoryEstimator.of(config).shapes["actor"], EngineParallelSizes(4)) == state
     settings = ([], ["sglang.mamba_full_memory_ratio=0.25"], ["sglang.max_mamba_cache_size=100"])
     default, fifth, slots = (memory_of(config_of("Qwen3.5-27B", tmp_path, *keys, *more)).engine for more in settings)
     assert default.kv_cache == fifth.kv_cache == slots.kv_cache and default.total == slots.total

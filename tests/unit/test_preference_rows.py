@@ -75,7 +75,7 @@ def test_the_common_beginning_of_two_texts_is_the_prompt(tmp_path, model):
     assert texts(data) == [(start, " blue.<eos>"), (start, " green.<eos>")]
 
 
-def test_labelled_rows_have_labels_and_responses_to_other_prompts(tmp_path, model):
+def test_labeled_rows_have_labels_and_responses_to_other_prompts(tmp_path, model):
     rows = [
         dict(prompt="a", completion="1", label=True),
         dict(prompt="a", completion="22", label=False),
@@ -148,7 +148,7 @@ def test_a_wrong_pair_is_refused_with_the_reason(tmp_path, model, row, message):
         (dict(prompt="a", label=True), "column 'completion': is missing"),
     ],
 )
-def test_a_wrong_labelled_row_is_refused_with_the_reason(tmp_path, model, row, message):
+def test_a_wrong_labeled_row_is_refused_with_the_reason(tmp_path, model, row, message):
     with pytest.raises(ValueError, match=rf"rows.jsonl, row 0, {message}"):
         load(tmp_path, model, row, rows="labels")
 
@@ -156,8 +156,8 @@ def test_a_wrong_labelled_row_is_refused_with_the_reason(tmp_path, model, row, m
 def test_a_sequence_that_exceeds_the_context_is_refused(tmp_path, model):
     path = written(tmp_path, [dict(prompt="a", chosen="1", rejected="2" * 30)])
     with pytest.raises(ValueError, match=r"rows.jsonl, row 0: prompt and response have 51 tokens, more than the 50"):
-        load_preferences(path, model, 50, labelled=False, for_reward_model=False)
-    assert load_preferences(path, model, 51, labelled=False, for_reward_model=False).num_rows == 1
+        load_preferences(path, model, 50, labeled=False, for_reward_model=False)
+    assert load_preferences(path, model, 51, labeled=False, for_reward_model=False).num_rows == 1
 
 
 def test_kto_needs_rows_with_different_prompts(tmp_path, model):

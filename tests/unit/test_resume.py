@@ -133,6 +133,18 @@ def test_changed_keys_are_listed_and_logged_rollouts_of_other_settings_are_not_t
     assert (found.rollout_log_key(now, "data") != found.rollout_log_key(before, "data")) == decides
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "decides"), [("num_engines", 3, False), ("engine_tp", 2, False), ("path", "/other", True)]
+)
+def test_logged_rollouts_do_not_depend_on_the_number_of_servers_of_a_served_model(tmp_path, key, value, decides):
+    judge = {"path": "/judge", "num_engines": 1, "engine_tp": 1}
+    before, now = (config_of(tmp_path, roles={"judge": role}) for role in (judge, judge | {key: value}))
+    begin(before, step=4)
+    found = find_resume_point(now)
+    assert [change.partition(":")[0] for change in found.changes] == [f"roles.judge.{key}"]
+    assert (found.rollout_log_key(now, "data") != found.rollout_log_key(before, "data")) == decides
+
+
 def test_logged_rollouts_belong_to_their_data_and_to_the_initial_weights(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
@@ -402,7 +414,7 @@ def export_weights(run_dir: Path, step: int) -> None:
     (run_dir / "hf/mrl_step.json").write_text(json.dumps({"step": step}))
 
 
-def test_a_finished_run_is_recognised_without_starting_a_process(tmp_path, monkeypatch, capsys):
+def test_a_finished_run_is_recognized_without_starting_a_process(tmp_path, monkeypatch, capsys):
     config = config_of(tmp_path, **{"trainer.max_steps": 3, "data.inputs.folder": str(tmp_path / "inputs")})
     begin(config, step=3, progress=FINISHED)
     assert finished_result(config) is None, "the weights were not exported yet"

@@ -137,7 +137,12 @@ def test_sglang_uses_the_same_angles(parameters):
         (dict(rope_type="linear", rope_theta=1e4), 16, "factor is missing; rope_type='linear' needs it"),
         (dict(rope_type="linear", rope_theta=1e4, factor=None), 16, "factor=None of the rotary embedding"),
         (dict(rope_type="linear", rope_theta=1e4, factor="2"), 16, "factor='2' of the rotary embedding"),
-        (dict(rope_type="linear", rope_theta=1e4, factor=0.0), 16, "factor=0.0 of the rotary embedding"),
+        (
+            dict(rope_type="linear", rope_theta=1e4, factor=0.0),
+            16,
+            "factor=0.0 of the rotary embedding: expected a positive number.",
+        ),
+        (YARN | dict(mscale=-1.0), 16, "mscale=-1.0 of the rotary embedding: expected 0 or a positive number."),
         (LLAMA31 | dict(low_freq_factor=4.0), 16, "low_freq_factor=4.0 of the rotary embedding: expected less than"),
         (dict(rope_type="default", rope_theta=1e4), 15, "rotates 15 components of a head in pairs"),
     ],

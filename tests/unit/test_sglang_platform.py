@@ -46,13 +46,13 @@ def test_the_hash_equals_a_reference_implementation():
     assert found.tolist() == expected
 
 
-def test_neighbouring_columns_and_seeds_are_independent():
+def test_neighboring_columns_and_seeds_are_independent():
     seeds = torch.arange(2000, dtype=torch.int64).to(torch.uint64)
     uniform = murmur_hash32(seeds, torch.full((2000,), 7), torch.arange(50)).double().numpy() / 2**32
     assert abs(uniform.mean() - 0.5) < 0.005 and abs(uniform.var() - 1 / 12) < 0.002
     between = np.corrcoef(uniform.T) - np.eye(50)
     assert np.abs(between).max() < 0.12, "five standard errors for 2000 seeds"
-    assert abs(np.corrcoef(uniform[:-1].ravel(), uniform[1:].ravel())[0, 1]) < 0.02, "neighbouring seeds"
+    assert abs(np.corrcoef(uniform[:-1].ravel(), uniform[1:].ravel())[0, 1]) < 0.02, "neighboring seeds"
 
 
 def test_a_paused_scheduler_of_a_gpu_sleeps_too(monkeypatch):

@@ -172,7 +172,7 @@ def test_nothing_is_said_or_ended_before_the_deadline(started, caplog, own_recor
 
 def test_a_process_that_still_waits_after_the_deadline_exits():
     code = (
-        "import threading\nfrom mrl.core import shutdown\nshutdown.TIMEOUT_S = shutdown.EXIT_S = 0.1\n"
+        "import threading\nfrom mrl.core import processes as shutdown\nshutdown.TIMEOUT_S = shutdown.EXIT_S = 0.1\n"
         "with shutdown.shutdown_deadline('the test', 0.0): threading.Event().wait()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -181,7 +181,7 @@ def test_a_process_that_still_waits_after_the_deadline_exits():
 
 HANGING = """
 import threading
-from mrl.core import run_errors, shutdown
+from mrl.core import processes as shutdown, run_errors
 shutdown.TIMEOUT_S = shutdown.EXIT_S = 0.1
 shutdown.call_before_exit(lambda: print("ended", flush=True))
 try:

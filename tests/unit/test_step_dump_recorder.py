@@ -98,6 +98,18 @@ def test_requested_steps_are_numbered_as_in_the_metrics(tmp_path, update):
     )
 
 
+def test_each_update_of_a_step_has_a_dump_of_its_own(tmp_path, update):
+    several = recorder(tmp_path, steps=[2])
+    for attempt in (1.0, 2.0):  # the run repeats the step after it has recovered from a lost process
+        for index in range(3):
+            train(several, replace(update, index=index), [attempt + index], first=1)
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    assert folders == ["step_000002", "step_000002_update_2", "step_000002_update_3"]
+    descriptions = [StepDump.read(tmp_path / name).description for name in folders]
+    assert [description.grad_norms[-1] for description in descriptions] == [2.0, 3.0, 4.0]
+    assert {description.step for description in descriptions} == {2}
+
+
 @contextmanager
 def failing(recorder: StepDumpRecorder, update: UpdateRequest, writers: object):
     with pytest.raises(FloatingPointError) as caught, recorder.watch(writers, update, 2):

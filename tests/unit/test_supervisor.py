@@ -112,6 +112,29 @@ def test_a_signal_before_a_restart_prevents_it(run, tmp_path):
     assert len(starts(tmp_path)) < 4, "no restart after the signal"
 
 
+EARLY_SIGNAL = """
+import os, signal, subprocess
+from mrl.launch import supervisor
+class Ended(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+older = subprocess.Popen(["/bin/sleep", "300"])
+watcher = supervisor._ChildWatcher()
+watcher.signals.append(signal.SIGTERM)
+subprocess.Popen = Ended
+print(watcher.run("colorsys", [])[0])
+older.kill()
+"""
+
+
+def test_a_child_that_has_ended_before_it_gets_an_early_signal_is_not_waited_for():
+    """The process has another child, which still runs. The command ends at once."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", EARLY_SIGNAL], env=env, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "0\n", result.stderr
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGUSR1, 75), (signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_signals_are_forwarded_once_and_end_the_command(run, tmp_path, number, status):
     process = run("wait")

@@ -24,7 +24,7 @@ from mrl.tracking.timeline import (
     overlap_seconds,
     rank_work,
     read_timeline,
-    summarise,
+    summarize,
     trace_events,
     write_trace,
 )
@@ -347,11 +347,11 @@ def trainer_rank(rank, computing_s, tokens=100, pp=0, host="a", passes_s=10.0):
 
 
 def text(*timelines):
-    return "\n".join(summarise(timelines))
+    return "\n".join(summarize(timelines))
 
 
 def test_the_summary_gives_the_share_of_each_phase_and_the_longest_phase():
-    found = summarise([driver(6.0, 3.0, 1.0), driver(6.0, 3.0, 1.0, step=2, start=200.0)])
+    found = summarize([driver(6.0, 3.0, 1.0), driver(6.0, 3.0, 1.0, step=2, start=200.0)])
     assert (
         found[0]
         == "2 steps took 10.00 s on average, without evaluation and checkpoints: rollout 60%, update 30%, weight_sync 10%."
@@ -363,7 +363,7 @@ def test_a_step_that_has_not_ended_is_left_out():
     unfinished = ProcessTimeline("driver", "driver", 0, spans=[Span("rollout", "phase", 300.0, 50.0, 2)])
     assert "1 step took 10.00 s" in text(driver(6.0, 3.0, 1.0), unfinished)
     with pytest.raises(ValueError, match="no complete step"):
-        summarise([unfinished])
+        summarize([unfinished])
 
 
 def test_the_bubble_is_the_time_of_the_passes_that_no_micro_batch_and_no_reduction_takes():
@@ -429,7 +429,7 @@ def test_the_command_writes_the_trace_and_prints_the_summary(tmp_path, capsys):
     assert "2 steps took 2.00 s" in printed and "3 spans were dropped" in printed and "ui.perfetto.dev" in printed
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2, 3}
-    assert summarise(read_timeline(tmp_path))[0].startswith("3 steps took")
+    assert summarize(read_timeline(tmp_path))[0].startswith("3 steps took")
 
 
 def test_a_timeline_without_a_complete_step_is_merged_without_a_summary(tmp_path, capsys):
@@ -437,7 +437,7 @@ def test_a_timeline_without_a_complete_step_is_merged_without_a_summary(tmp_path
     assert command.main([str(tmp_path)]) == 0
     assert "no complete step yet" in capsys.readouterr().out and (tmp_path / "timeline.json").exists()
     with pytest.raises(ValueError, match="no complete step"):
-        summarise(read_timeline(tmp_path))
+        summarize(read_timeline(tmp_path))
 
 
 @pytest.mark.parametrize("steps", ["3:2", "a", "0:3", "1:2:3"])

@@ -117,7 +117,7 @@ def test_steps_are_reduced_as_the_metric_says(name, expected):
     assert math.isnan(metrics.reduce(name, []))
 
 
-def test_a_misspelt_metric_is_an_error_that_names_the_nearest():
+def test_a_misspelled_metric_is_an_error_that_names_the_nearest():
     with pytest.raises(ValueError, match=r"'reward/men'.*'reward/mean'"):
         metrics.check(["time/step_s", "reward/men"])
 

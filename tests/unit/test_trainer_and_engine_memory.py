@@ -15,7 +15,7 @@ from mrl.planner.engine_memory import adapter_slot_bytes, engine_memory, engine_
 from mrl.planner.model_shape import LayerKind, ModelShape
 from mrl.planner.trainer_memory import TrainerSettings, head_bytes, in_flight, trainer_memory
 from mrl.planner.trainer_state_bytes import pipeline_stages
-from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout, Topology
+from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout, EngineParallelSizes
 from parallel.dims import ParallelDims
 from parallel.trainer_config import MERGED_ELEMENTS, LoraConfig
 
@@ -127,7 +127,7 @@ def test_ranks_hold_all_parameters_and_share_one_copy_of_the_optimizer_state():
 def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
     prefix, fields = FAMILIES[name]
     config = HFConfig("config.json", SIZES | fields | dict(architectures=[f"{prefix}ForCausalLM"]))
-    family, topology = family_of(config), Topology(*sizes)
+    family, topology = family_of(config), EngineParallelSizes(*sizes)
     arch = family.read(config)
     if topology.ep > 1 and arch.num_experts % topology.ep:
         pytest.skip("the number of experts is not a multiple of ep")
@@ -140,26 +140,26 @@ def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
 def test_an_engine_in_fp8_holds_a_byte_for_each_weight_of_a_matrix_and_the_scales(fields):
     shape, config = published(fields)
     family = family_of(config)
-    layout = EngineLayout.of(family, family.read(config), Topology(2)).with_block_scales()
+    layout = EngineLayout.of(family, family.read(config), EngineParallelSizes(2)).with_block_scales()
     exact = sum(prod(s) * ITEM_BYTES[layout.dtype_of(param, "bfloat16")] for param, s in layout.param_shapes(1).items())
-    assert engine_weights(shape, Topology(2), 2, fp8=True) == exact
-    assert 0.5 < exact / engine_weights(shape, Topology(2), 2) < 0.6
+    assert engine_weights(shape, EngineParallelSizes(2), 2, fp8=True) == exact
+    assert 0.5 < exact / engine_weights(shape, EngineParallelSizes(2), 2) < 0.6
 
 
 def test_the_kv_cache_of_a_token_has_the_published_size():
     qwen, _ = published(QWEN3_8B)
     deepseek, _ = published(DEEPSEEK_V3)
-    assert kv_bytes(qwen, Topology(1), 2) == 36 * 2 * 8 * 128 * 2 == 147_456
-    assert kv_bytes(qwen, Topology(8), 2) == kv_bytes(qwen, Topology(16), 2) == 147_456 // 8
-    assert kv_bytes(deepseek, Topology(8), 2) == 61 * (512 + 64) * 2  # the published 70 KB, on every rank
+    assert kv_bytes(qwen, EngineParallelSizes(1), 2) == 36 * 2 * 8 * 128 * 2 == 147_456
+    assert kv_bytes(qwen, EngineParallelSizes(8), 2) == kv_bytes(qwen, EngineParallelSizes(16), 2) == 147_456 // 8
+    assert kv_bytes(deepseek, EngineParallelSizes(8), 2) == 61 * (512 + 64) * 2  # the published 70 KB, on every rank
 
 
 def test_an_engine_allocates_its_memory_fraction():
     qwen, _ = published(QWEN3_8B)
-    found = engine_memory(qwen, Topology(1), 2, free=80 << 30, fraction=0.8)
+    found = engine_memory(qwen, EngineParallelSizes(1), 2, free=80 << 30, fraction=0.8)
     assert found.total == int((80 << 30) * 0.8)
     assert found.tokens == found.kv_cache // 147_456
-    assert engine_memory(qwen, Topology(1), 2, free=16 << 30, fraction=0.8).tokens == 0
+    assert engine_memory(qwen, EngineParallelSizes(1), 2, free=16 << 30, fraction=0.8).tokens == 0
 
 
 def test_a_slot_for_adapters_has_the_buffers_of_sglang():
@@ -169,9 +169,11 @@ def test_a_slot_for_adapters_has_the_buffers_of_sglang():
         qkv = 3 * 16 * 4096 + (32 // tp + 2 * keys) * 128 * 16
         output = 16 * 4096 // tp + 4096 * 16
         gate_up, down = 2 * 16 * 4096 + 2 * 12288 // tp * 16, 16 * 12288 // tp + 4096 * 16
-        assert adapter_slot_bytes(qwen, Topology(tp), 2, 16, ["q_proj", "v_proj"]) == 36 * 2 * qkv
+        assert adapter_slot_bytes(qwen, EngineParallelSizes(tp), 2, 16, ["q_proj", "v_proj"]) == 36 * 2 * qkv
         every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        assert adapter_slot_bytes(qwen, Topology(tp), 2, 16, every) == 36 * 2 * (qkv + output + gate_up + down)
+        assert adapter_slot_bytes(qwen, EngineParallelSizes(tp), 2, 16, every) == 36 * 2 * (
+            qkv + output + gate_up + down
+        )
 
 
 def test_more_ranks_never_need_more_memory_per_rank():

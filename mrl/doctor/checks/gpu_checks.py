@@ -120,14 +120,14 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     requirements = cluster.requirements
     if not requirements or not requirements.gpus:
         return
-    if cluster.gpus and requirements.gpus > cluster.gpus:
+    if cluster.num_gpus and requirements.gpus > cluster.num_gpus:
         yield error(
             cluster.names,
-            f"the config needs {requirements.gpus} GPUs, the hosts have {cluster.gpus}",
+            f"the config needs {requirements.gpus} GPUs, the hosts have {cluster.num_gpus}",
             "the placement of the run's resource pools would fail",
             "placement=colocated, a smaller layout (parallel.*, rollout.num_engines), or more hosts; mrl plan placement",
         )
-    if requirements.needs_gpus and not cluster.gpus:
+    if requirements.needs_gpus and not cluster.num_gpus:
         yield error(
             cluster.names,
             f"the config needs {requirements.gpus} GPUs for a model of {requirements.parameters / 1e9:.1f}B parameters, and the "

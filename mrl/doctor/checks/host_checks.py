@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median_low
 
 from mrl.doctor.findings import DoctorFinding, error, format_hosts, note, warning
-from mrl.doctor.gather.host_probe import CPU_LOCK, GPU_LOCK, locked_versions
+from mrl.doctor.gather.host_probe import CPU_LOCK_FILE, GPU_LOCK_FILE, locked_versions
 from mrl.doctor.host_facts import GB, ClusterFacts, FolderFacts, HostFacts, most_common, outliers
 
 MAX_CLOCK_SKEW_S = 1.0  # largest difference between a clock and the median clock
@@ -129,7 +129,7 @@ def check_cores(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 def check_limits(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     """Find limits (ulimit) on open files and processes that are too low."""
-    min_files = MIN_FILES_CLUSTER if cluster.multi_host or cluster.gpus else MIN_FILES
+    min_files = MIN_FILES_CLUSTER if cluster.multi_host or cluster.num_gpus else MIN_FILES
     for host in cluster.hosts:
         yield from _check_open_files(host, min_files)
         soft, hard = host.limits.get("nproc", (-1, -1))
@@ -160,7 +160,7 @@ MIN_FREE_DISK_BYTES = 5 * GB  # less free space gives a warning
 MAX_USED_FRACTION = 0.95  # Ray creates no objects on a file system that is fuller than this
 MIN_INODES = 10_000  # fewer free inodes give a warning; each new file takes one inode
 MIN_BYTES_PER_S = 20e6  # a lower write speed gives a warning
-OBJECT_STORE_BYTES = 512 * 2**20  # size of Ray's object store in a run on one machine
+OBJECT_STORE_BYTES = 512 * 2**20  # smallest size of Ray's object store in a run on one machine
 SHM_BYTES_PER_GPU = 2**30  # size of the buffers that NCCL and SGLang share between processes of a host
 RESIZE_SHM = "mount -o remount,size=16g /dev/shm; in a container --shm-size=16g (or --ipc=host)"
 
@@ -294,7 +294,7 @@ def check_versions(
     tested_versions = tested_versions or {gpu: locked_versions(gpu) for gpu in (False, True)}
     for host in cluster.hosts:
         gpu = bool(host.gpus.cards)
-        fix = f"make setup LOCK={GPU_LOCK if gpu else CPU_LOCK}"
+        fix = f"make setup LOCK={GPU_LOCK_FILE if gpu else CPU_LOCK_FILE}"
         for name, tested in tested_versions[gpu].items():
             yield from _check_version(host.host, name, host.software.packages.get(name), tested, fix)
         torch = host.software.packages.get("torch") or ""

@@ -24,10 +24,10 @@ from pathlib import Path
 import psutil
 
 from mrl.core.code_locations import DATA_ROOT, PACKAGE_ROOT
-from mrl.doctor.host_facts import FolderFacts, GpuCard, HostGpus, ProcessorAndMemory, RayToken, SoftwareFacts
+from mrl.doctor.host_facts import FolderFacts, GpuCard, HostGpus, MachineFacts, RayAuthFacts, SoftwareFacts
 from mrl.hang_report.network_interfaces import NETWORK_PREFIXES
 
-CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
+CPU_LOCK_FILE, GPU_LOCK_FILE = "requirements.txt", "requirements-gpu.txt"
 # packages whose tested versions are in the lock files
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
 TESTED_GPU = (*TESTED, "transformer-engine", "transformer-engine-torch", "nvidia-nccl-cu13")
@@ -86,10 +86,10 @@ print(json.dumps(result))
 """
 
 
-def read_machine() -> ProcessorAndMemory:
+def read_machine() -> MachineFacts:
     """Read this host's cores and memory, and how much of them this process may use."""
     memory = psutil.virtual_memory()
-    return ProcessorAndMemory(
+    return MachineFacts(
         cores=os.cpu_count() or 1,
         usable_cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory.total,
@@ -141,17 +141,17 @@ def read_environment() -> dict[str, str]:
     return found
 
 
-def read_token() -> RayToken:
+def read_token() -> RayAuthFacts:
     """Find Ray's token where Ray looks for it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
     mode, text = os.environ.get("RAY_AUTH_MODE", "").lower(), os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if text:
-        return RayToken(mode, _digest(text), "RAY_AUTH_TOKEN")
+        return RayAuthFacts(mode, _digest(text), "RAY_AUTH_TOKEN")
     path_variable = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(path_variable) if path_variable else Path.home() / ".ray/auth_token"
     text = _read_text(path)
     if not text:
-        return RayToken(mode, "", str(path) if path_variable else "")
-    return RayToken(mode, _digest(text), str(path), _is_world_readable(path.absolute()))
+        return RayAuthFacts(mode, "", str(path) if path_variable else "")
+    return RayAuthFacts(mode, _digest(text), str(path), _is_world_readable(path.absolute()))
 
 
 def _is_world_readable(path: Path) -> bool:
@@ -172,13 +172,13 @@ def read_pins(lock: str, folder: Path = DATA_ROOT) -> dict[str, str]:
 
 def locked_versions(gpu: bool, folder: Path = DATA_ROOT) -> dict[str, str]:
     """Return the tested versions for hosts with or without GPUs: package -> version."""
-    pins = read_pins(GPU_LOCK if gpu else CPU_LOCK, folder)
+    pins = read_pins(GPU_LOCK_FILE if gpu else CPU_LOCK_FILE, folder)
     return {name: pins[name] for name in (TESTED_GPU if gpu else TESTED) if name in pins}
 
 
 def locked_cuda(folder: Path = DATA_ROOT) -> tuple[int, int]:
     """Return the version (major, minor) of the CUDA runtime in the lock file; (0, 0) if there is no lock file."""
-    major, minor, *_ = read_pins(GPU_LOCK, folder).get(CUDA_RUNTIME, "0.0").split(".")
+    major, minor, *_ = read_pins(GPU_LOCK_FILE, folder).get(CUDA_RUNTIME, "0.0").split(".")
     return int(major), int(minor)
 
 
@@ -231,19 +231,19 @@ def probe_folder(
     return FolderFacts(path, purpose, *sizes, result["error"], result["speed"])
 
 
-def existing_parent(path: str | Path) -> str:
+def nearest_existing_folder(path: str | Path) -> str:
     """Return `path` if it is a folder, otherwise its nearest parent that exists."""
     absolute = Path(path).expanduser().absolute()
     return str(next(folder for folder in (absolute, *absolute.parents) if folder.is_dir()))
 
 
 def probe_shared_memory() -> FolderFacts:
-    """Measure /dev/shm, which holds Ray's objects and the buffers of NCCL and SGLang between processes of a host."""
+    """Measure /dev/shm: Ray's objects, and the buffers through which processes of a host exchange data (NCCL, SGLang)."""
     return probe_folder("/dev/shm", "shared memory", sample_bytes=0)
 
 
 def ray_temporary_folder() -> str:
-    """Return the folder of Ray's sessions: sockets, logs, and objects that do not fit into memory."""
+    """Return the folder below which Ray's sessions have their files: sockets, logs, and objects that do not fit into memory."""
     return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
 
 
@@ -300,13 +300,13 @@ def _query_gpus() -> HostGpus:
         cards = [
             _parse_card(line, errors) for line in lines if is_visible(line, os.environ.get("CUDA_VISIBLE_DEVICES"))
         ]
+        fabric = next(iter(_query_optional("fabric.state")), "")
+        visible = {str(card.index) for card in cards}
+        links = parse_links(_run("topo", "-m", required=False))
+        links = {pair: link for pair, link in links.items() if visible.issuperset(pair.split("-"))}
+        return HostGpus(cards, "", _cuda_version(), links, fabric, hidden=len(cards) < len(lines))
     except NvidiaSmiError as error:
         return HostGpus(error="" if NO_DEVICES in str(error).lower() else str(error))
-    fabric = next(iter(_query_optional("fabric.state")), "")
-    visible = {str(card.index) for card in cards}
-    links = parse_links(_run("topo", "-m", required=False))
-    links = {pair: link for pair, link in links.items() if visible.issuperset(pair.split("-"))}
-    return HostGpus(cards, "", _cuda_version(), links, fabric, hidden=len(cards) < len(lines))
 
 
 def _parse_card(line: str, errors: Mapping[int, int]) -> GpuCard:
@@ -355,7 +355,10 @@ def _cuda_version() -> str:
 
 
 def _run(*arguments: str, required: bool = True) -> str:
-    """Return the output of nvidia-smi. If it fails, raise NvidiaSmiError if `required`, otherwise return ""."""
+    """Return the output of nvidia-smi. If its exit status is not 0, raise NvidiaSmiError if `required`, otherwise return "".
+
+    Raises NvidiaSmiError in any case if nvidia-smi does not answer or cannot be run.
+    """
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -84,7 +84,7 @@ def activate() -> str | None:
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])
-        # Otherwise SGLang refuses deterministic inference. Its only effect on a CPU is that SGLang samples with seeds.
+        # Otherwise SGLang refuses deterministic inference. On a CPU, deterministic inference only means sampling with seeds.
         add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     return f"{__name__}.CpuPlatform"
 

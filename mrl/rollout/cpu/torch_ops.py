@@ -59,7 +59,7 @@ def rotary(
     offsets: Tensor | None = None,
     fused_set_kv_buffer_arg: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the query and key, [T, heads * D], rotated by their positions [T]. D is the head size."""
+    """Return the query and key of T tokens, [T, heads * D], rotated by their positions [T]. D is the head size."""
     plain = query.dtype == torch.float32 and self.is_neox_style and self.rotary_dim == self.head_size
     if not plain or offsets is not None or fused_set_kv_buffer_arg is not None:
         return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
@@ -86,7 +86,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
 def experts(
     self: UnquantizedFusedMoEMethod, layer: FusedMoE, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
-    """Return, for each token, the sum of its experts' outputs times their router weights, [T, hidden].
+    """Return, for each of T tokens, the sum of its experts' outputs times their router weights, [T, hidden].
 
     The output of an expert is `(silu(x @ gate.T) * (x @ up.T)) @ down.T`. Experts on other ranks have the index -1. This
     function skips them, but SGLang's torch version cannot do so.

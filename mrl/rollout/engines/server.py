@@ -1,7 +1,7 @@
 """SGLang servers. The processes of an EngineServer end with this process. An ExternalEngine is a server that the user runs.
 
-A server reserves its ports and scratch directories. Each reservation is a lock on a file. The kernel releases the lock when the
-processes of the server have ended.
+An EngineServer reserves its ports and its scratch directory. Each reservation is a lock on a file. The kernel releases the lock
+when the processes of the server have ended.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _is_free(port: int) -> bool:
 
 SCRATCH_PREFIX = "mrl-engine-"
 LOCK_FILE = "held"  # file in the scratch directory that is locked while the supervisor of the server lives
-SHARED_MEMORY_LIST = "shared_memory"  # file that lists the server's files in /dev/shm; supervisor.py has the same value
+SHARED_MEMORY_LIST = "shared_memory"  # file that lists the server's files in /dev/shm; also in server_supervisor.py
 MAX_PARENT_LENGTH = 60
 """Scratch directories are in the temporary folder if its path has fewer characters than this, and otherwise in /tmp.
 
@@ -212,7 +212,7 @@ class EngineServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))],
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("server_supervisor.py"))],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -391,7 +391,7 @@ def cuda_compiler_env(env: Mapping[str, str], libraries: Path) -> dict[str, str]
 
 
 def locked_cuda_toolkit() -> Path | None:
-    """Return the folder with the compiler and headers of NVIDIA's packages on PyPI, or None if it has no compiler."""
+    """Return the folder with the compiler and headers of NVIDIA's packages on PyPI; None if no compiler is installed there."""
     spec = find_spec("nvidia")
     folders = map(Path, spec.submodule_search_locations or ()) if spec else ()
     compilers = [nvcc for folder in folders for nvcc in sorted(folder.glob("cu*/bin/nvcc"))]

@@ -49,7 +49,7 @@ REWARD_MODELS = (
     *("LlamaForSequenceClassification", "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"),
     *("Gemma2ForSequenceClassification", "InternLM2ForRewardModel", "Qwen2ForRewardModel", "Qwen3ForRewardModel"),
 )
-"""Architectures of the reward models that a run serves. Tests compare the scores of the first three with Transformers."""
+"""Architectures of the reward models that a run can serve. Tests compare the scores of the first three with Transformers."""
 
 
 @cache
@@ -234,6 +234,7 @@ def default_server_args(
 ) -> dict[str, Any]:
     """Return the ServerArgs fields that mrl sets by default. `device`: see `memory_saver_args`.
 
+    `dtype`: number format of weights and activations. `context_length`: largest number of tokens of a prompt with its response.
     `mem_fraction_static`: fraction of a GPU's memory for model weights and KV cache. `max_total_tokens`: size of the KV cache on
     a CPU, in tokens.
     """

@@ -157,9 +157,9 @@ def interval(mean: float, rows: int) -> tuple[float, float]:
     the interval is wider than necessary for them.
     """
     z2 = INTERVAL_Z**2
-    centre = (mean + z2 / (2 * rows)) / (1 + z2 / rows)
+    center = (mean + z2 / (2 * rows)) / (1 + z2 / rows)
     half = INTERVAL_Z / (1 + z2 / rows) * math.sqrt(mean * (1 - mean) / rows + z2 / (4 * rows**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:

@@ -127,8 +127,8 @@ def config_differences(first: RecordedRun, second: RecordedRun) -> list[list[str
 
 def _package_differences(first: RecordedRun, second: RecordedRun) -> list[list[str]]:
     """Return ["commit" or package, value in the first run, value in the second run] for each value that differs."""
-    rows = [["commit", str(first.start.get("commit") or ""), str(second.start.get("commit") or "")]]
-    one, two = first.start.get("packages") or {}, second.start.get("packages") or {}
+    rows = [["commit", *(run.start.commit or "" if run.start else "" for run in (first, second))]]
+    one, two = first.packages, second.packages
     rows += [[name, one.get(name, ""), two.get(name, "")] for name in sorted({**one, **two})]
     return [row for row in rows if row[1] != row[2]]
 
@@ -147,9 +147,9 @@ def metric_differences(first: RecordedRun, second: RecordedRun) -> tuple[int, li
 
 
 def sample_pairs(first: RecordedRun, second: RecordedRun) -> list[dict[str, Any]]:
-    """Return {prompt, expected answer, samples of both runs} for each prompt for which both runs kept samples.
+    """Return {prompt, expected answer, last four samples of each run} for each prompt for which both runs kept samples.
 
-    The prompt that the first run sampled last comes first.
+    The prompt that the first run sampled last comes first. The result has at most MAX_PAIRS prompts.
     """
     one, two = _by_prompt(first), _by_prompt(second)
     shared = sorted(one.keys() & two.keys(), key=lambda prompt: -max(each["step"] for each in one[prompt]))
@@ -244,17 +244,17 @@ def _problem_text(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
 
 
 def _software_text(first: RecordedRun, second: RecordedRun) -> str:
-    starts = (first.start, second.start)
-    if not all(starts):
+    starts = [run.start for run in (first, second) if run.start]
+    if len(starts) < 2:
         return "Not recorded: one of the folders has no starts.jsonl."
-    has_commits = all(start.get("commit") for start in starts)
+    has_commits = all(start.commit for start in starts)
     rows = [row for row in _package_differences(first, second) if has_commits or row[0] != "commit"]
     if rows:
         more = f"; and {len(rows) - 5} more" if len(rows) > 5 else ""
         return f"No: {'; '.join(_version_texts(rows[:5]))}{more}."
     if not has_commits:
         return "Unknown: at least one of the runs has no recorded commit. The recorded packages are the same."
-    if any(start.get("changed_files") != 0 for start in starts):
+    if any(start.changed_files != 0 for start in starts):
         return "Unknown: the commit and the recorded packages are the same, but there were changes without a commit."
     return "Yes: the commit and the recorded packages are the same."
 
