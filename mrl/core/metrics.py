@@ -242,7 +242,7 @@ METRICS: dict[str, Metric] = {
     ),
     "weight_sync/bytes": Metric(
         "bytes",
-        "bytes sent to all engines; with the transport disk: bytes written",
+        "bytes sent to all engines; with the transport disk or only adapters: bytes written",
         ",.0f",
         good="constant; smaller with weight_sync.delta",
         reduction="sum",
