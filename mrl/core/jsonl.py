@@ -209,9 +209,8 @@ def _hash_entry(step: int, line: bytes) -> bytes:
 def _read_hashes(path: Path) -> dict[bytes, int]:
     """Return entry -> step for each complete entry in a file of hashes. Entries that cannot be read are ignored."""
     entries = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    if entries and not entries[-1].endswith(b"\n"):  # a running writer is about to complete it, or was killed
-        entries.pop()
-    readable = {entry: step for entry in entries if (step := _step_of(entry)) != _UNREADABLE}
+    found = {entry: _step_of(entry) for entry in entries if entry.endswith(b"\n")}
+    readable = {entry: step for entry, step in found.items() if step != _UNREADABLE}
     if damaged := sum(entry not in readable for entry in entries):
         logger.warning("%s: %d hashes are damaged and are not used", path, damaged)
     return readable

@@ -44,7 +44,7 @@ WAITS = {
     ("urllib/request.py", ""): "an answer over HTTP",
     ("asyncio/base_events.py", ""): "an answer over the network",
     ("mrl/rollout/engine_pool.py", "_wait"): "an answer over the network",  # uvloop waits without Python frames
-    ("mrl/rollout/engine_pool.py", "_run_loop"): "an answer over the network",  # uvloop waits without Python frames
+    ("mrl/rollout/client.py", "_run_loop"): "an answer over the network",  # uvloop waits without Python frames
     ("mrl/rollout/rollout_pipeline.py", "wait_step"): "another thread",
     ("mrl/rollout/rollout_pipeline.py", "_take_unscored"): "another thread",
     ("uvicorn/", ""): "a call",  # uvloop waits without Python frames
@@ -85,7 +85,7 @@ PURPOSES = {
     ("mrl/weight_sync/session.py", "<"): "",
     ("mrl/weight_sync/session.py", "__init__"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "_begin_session"): "opening the weight sync",
-    ("mrl/weight_sync/session.py", "_common_topology"): "opening the weight sync",
+    ("mrl/weight_sync/coordinator.py", "common_server_info"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "join_channel"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "distribute_plan"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "open_transport"): "opening the weight sync",
@@ -100,7 +100,7 @@ PURPOSES = {
     ("mrl/rewards/", ""): "scoring",
     ("mrl/rollout/client.py", ""): "sampling",
     ("mrl/rollout/agents/tool_agent.py", ""): "sampling",
-    ("mrl/rollout/engine_pool.py", "_run_loop"): "sampling",
+    ("mrl/rollout/client.py", "_run_loop"): "sampling",
     ("mrl/rollout/worker.py", "evaluate"): "sampling",
     ("mrl/rollout/worker.py", "sample"): "sampling",
     ("mrl/rollout/worker.py", "_score"): "scoring",

@@ -281,6 +281,6 @@ def test_a_rank_that_is_killed_in_a_collective_is_named(run):
             run.update(run.replicas)
         assert time.monotonic() - killed[0] < DIAGNOSED_WITHIN_S
     text = check_error(caught.value, "replica rank 0 (dp 0)", "SIGKILL", "rank 1 (dp 1) is in").report.read_text()
-    assert caught.value.ranks == (0,) and "replica rank 0 (dp 0): group" in text, (
+    assert caught.value.ranks == (0,) and "replica rank 0 (dp 0): process group" in text, (
         "the report has the dead rank's last collective"
     )
