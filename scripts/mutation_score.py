@@ -11,6 +11,7 @@ scripts/equivalent_mutants.json, if it exists, lists these mutants with reasons.
 """
 
 import argparse
+import functools
 import importlib
 import importlib.machinery
 import json
@@ -142,11 +143,12 @@ def draw_mutants(path: Path, number: int, seed: int, equivalent: Set[tuple[str, 
         mutant = Mutant(path, changed[0], *lines[changed[0] - 1], mutated)
         if (str(path.relative_to(HOME)), mutant.before.strip(), mutant.after.strip()) not in equivalent:
             mutants[mutated] = mutant
-        if len(mutants) == number:
-            break
+            if len(mutants) == number:
+                break
     return list(mutants.values())
 
 
+@functools.cache
 def tests_of(path: Path) -> tuple[str, ...]:
     """Return the unit tests that import a module, directly or through a helper module of the tests."""
     dotted = ".".join(path.relative_to(HOME).with_suffix("").parts)
@@ -198,7 +200,7 @@ def survivors_of(mutants: Sequence[Mutant], seconds: Mapping[str, float], jobs: 
     """
     runs = []
     for mutant in mutants:
-        files = sorted(tests_of(mutant.path), key=lambda file: (mutant.path.stem not in file, seconds[file]))
+        files = sorted(tests_of(mutant.path), key=lambda file: (mutant.path.stem not in Path(file).name, seconds[file]))
         limit_s = 30 + 3 * sum(seconds[file] for file in files)
         runs.append(TestRun(mutant, tuple(files), limit_s))
     return [mutant for mutant, outcome in zip(mutants, run_tests(runs, jobs), strict=True) if outcome.passed]
@@ -223,11 +225,8 @@ def _run_in_fork(run: TestRun) -> None:
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu and not extended"]
-        for file in run.files:
-            status = int(pytest.main([*options, file]))
-            if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-                break
-            status = 0
+        allowed = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        status = int(not all(pytest.main([*options, file]) in allowed for file in run.files))
     finally:
         os._exit(status)
 
@@ -257,10 +256,10 @@ def main() -> int:
     os.chdir(HOME)
     os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     preload()
-    paths = sorted({p for pattern in TARGETS for p in HOME.glob(pattern) if p.name != "__init__.py"})
+    found = {path for pattern in TARGETS for path in HOME.glob(pattern) if path.name != "__init__.py"}
+    paths = sorted(path for path in found if arguments.module in str(path))
     known = json.loads(EQUIVALENT.read_text()) if EQUIVALENT.exists() else []
     equivalent = {(one["file"], one["before"], one["after"]) for one in known}
-    paths = [path for path in paths if arguments.module in str(path)]
     tried = [m for path in paths for m in draw_mutants(path, arguments.sample, arguments.seed, equivalent)]
     if not tried:
         parser.error(f"--module {arguments.module}: no target module has this text in its path, or none has a mutant")
