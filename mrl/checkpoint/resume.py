@@ -124,6 +124,12 @@ def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoi
     return ResumePoint(own or other, other is not None, tuple(changes), frozenset(store.damaged))
 
 
+def continues_from_checkpoint(config: Config) -> bool:
+    """Return whether the run will continue from a checkpoint. Unlike `find_resume_point`, this compares no hashes."""
+    store = CheckpointStore(Path(config.run.dir).resolve() / "checkpoints")
+    return config.resume not in ("auto", "never") or store.latest() is not None
+
+
 def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
     """Return the command and config of the run in `folder`, from run.json or, if that is damaged, from the newest checkpoint.
 

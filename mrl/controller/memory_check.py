@@ -10,6 +10,7 @@ from typing import Any
 from models.families import family_of
 from mrl.algorithms.distillation import TEACHER_HIDDEN
 from mrl.algorithms.parts import AlgorithmParts
+from mrl.checkpoint.resume import continues_from_checkpoint
 from mrl.config.schema import Config
 from mrl.config.validate import teachers_of
 from mrl.controller.plan_models import (
@@ -23,6 +24,7 @@ from mrl.controller.plan_models import (
     parallel_layout,
     plan_models,
     section_of,
+    without_unread_adapters,
 )
 from mrl.controller.plan_train import TrainPlan, actor_holds_reference, algorithm_of, plan_training
 from mrl.placement.device_map import planned_device_map
@@ -51,7 +53,8 @@ class MemoryEstimator:
         """Read the models of a config and return an estimator. Raises ValueError for a mistake that is unrelated to memory."""
         algorithm = algorithm_of(config)
         make_input_files(config)
-        return cls._of(config, algorithm, plan_models(config, algorithm.needs, weights=False))
+        read_config = without_unread_adapters(config, continues_from_checkpoint(config))
+        return cls._of(config, algorithm, plan_models(read_config, algorithm.needs, weights=False))
 
     @classmethod
     def of_plan(cls, plan: TrainPlan) -> MemoryEstimator:

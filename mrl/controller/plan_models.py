@@ -6,7 +6,7 @@ function raises ValueError for a mistake in the config. The message names the co
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,11 @@ def plan_models(
         if not role.is_served and (role.column in needs or name in teachers):
             models[name] = _plan_role(config, name, role, models["actor"], weights)
     return models
+
+
+def without_unread_adapters(config: Config, continues: bool) -> Config:
+    """Return the config without lora.path if the run continues from a checkpoint, because it then does not read this folder."""
+    return replace(config, lora=replace(config.lora, path=None)) if continues else config
 
 
 def plan_model(

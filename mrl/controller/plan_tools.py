@@ -10,6 +10,7 @@ from pathlib import Path
 
 from models.conversion.peft_folder import ADAPTER_FOLDER, base_model
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
+from mrl.checkpoint.resume import continues_from_checkpoint
 from mrl.checkpoint.run_dir import check_unused
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
@@ -25,6 +26,7 @@ from mrl.controller.plan_models import (
     plan_model,
     plan_models,
     planned_gpus,
+    without_unread_adapters,
 )
 from mrl.controller.plan_supervised import SupervisedObjective, check_supervised_data
 from mrl.controller.plan_train import algorithm_of
@@ -174,7 +176,7 @@ def plan_placement(config: Config, weights: bool = True) -> Pools:
 def _plan_run_models(config: Config, weights: bool = True) -> dict[str, ModelPlan]:
     needs = algorithm_of(config).needs
     make_input_files(config)
-    return plan_models(config, needs, weights=weights)
+    return plan_models(without_unread_adapters(config, continues_from_checkpoint(config)), needs, weights=weights)
 
 
 def _pools_of(config: Config, models: Mapping[str, ModelPlan]) -> Pools:

@@ -29,6 +29,7 @@ from mrl.controller.plan_models import (
     engine_layout,
     make_input_files,
     plan_models,
+    without_unread_adapters,
 )
 from mrl.controller.plan_prompts import (
     check_image_engines,
@@ -171,8 +172,8 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_synced_args(config.sglang)
     make_input_files(config)
     finished_warm_start = find_finished_warm_start(config)
-    without_path = replace(config, lora=replace(config.lora, path=None))  # see TrainPlan.lora
-    models = plan_models(without_path if resume.checkpoint else config, algorithm.needs, actor_path=finished_warm_start)
+    read_config = without_unread_adapters(config, resume.checkpoint is not None)  # see TrainPlan.lora
+    models = plan_models(read_config, algorithm.needs, actor_path=finished_warm_start)
     actor = replace(models["actor"], config=config)
     check_distillation(config, algorithm, models)
     sampling, evaluations = plan_sampling(config), plan_evaluations(config)

@@ -4,9 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.families import family_of
+from mrl.checkpoint.resume import continues_from_checkpoint
 from mrl.config.schema import Config
 from mrl.controller.memory_check import check_transport
-from mrl.controller.plan_models import build_pools, engine_layout, make_input_files, plan_models
+from mrl.controller.plan_models import (
+    build_pools,
+    engine_layout,
+    make_input_files,
+    plan_models,
+    without_unread_adapters,
+)
 from mrl.controller.plan_train import algorithm_of
 from mrl.doctor.host_facts import Requirements
 from mrl.planner.model_shape import ModelShape
@@ -22,7 +29,7 @@ def requirements_of(config: Config) -> Requirements:
     try:
         needs = algorithm_of(config).needs
         make_input_files(config)
-        models = plan_models(config, needs)
+        models = plan_models(without_unread_adapters(config, continues_from_checkpoint(config)), needs)
         actor, pools = models["actor"], build_pools(config, {role: model.dims for role, model in models.items()})
         if not config.rollout.replay:
             engine_layout(config, actor)

@@ -1,6 +1,7 @@
 """Settings of LoRA: mistakes are refused before a process starts, and PEFT folders are checked."""
 
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
 
@@ -15,14 +16,16 @@ from models.conversion.peft_folder import ADAPTER_FOLDER, check_peft, peft_confi
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.checkpoint.resume import ResumePoint
-from mrl.checkpoint.store import Checkpoint
+from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.config import hydra_entry
 from mrl.controller import plan_train
+from mrl.controller.memory_check import MemoryEstimator
 from mrl.controller.model_processes import model_spec
 from mrl.controller.plan_models import plan_model
 from mrl.controller.plan_supervised import check_warm_start
-from mrl.controller.plan_tools import plan_engine_check, plan_replay
+from mrl.controller.plan_tools import plan_engine_check, plan_placement, plan_replay
 from mrl.data.synthetic_tasks import make_doubling_task
+from mrl.doctor.requirements import requirements_of
 from mrl.evaluation.generation import find_model
 from mrl.planner.model_shape import ModelShape
 from parallel.dims import ParallelDims
@@ -275,6 +278,23 @@ def test_a_run_that_continues_from_a_checkpoint_does_not_read_the_initial_adapte
     planned = plan_train.plan_training(config)
     assert model_spec(planned).lora == LORA
     assert planned.config.lora.path == removed, "the run's record keeps the key"
+
+
+def test_plans_of_a_run_that_continues_do_not_read_the_initial_adapters(models, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the plans write the input files of the quickstart
+    config = config_of(models["qwen3"], tmp_path, f"lora.path={tmp_path / 'removed'}")
+    missing = r"lora.path=.*removed: adapter_config.json, .* is missing"
+    for plan in (MemoryEstimator.of, plan_placement):
+        with pytest.raises(ValueError, match=missing):
+            plan(config)
+    assert re.search(missing, requirements_of(config).mistakes[0])
+    store = CheckpointStore(tmp_path / "run/checkpoints")
+    partial = store.begin()
+    (partial / "actor").mkdir()
+    store.commit(partial, 4, {})
+    assert MemoryEstimator.of(config).models["actor"].lora == LORA
+    plan_placement(config)
+    assert requirements_of(config).mistakes == []
 
 
 def test_the_planner_counts_only_the_parameters_of_adapters(models):
