@@ -106,7 +106,7 @@ class TrainWorker:
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs a line for every request
         self.rank, self.dims, self.role, self.run_dir = rank, dims, model or "actor", Path(run_dir)
-        self._sync: Any = None  # LiveSync or DiskSync; None: no weight sync session is open
+        self._sync: Any = None  # LiveSync, DiskSync or AdapterSync; None: no weight sync session is open
         self.model: Any = None  # MegatronActor, MegatronCritic or MegatronRewardModel, which `setup` builds
         title, name = f"{model} {dims.describe_rank(rank)}".strip(), f"{model or 'trainer'}_{rank}"
         forward_warnings(title, run_dir)
@@ -396,8 +396,8 @@ class TrainWorker:
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> dict[str, str]:
         """Close the last weight sync session, and open a new session with these engines.
 
-        `folder` is the folder into which the disk transport writes. Returns URL -> reason for each engine that failed. If an
-        engine has failed, no session is open.
+        `folder` is the folder into which the disk transport writes weights, and the adapter sync adapters. Returns URL -> reason
+        for each engine that failed. If an engine has failed, no session is open.
         """
         from mrl.weight_sync.engine_control import WeightSyncError  # imported here because the driver does not need it
 

@@ -151,7 +151,7 @@ def collected(monkeypatch, kept, filtered, offline, advantage=GRPO_WITHOUT_STD) 
     worker._taken = StepGroups(numbers[: len(kept)], kept, numbers[len(kept) :], filtered, [])
     waiting = Mock(num_drawn=3)
     worker._pipeline = Mock(untrained_requests=lambda: [PromptRequest(2, 9, 4, 5)], finished=dict, buffer=waiting)
-    worker.engines, worker.train = Mock(take_metrics=dict), Mock(data_source=lambda row: "s")
+    worker.engines, worker.train = Mock(take_metrics=dict), Mock(data_source=lambda row: "s", has_images=False)
     worker._source_names, worker._length_bias = {}, LengthBias()
     return worker.collect(4), worker.estimate({}, 0.0, 4)
 
