@@ -123,7 +123,7 @@ def _certify(axis: str, family: str, folder: Path) -> "ConversionCheck":
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (result.stdout + result.stderr).strip().splitlines() or [""]
-    verdict = next((line for line in lines if line.startswith(("equal:", "NOT EQUAL:"))), lines[-1])
+    verdict = next((line for line in lines if line.startswith(("equal within ", "NOT EQUAL:"))), lines[-1])
     return ConversionCheck(f"the tiny model: parallel.{axis}=2", verdict, result.returncode == 0)
 
 
