@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from models.derive.tiny_config import build_config, read_fields, shrink
 from models.derive.tiny_model import Call
 from models.families import FAMILIES
 from models.hf_config import HFConfig
+from mrl.commands import certify
 from mrl.commands import family as command
+from mrl.config import hydra_entry
 
 T, H, A, G, D = 16, 28, 4, 2, 6  # tokens, hidden size, heads, key/value groups, size of a head
 
@@ -303,3 +306,14 @@ def test_a_derived_family_is_proven_and_written(tmp_path, capsys, name):
     assert status == 0 and "DIFFERS" not in out and ": proven; model.family=" in out
     assert output.is_file()
     assert command.main(["derive", str(model), "--output", str(output)]) == 2, "an existing file is never overwritten"
+
+
+def test_the_check_of_a_layout_has_the_verdict_of_mrl_certify(monkeypatch, tmp_path, capsys):
+    config = hydra_entry.compose_config(hydra_entry.check_overrides(["experiment=quickstart", f"run.dir={tmp_path}"]))
+    monkeypatch.setattr(certify.plan_tools, "plan_parity", lambda config: SimpleNamespace(dims="tp2"))
+    monkeypatch.setattr(certify.build, "certify", lambda plan, loss: [])
+    certify.layout_job(config)
+    done = SimpleNamespace(stdout=capsys.readouterr().out, stderr="", returncode=0)
+    monkeypatch.setattr(command.subprocess, "run", lambda *_, **options: done)
+    check = command._certify("tp", "mine.py:MINE", tmp_path)
+    assert check.passed and "agree with those of one process" in check.detail
