@@ -1,4 +1,6 @@
-"""Packed sequences: many sequences of different lengths in one row of tokens, without padding. Does not communicate.
+"""Packed sequences: many sequences of different lengths in one row of tokens, not padded to a common length.
+
+This module does not communicate.
 
 A pack consists of segments. A token attends to itself and the earlier tokens of its segment, and to all tokens of the segment's
 ancestors. A plain sequence is one segment. A prompt with G responses is a segment with G children, so the prompt is computed
@@ -8,7 +10,8 @@ Context parallelism splits every segment into `2 * cp` chunks of equal length. R
 zig-zag order balances the work, because early tokens attend to few tokens and late tokens attend to many. If the length of a
 segment is not a multiple of `2 * cp`, padding tokens are added at its end. No real token attends to a padding token.
 
-In shapes, S is the number of real tokens in all segments, and L is the number of tokens on this rank, including padding.
+In shapes, S is the number of real tokens in all segments, L is the number of tokens on this rank, including padding, and K is the
+number of keys that all attention calls on this rank read, repetitions included.
 """
 
 from collections.abc import Sequence
@@ -84,9 +87,9 @@ class PackedSequences(PackedSeqParams):
     source: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     calls: tuple[AttentionCall, ...] = ()  # together, they compute the attention of all L queries
     chunks: ChunkBounds | None = None  # the chunks of all calls, in order
-    # [L] indices of the queries, in the order in which the calls read them; None: the queries are in this order
+    # [L] indices of the queries, in the order in which the calls read them; None: the queries already have this order
     query_index: Tensor | None = None
-    # [K] indices of the keys, in the order in which the calls read them; None: the keys are in this order. An index is a
+    # [K] indices of the keys, in the order in which the calls read them; None: the keys already have this order. An index is a
     # position in the concatenated keys of all context-parallel ranks.
     key_index: Tensor | None = None
     padding: Tensor | None = None  # [L] True at padding tokens; None: no rank has padding
@@ -225,8 +228,9 @@ class PackLayout:
     def attention(self, rank: int) -> tuple[list[tuple[int, int]], list[Ints], list[Ints]]:
         """Return three lists with one entry for each chunk on `rank`.
 
-        The first list contains (number of queries, number of keys). The second list contains the rows of the queries on this
-        rank. The third list contains the rows of the keys in the concatenated keys of all context-parallel ranks.
+        The first list contains (number of queries, number of keys). The second list contains the indices of the queries among the
+        L tokens of this rank. The third list contains the indices of the keys in the concatenated keys of all context-parallel
+        ranks.
         """
         local, first = self._local_rows, self._first_rows
         shapes, queries, keys = [], [], []
@@ -242,12 +246,12 @@ class PackLayout:
 
     @property
     def _local_rows(self) -> int:
-        """L: number of rows of each rank."""
+        """L: number of tokens of each rank, including padding."""
         return int(self.padded.sum()) // self.cp_size
 
     @property
     def _first_rows(self) -> Ints:
-        """First row of each segment on a rank. It is the same on every rank."""
+        """Index of each segment's first token among the tokens of a rank. It is the same on every rank."""
         return (np.cumsum(self.padded) - self.padded) // self.cp_size
 
     def rows(self) -> Ints:
@@ -258,7 +262,10 @@ class PackLayout:
         )
 
     def _rows(self, segment: int, count: int, first: Ints, local: int) -> Ints:
-        """For the first `count` tokens of a segment, return their rows in the concatenated tokens of all ranks."""
+        """For the first `count` tokens of a segment, return their indices in the concatenated tokens of all ranks.
+
+        `first`: index of each segment's first token on a rank. `local`: number of tokens of each rank.
+        """
         inside = np.arange(count)
         if self.cp_size == 1:
             return first[segment] + inside

@@ -100,7 +100,8 @@ class MegatronReader:
         """Validate `folder` and read its metadata.
 
         Raises ValueError if `folder` is not a complete checkpoint of this model, or if a file differs from its hash. Raises
-        ForeignPickleError (a ValueError) if one of the checkpoint's pickles names a type that is not allowed.
+        ForeignPickleError (a ValueError) if one of the checkpoint's pickles names a type that is not allowed, or if a file
+        contains a TorchScript program.
         """
         self.folder, self.arch = Path(folder), arch
         metadata = validate_checkpoint(self.folder)

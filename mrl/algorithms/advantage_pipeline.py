@@ -1,5 +1,6 @@
-"""The advantage pipeline. Once per step, it reads the rewards of the whole batch and computes the columns for the losses.
+"""The advantage pipeline. It reads the rewards of a step and computes the columns for the losses.
 
+It runs in the rollout worker, once for each call of Trainer.estimate: usually once per step, for all responses.
 mrl.core.types explains the letters of array dimensions, such as B and R.
 """
 
@@ -34,18 +35,20 @@ from mrl.core.types import Column
 class AdvantagePipeline:
     """Computes the columns that the losses need: advantages, returns, and the extra columns of the loss and the correction.
 
-    A column [R] has one number for each of the R sampled tokens.
+    A column [R] has one number for each of the R sampled tokens. An extra column is a column that a loss or a correction computes
+    from the whole step, before the step is divided into mini-batches (Loss.extra_columns).
 
     The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens them if `whiten` is set, and
     computes the extra columns. A response without sampled tokens is ignored, also in the mean reward of its group.
 
+    Offline rows may have a given advantage (data.offline.advantage, passed in `ScoredBatch.given_advantages`), which replaces
+    the estimated advantage after the whitening.
+
     `resampling` acts after all columns are computed. Some responses then count several times in the loss, and responses that
-    count 0 times are rejected. Responses with given advantages count once.
+    count 0 times are rejected. A response with a given advantage is not drawn: it counts once.
 
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
     extra columns. A rejected response still counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
-
-    `ScoredBatch.given_advantages` replaces advantages after the whitening.
     """
 
     advantage: Advantage
@@ -57,7 +60,10 @@ class AdvantagePipeline:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the parts read: columns, "greedy_rewards", and teacher outputs, as in AlgorithmParts.needs."""
+        """Names of what the estimator, the loss and the KL penalty read, as in AlgorithmParts.needs.
+
+        These are names of columns and of teacher outputs, and "greedy_rewards": the reward of a greedy response to each prompt.
+        """
         needs = needs_of(self.advantage) | needs_of(self.loss)
         return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
 
@@ -225,7 +231,7 @@ def _advantage_inputs(
 
 def _select_responses(batch: AdvantageInputs, selected: NDArray[np.bool_]) -> AdvantageInputs:
     """Return the responses whose tokens are `selected` [R]. `selected` has the same value for all tokens of a response."""
-    rows = np.unique(batch.rows[selected])
+    rows = np.unique(batch.rows[selected])  # indices of the selected responses
     return replace(
         batch,
         token_rewards=batch.token_rewards[selected],
@@ -240,7 +246,7 @@ def _select_responses(batch: AdvantageInputs, selected: NDArray[np.bool_]) -> Ad
 def _whiten(advantages: NDArray[np.float64], in_loss: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Return advantages [R], normalized with the mean and the unbiased variance of the tokens `in_loss` [R].
 
-    As in verl and trl, 1e-8 is added to the variance. So advantages that differ by less than 1e-4 stay small.
+    As in verl and trl, 1e-8 is added to the variance. So advantages with a standard deviation far below 1e-4 stay near 0.
     """
     if not in_loss.any():
         return advantages

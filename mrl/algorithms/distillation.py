@@ -2,7 +2,8 @@
 
 The responses are samples of the policy, so the policy learns from the teacher in the states that the policy itself visits
 (on-policy distillation: GKD, Agarwal et al. 2024, arXiv 2306.13649; MiniLLM, Gu et al. 2024, arXiv 2306.08543). The trainer ranks
-compute the divergence (parallel.distillation). mrl.core.types explains the letter R in array dimensions.
+compute the divergence (parallel.distillation). In shapes, R is the number of sampled tokens: in losses, those of a micro-batch on
+one rank (LossInputs); in `extra_columns`, those of the step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TEACHER_OUTPUTS = frozenset({TEACHER_HIDDEN, TEACHER_TOP_K})
 """Outputs of teachers. A loss may name them in `needs`. Each teacher computes them for its own prompts.
 
     teacher_hidden  final hidden states, from which the trainer ranks compute the distribution over the whole vocabulary
-    teacher_top_k   ids and log-probabilities of the k most probable tokens
+    teacher_top_k   ids and log-probabilities of the k most probable tokens, and the log-probability of all other tokens together
 """
 
 
@@ -48,7 +49,9 @@ def reads_rewards(advantage: object, needs: frozenset[str]) -> bool:
 
 @dataclass(frozen=True)
 class Distillation(PolicyLoss):
-    """Distillation loss: coef * D(teacher, policy) at each sampled token, plus the loss `policy` if it is given.
+    """Distillation loss: coef * D(teacher, policy) at each sampled token.
+
+    If the field `policy` has a second loss, which learns from rewards, this loss is added.
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).
@@ -63,6 +66,7 @@ class Distillation(PolicyLoss):
     that is not positive.
     """
 
+    # A response with advantage 0 has a gradient, so training must not skip it.
     zero_without_advantage: ClassVar[bool] = False
 
     divergence: str = "reverse_kl"  # forward_kl, reverse_kl or js
@@ -87,7 +91,10 @@ class Distillation(PolicyLoss):
 
     @property
     def distillation(self) -> Distillation:
-        """This loss, which tells the output head what to compute in addition to log-probabilities."""
+        """This loss itself. Objective.distillation reads this attribute of any policy loss.
+
+        The loss tells the output head of the actor what to compute in addition to log-probabilities.
+        """
         return self
 
     @property

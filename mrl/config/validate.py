@@ -18,7 +18,11 @@ from mrl.config.secrets import refuse_plain_secrets
 from parallel.trainer_config import check_ddp_settings, check_optimizer_settings
 
 PARTIAL_LAYOUTS = ("critic.parallel",)
-"""Free-form sections that may only contain keys of ParallelConfig."""
+"""Keys whose value has the fields of ParallelConfig that differ from the section `parallel`.
+
+The schema does not type the entries of these keys, so this module checks them. `check` also checks such a key of each role
+(roles.NAME.parallel).
+"""
 RENAMED_KEYS = {
     "teacher.path": "roles.teacher.path",
     "teacher.parallel": "roles.teacher.parallel",
@@ -105,7 +109,7 @@ def _is_free_form(field: Field) -> bool:
 
 
 def unknown_key_message(key: str, groups: Sequence[str] = ()) -> str:
-    """Return the error message for an unknown key. The message names the nearest known key or one of the config groups."""
+    """Return the error message for an unknown key. The message names known keys or config groups with similar names, if any."""
     candidates = [*groups, *known_keys()]
     for layout in PARTIAL_LAYOUTS:
         if key.startswith(f"{layout}."):
@@ -126,11 +130,19 @@ COMMON_NAMES = {
     "group_size": "rollout.responses_per_prompt",
     "max_new_tokens": "rollout.max_response_tokens",
 }
-"""Last part of a key of trainers that mrl/config/counterparts.py does not have -> mrl key, for hints for unknown keys."""
+"""Name of a key that is common in other trainers -> mrl key. The hint for an unknown key uses this table.
+
+mrl/config/counterparts.py has no rule for these names.
+"""
 
 
 def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
-    """Return at most 3 keys whose last part equals the last part of `key`, exactly or nearly: seed -> run.seed."""
+    """Return at most 3 keys that the last part of `key` suggests: seed -> run.seed. A renamed key gives no keys.
+
+    A name in COMMON_NAMES gives its mrl key. Otherwise, a key with a section (section.name) gives the keys with exactly this
+    last part, or none if there are more than 3. A key without a section gives the keys with this last part, or else with a
+    similar one.
+    """
     if key in RENAMED_KEYS:
         return []
     section, _, leaf = key.rpartition(".")
@@ -148,9 +160,11 @@ def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
 
 @cache
 def structured_schema() -> DictConfig:
-    """Return the schema as a typed OmegaConf node with all defaults. Callers share the node, so they must not change it.
+    """Return the schema as a typed OmegaConf node with all defaults.
 
-    OmegaConf makes nodes of frozen dataclasses read-only. The returned nodes are writable, because Hydra has to set values.
+    All callers get the same node, so they must not change it, but may copy or merge it. OmegaConf makes nodes of frozen
+    dataclasses read-only, and copies of a read-only node are read-only too. This function removes the flag, because Hydra sets
+    values in a copy.
     """
 
     def clear_readonly(node: DictConfig) -> None:
@@ -292,7 +306,7 @@ _SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.
 
 
 MODEL_ROLES = ("actor", "critic", "engines")
-"""Roles that sections of the config other than `roles` describe."""
+"""Roles that have their own sections in every config (parallel, critic, rollout). No entry of `roles` may have these names."""
 _TAKEN_NAMES = (*MODEL_ROLES, "engine", "trainer")  # the last two occur in names of processes and logs
 REFERENCE = "reference"  # name of the role that computes ref_logprobs
 TEACHER = "teacher"  # name of the role that teaches all prompts that no other role teaches
@@ -327,7 +341,11 @@ class TokenBudgets:
 
 
 def token_budgets(config: Config, role: str) -> TokenBudgets:
-    """Return the token budgets of the model `role`. If a key is null, the actor's budget for the same kind of pass holds."""
+    """Return the token budgets of the model `role`.
+
+    If a key of another model is null, the actor's budget for the same kind of pass holds. If the actor's key for forward passes
+    is null, its budget for training holds.
+    """
     trainer, critic = config.trainer, config.critic
     train = trainer.max_tokens_per_micro_batch
     forward = trainer.max_tokens_per_forward_micro_batch or train
@@ -359,6 +377,7 @@ def _role(name: str, node: Any) -> RoleConfig:
     assert isinstance(role, RoleConfig), "the schema is RoleConfig"
     _check_bounds(role, f"{key}.")
     if role.is_served:
+        # Fields of a model whose log-probabilities the trainer ranks compute
         fields_of_columns = ("column", "parallel", "max_tokens_per_micro_batch")
         if extra := [field_name for field_name in fields_of_columns if node.get(field_name)]:
             raise ValueError(
@@ -370,6 +389,7 @@ def _role(name: str, node: Any) -> RoleConfig:
     if extra := [field_name for field_name in ("engine_tp", "sglang") if node.get(field_name)]:
         raise ValueError(f"{key}.{extra[0]}: applies only to a model that SGLang serves; set {key}.num_engines too.")
     prefix = "ref" if name == REFERENCE else TEACHER if role.teaches else name
+    # `column` is the name of the batch's column with the log-probabilities that this model computes
     return replace(role, column=role.column or f"{prefix}_logprobs")
 
 

@@ -121,7 +121,10 @@ def taught_responses(
 
 
 def output_layer_folders(config: Config, algorithm: AlgorithmParts, models: Mapping[str, ModelPlan]) -> dict[str, str]:
-    """Return teacher -> folder of its model, or {} unless the loss distills over the whole vocabulary.
+    """Return teacher -> folder from which the trainer ranks of the actor load the output layer of the teacher.
+
+    These ranks compute the teacher's logits from its hidden states. Returns {} if the loss does not distill over the whole
+    vocabulary.
 
     `models`: the models beside the actor, by role.
     """

@@ -40,6 +40,9 @@ def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
 
     By default, a set is sampled once at temperature 1 and once greedily. A set that has a key such as n or temperature is
     sampled once, as its keys say. Raises ValueError for an invalid value, or if two sets have the same name in metrics.
+
+    The name of data.test is "". `kind` is the suffix of metric names: "sampled" or "greedy", or "" (no suffix) for a set with
+    sampling keys of its own.
     """
     default_rows = config.trainer.eval_rows
     default_sets: dict[str, int | None] = {"": default_rows} if config.data.test else {}
@@ -59,7 +62,7 @@ def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
         kinds = {"": params} if sampling.keys() - set(LIMITS) else _default_samplings(params)
         own += [HeldOutEvaluation({name: rows}, each, kind, rewards.get(name)) for kind, each in kinds.items()]
     _check_metric_names(config.data.test_sets)
-    default = [
+    default = [  # with metrics of all these sets together (`has_total`)
         HeldOutEvaluation(default_sets, params, kind, has_total=True)
         for kind, params in _default_samplings(base).items()
         if default_sets

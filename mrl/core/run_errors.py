@@ -25,7 +25,10 @@ from mrl.core.code_locations import error_chain, is_ray_task_error, own_tracebac
 logger = logging.getLogger(__name__)
 
 REQUEUE_STATUS = 75
-"""Exit status of a preempted run. The run has a checkpoint, and must be started again. 75 is EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a preempted run, which must be started again. 75 is EX_TEMPFAIL of sysexits.h.
+
+The run has written a checkpoint, unless the signal arrived before training began.
+"""
 UNHEALTHY_STATUS = 3
 """Exit status of a run that trainer.on_unhealthy=stop has ended. The run has a checkpoint."""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

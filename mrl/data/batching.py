@@ -1,13 +1,15 @@
 """Balances a batch over data-parallel replicas and divides the rows of each replica into micro-batches.
 
-    unit   rows that are packed together: one row, several rows of a group whose prompt is computed only once, or a whole group
+    unit   rows that stay in one pack: a single row; with shared prompts, the rows of a group, or of a piece of it, that share one
+           copy of the prompt; for losses that compare the responses of a group, always the whole group
     part   the units of one data-parallel replica; all parts have nearly equal cost
     pack   the units of one micro-batch, within a token budget; all packs of a part have nearly equal cost
 
 Only the lengths of the sequences are needed. One search (`_assign`) serves three purposes: it assigns units to parts, units to
 packs, and the rows of a large group to the pieces into which the group is cut. First it assigns each item to the lightest part
 (`_assign_greedily`). Then it moves and swaps items while this makes the heaviest part lighter (`_rebalance`). In these three
-functions, `unit` is the item that is assigned, and `part` is the part, pack or piece to which the item is assigned.
+functions, the two words have a wider meaning than above: a `unit` is any item that is assigned, and a `part` is the part, pack or
+piece that gets the item.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,8 +25,8 @@ EVEN_ENOUGH = 1.0005  # the search stops when the heaviest part costs at most th
 # A search step compares at most about CANDIDATES[0] units of the heaviest part with at most about CANDIDATES[1] units of all
 # other parts. This limits the memory of the search.
 CANDIDATES = (256, 4096)
-# Limits for the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1,
-# because a group that is cut computes its prompt several times, but the mean cost contains the prompt only once.
+# Limits for the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1:
+# each cut computes the prompt once more, so cuts at the mean cost can make the heaviest part heavier than larger pieces would.
 GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
 
@@ -41,7 +43,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class PackingUnit:
-    """Rows that are packed together: one row, rows of a group whose prompt is computed only once, or a whole group."""
+    """Rows that stay in one pack: a single row, rows of a group that share one copy of the prompt, or a whole group."""
 
     rows: tuple[int, ...]
     tokens: int  # tokens in the pack: the prompt (only once if it is shared), and all responses
@@ -64,9 +66,10 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
     `prompt_lengths`, `response_lengths` and `groups` have one number for each response of the whole batch.
 
     Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt
-    once. A group is cut into several units if it has more than `max_tokens` tokens, or if its cost would make the `parts` parts
-    uneven. Each of these units computes the prompt again. So the function cuts as little as possible: of the GROUP_LIMITS that
-    make the heaviest part nearly as light as possible, it uses the largest.
+    once. A group is cut into several units if it has more than `max_tokens` tokens, or if its cost would make the costs of the
+    `parts` replicas uneven. Each of these units computes the prompt again. So the function cuts as little as possible: it tries
+    no cut (except for `max_tokens`) and a cut at each of the GROUP_LIMITS. Of the choices whose heaviest part is within the
+    factor EVEN_ENOUGH of the lightest such part, it takes the one with the largest limit.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
@@ -102,6 +105,8 @@ def make_whole_units(
     share_prompts: bool,
 ) -> list[PackingUnit]:
     """Return a unit for each group, with its rows in ascending order. A group is never cut, whatever its size.
+
+    Losses that compare the responses of a group, such as the pairs of DPO, need these units (TrainBatch.whole_groups).
 
     A group whose rows occur n times in `rows` gets n units. `prompt_lengths`, `response_lengths` and `groups` have one number
     for each response of the whole batch. With `share_prompts`, a unit contains the prompt once.
@@ -160,7 +165,7 @@ def plan_micro_batches(
 ) -> list[tuple[Ints, ...]]:
     """Return a tuple of micro-batches for each of the `parts` data-parallel replicas. A micro-batch is an array of rows.
 
-    Every row is in exactly one micro-batch.
+    Every unit is in exactly one micro-batch.
 
     Args:
         equal_counts: give every replica as many micro-batches as the replica that needs the most micro-batches.
@@ -203,8 +208,9 @@ def _split_group(
 ) -> list[list[int]]:
     """Split a group into as few pieces as possible. A piece has at most `max_tokens` tokens and a cost of at most `limit`.
 
-    All pieces have nearly equal cost. A row that alone exceeds `max_tokens` or `limit` becomes its own piece. A piece may exceed
-    `limit` if the prompt is at least half of the piece's cost, because each further piece would compute the prompt again.
+    All pieces have nearly equal cost. A row that alone exceeds `max_tokens` or `limit` becomes its own piece. The responses of a
+    piece may always cost as much as its prompt, even if the piece then exceeds `limit`: smaller pieces would spend more on the
+    prompt than on responses.
     """
     too_long = [[row] for row in rows if prompt + response_lengths[row] > max_tokens]
     rows = [row for row in rows if prompt + response_lengths[row] <= max_tokens]
@@ -224,7 +230,9 @@ def _split_group(
 
 
 def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Ints | None:
-    """Return the part of each unit: [units]. The parts have nearly equal cost, and at most `capacity` tokens each.
+    """Return the index of the part of each unit: [number of units].
+
+    The parts have nearly equal cost, and at most `capacity` tokens each.
 
     Units are assigned in order of decreasing cost, each to the lightest part. If the last units do not fit, all units are
     assigned again by first-fit-decreasing of their tokens, which can fit more units. Returns None if this also fails.
@@ -239,10 +247,10 @@ def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, c
 def _assign_greedily(
     order: Ints, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
 ) -> Ints | None:
-    """Assign the units, in `order`, each to the lightest part that has room. Returns the part of each unit: [units].
+    """Assign the units, in `order`, each to the lightest part that has room.
 
-    If several parts are equally light, the first one is used. An empty part has room for a unit of any size. Returns None if a
-    unit does not fit into any part.
+    Returns the index of the part of each unit, [number of units], or None if a unit does not fit into any part. If several parts
+    are equally light, the first one is used. An empty part has room for a unit of any size.
     """
     loads, used = np.zeros(parts), np.zeros(parts, np.int64)
     assignment = np.zeros(len(order), np.int64)
@@ -260,7 +268,7 @@ def _assign_greedily(
 def _rebalance(
     assignment: Ints, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
 ) -> Ints:
-    """Return the part of each unit, [units], after moves and swaps that made the heaviest part lighter."""
+    """Return the index of the part of each unit, [number of units], after moves and swaps that made the heaviest part lighter."""
     assignment, count = assignment.copy(), len(assignment)
     # One empty unit per part is appended to the real units. A swap with an empty unit is a move.
     costs, tokens = np.append(costs, np.zeros(parts)), np.append(tokens, np.zeros(parts, np.int64))

@@ -27,14 +27,15 @@ def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[Process
 
     The first of these rules that finds processes decides which processes are blamed:
     1. pending processes that died, except ranks that NCCL's watchdog ended because they waited for another rank;
-    2. pending processes that do not wait and have entered fewer collectives than a rank that the watchdog ended;
+    2. pending processes that do not wait and have entered fewer collectives than a rank that the watchdog ended, which
+       probably waited for such a process;
     3. pending ranks that the watchdog ended;
     4. processes that died and are not pending;
     5. stopped processes;
     6. pending processes that do not wait;
     7. pending processes that wait for something other than other ranks or a call;
     8. pending ranks that have entered fewer collectives than other members of a process group;
-    9. pending processes that wait for a call although their call has not ended.
+    9. pending processes that wait for their next call although their last call has not ended.
     """
     pending = [snapshot for snapshot in snapshots if is_pending(snapshot)]
     blamed = _find_blamed(snapshots, pending)

@@ -3,7 +3,8 @@
 The process that the user started is the supervisor. It only waits and forwards signals to the child, so it imports no large
 libraries. When the Python interpreter of the child exits normally, after a success or an error, it writes "ended" to a pipe. If
 this message is missing, the child was killed, crashed, or was ended by Ray because its raylet died. The exit status alone does
-not distinguish these cases from a normal exit.
+not distinguish these cases from a normal exit. A child that must be started again also omits the message: after
+`request_restart`, or if its run is finished but the processes of the run do not end (`shutdown_deadline` in mrl.core.processes).
 """
 
 import atexit
@@ -70,7 +71,7 @@ def request_restart() -> None:
 
 
 def supervise(module: str, argv: Sequence[str]) -> int:
-    """Run `python -m module argv`, and restart it after each crash, at most MAX_RESTARTS times in a row.
+    """Run `python -m module argv`. Restart it when it ends without the message "ended", at most MAX_RESTARTS times in a row.
 
     After a forwarded signal, the child is not restarted. Returns the exit status of the last child; see
     `_ChildWatcher.exit_status`.
@@ -100,7 +101,7 @@ class _ChildWatcher:
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self.signals: list[int] = []
-        self.earlier = set(descendants())  # processes that are older than the run, by process id and start time
+        self.earlier = set(descendants())  # processes that existed before the run; psutil compares ids and start times
 
     def forward_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signals.append(signum)
@@ -134,9 +135,10 @@ class _ChildWatcher:
         """Return the processes that an ended child has left behind.
 
         This process is the subreaper, so the kernel makes it the parent of these orphans. The result does not contain processes
-        that are older than the run (`server & exec mrl train`), or their children. An orphan can come from another program only
-        if there were older processes, or if this process is process 1 of a container (`docker exec`). In these two cases, the
-        result also omits an orphan whose environment can be read, is not empty, and lacks RUN_VARIABLE.
+        that are older than the run (`server & exec mrl train`), or their children. Orphans of other programs reach this process
+        only if there were older processes, or if this process is process 1 of a container (`docker exec`). In these two cases,
+        the result also omits each orphan whose environment shows that it is not of the run: the environment can be read, is
+        not empty, and lacks RUN_VARIABLE.
         """
         new = [each for each in _children() if each not in self.earlier]
         if self.earlier or os.getpid() == 1:
@@ -201,8 +203,8 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when its parent dies. Also restore the default handling of SIGINT.
 
-    Runs in a forked child before exec.
+    Runs in a forked child before exec. The function of the same name in mrl.core.processes sends SIGKILL instead.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # A background job of a shell ignores SIGINT, and the children of the job inherit this setting.
+    # A background job of a shell script (of a shell without job control) ignores SIGINT, and its children inherit this setting.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,8 @@
 """Sizes of one model: widths, number of layers, and the shape of every parameter.
 
-The planner computes bytes and seconds from these sizes. ModelShape.of reads the sizes once from the conversion table of the
-model family. A search can then evaluate thousands of layouts quickly.
+The planner computes bytes and seconds from these sizes. ModelShape.of reads the widths from the Architecture of the model, and
+the shapes of the parameters from the conversion table of its family. It does this once, so a search can evaluate thousands of
+layouts quickly.
 """
 
 from __future__ import annotations
@@ -136,7 +137,10 @@ class TowerShape:
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """Shape of one parameter (or buffer) of a layer, an expert, the embedding, the final norm or the output layer."""
+    """Shape of one parameter of a layer, an expert, the embedding, the final norm or the output layer.
+
+    It may also be the shape of an untrained tensor: a buffer of a torch module, such as the correction bias of a router.
+    """
 
     name: str  # Megatron's name, without the prefix of its layer
     location: ParameterLocation
@@ -144,7 +148,7 @@ class ParameterShape:
     is_sharded: bool  # whether tensor parallelism (for experts: expert tensor parallelism) shards the parameter
     present_in: str  # the layers that have the parameter: "always" (all), "dense", "moe", "attention" or "recurrent"
     whole_in_engine: bool = False  # whether every engine rank has the whole parameter, although trainers shard it
-    is_vocabulary: bool = False  # dim 0 is the vocabulary, padded to a multiple of the number of tensor-parallel ranks
+    is_vocabulary: bool = False  # dim 0 of `shape` is the vocabulary without padding; shard_numel pads it
 
     @property
     def numel(self) -> int:
@@ -195,9 +199,10 @@ class ModelShape:
     shared_gate: bool = False  # whether the output of the shared expert is multiplied by a gate
     tied: bool = False  # whether the output layer and the embedding share their weights
     gated: bool = True  # whether MLPs have a gate
-    dropout: bool = False  # whether layers have dropout
+    dropout: bool = False  # whether layers have dropout; `of` never sets it, but tests of the activation estimate do
     parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
-    buffers: tuple[ParameterShape, ...] = ()  # float32 correction biases of routers, which no optimizer updates
+    # Buffers of torch modules: the float32 correction biases of routers, which no optimizer updates
+    buffers: tuple[ParameterShape, ...] = ()
     frozen_weights: int = 0  # number of weights of a vision tower that is not trained, on the first pipeline stage
     tower: TowerShape | None = None  # sizes of the vision tower, on the first pipeline stage
 
@@ -367,6 +372,7 @@ def _parameter_shapes(rows: Sequence[ParamMapping], arch: Architecture) -> tuple
 
 
 def _buffer_order(p: ParameterShape) -> tuple[int, int]:
+    """Return the sort key of a parameter: its position in Megatron's flat buffer (see MODULE_ORDER)."""
     if p.location not in ("layer", "expert"):
         return (0 if p.location == "first" else 2, int(not p.is_vocabulary))
     return 1, next(n for n, start in enumerate(MODULE_ORDER) if p.name.startswith(start))

@@ -1,7 +1,7 @@
 """Trackers of tracking.backends: Weights & Biases (wandb), TensorBoard and MLflow.
 
-Each tracker has its own thread, so that a slow or failing tracker never slows or stops a run. If a tracker fails, its thread logs
-one warning, and the tracker gets no more metrics.
+Each tracker has its own thread, so that a slow or failing tracker never slows or stops training. The end of a run waits for each
+tracker, at most 30 s. If a tracker fails, its thread logs one warning, and the tracker gets no more metrics.
 """
 
 import logging
@@ -62,7 +62,7 @@ class TrackedRun:
     entity: str | None = None  # user or team that owns the run; only wandb uses this field
     tags: Sequence[str] = ()
     notes: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)  # without secrets
+    config: Mapping[str, Any] = field(default_factory=dict)  # result of config_as_json, which replaces secrets
     last_step: int = 0  # step from which the run resumes; 0: the run is new
     samples_every: int = 0  # number of steps between two tables of samples; 0: no tables
     read_samples: Callable[[int], Sequence[TextSample]] | None = None  # step -> its samples, or [] if it has none
@@ -86,6 +86,10 @@ class ThreadedSink(ABC):
         self._put((step, dict(metrics)))
 
     def rewind(self, last_step: int, evaluated: bool) -> None:
+        """Let the tracker discard the steps after `last_step`, if it can.
+
+        `evaluated` has no effect: trackers keep the metrics eval/* of `last_step`.
+        """
         self._put(last_step)
 
     def _put(self, item: tuple[int, Metrics] | int) -> None:
@@ -130,7 +134,8 @@ class ThreadedSink(ABC):
             return []
         found: dict[int, dict[str, float]] = {}
         for name in ("metrics.jsonl", "eval.jsonl"):
-            for step, line in check_lines(self.run.folder / name).lines:  # the run may be appending later steps
+            # check_lines leaves out an incomplete last line, which the run may be writing now.
+            for step, line in check_lines(self.run.folder / name).lines:
                 if first <= step <= last:
                     known = {key: value for key, value in orjson.loads(line).items() if value is not None}
                     found.setdefault(step, {}).update(known)
@@ -140,6 +145,7 @@ class ThreadedSink(ABC):
     def _write_due_samples(self, step: int, metrics: Metrics) -> None:
         """Write the samples of a step if they are due. If this fails, the tracker still gets metrics, but no more samples."""
         every, read = self.run.samples_every, self.run.read_samples
+        # Only the metrics of a training step contain reward/mean.
         if not (read and every and self._takes_samples) or step % every or "reward/mean" not in metrics:
             return
         try:
@@ -174,6 +180,7 @@ class ThreadedSink(ABC):
 
 
 SAMPLE_COLUMNS = ("step", "reward", "prompt", "response", "ground_truth", "tokens", "truncated", "source", "parts")
+"""Columns of a table of samples. parts: the named parts of the reward, as text."""
 
 
 def sample_rows(step: int, samples: Sequence[TextSample]) -> list[Iterable[Any]]:
@@ -236,12 +243,13 @@ class WandbSink(ThreadedSink):
     def _first_unsure_step(self) -> int:
         """Return the step after the last step that wandb has.
 
-        Offline, this step is unknown. But then at most the step from which the run resumes may be missing.
+        Offline, this step is unknown, and the result is the step from which the run resumes, because the thread is usually at
+        most one step behind. If an earlier process was killed while wandb was starting, earlier steps may be missing too.
         """
         return self._wandb_run.step if wandb_mode() == "online" else self.run.last_step
 
     def _write(self, step: int, metrics: Metrics) -> None:
-        first = self._wandb_run.step  # wandb adds nothing to earlier steps, which it has already
+        first = self._wandb_run.step  # wandb ignores metrics of a step before this one
         if 0 < self.run.last_step == step == first - 1:
             # The process that wrote the checkpoint ended before the evaluation of its last step, so wandb has this step without
             # the metrics eval/*. Only the next step can still take them.
@@ -335,7 +343,9 @@ class MlflowSink(ThreadedSink):
     VALUE_CHARACTERS = 6000  # limit of MLflow
 
     def _start(self) -> None:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny supports no database
+        # Without this variable, MLflow refuses a folder as its store. mlflow-skinny supports no database, so a folder is the only
+        # local store.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 

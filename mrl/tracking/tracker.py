@@ -1,8 +1,8 @@
 """Tracker: passes the metrics of each step to sinks.
 
 JsonlSink writes JSON Lines files, and CurveSink draws the learning curve of a run as a picture. Other modules contain the other
-sinks: mrl.tracking.console for the terminal, and mrl.tracking.backends for trackers such as wandb. A sink must not slow or stop a
-run. For this reason, separate threads import matplotlib and the packages of trackers after the run has started.
+sinks: mrl.tracking.console for the terminal, and mrl.tracking.backends for trackers such as wandb. A sink must not slow or stop
+training. For this reason, separate threads import matplotlib and the packages of trackers after the run has started.
 """
 
 import logging
