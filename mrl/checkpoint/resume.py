@@ -88,11 +88,13 @@ def model_identity(
     A checkpoint of LoRA adapters has neither the weights of the base model, in the folder `model_path`, nor the scale of the
     adapters. `train_vision`: whether the vision tower is trained.
     """
-    identity = arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
-    identity |= {_LORA_RANK: lora.rank, _TRAIN_VISION: int(train_vision)}
-    if not lora.rank:
-        return identity
-    return identity | {_LORA_ALPHA: lora.alpha, _LORA_BASE: weights_fingerprint(model_path)}
+    identity: dict[str, int | float | str] = {}
+    identity.update(arch.sizes)
+    identity.update({"vocabulary": arch.vocab_size, "layers": arch.num_layers})
+    identity.update({_LORA_RANK: lora.rank, _TRAIN_VISION: int(train_vision)})
+    if lora.rank:
+        identity.update({_LORA_ALPHA: lora.alpha, _LORA_BASE: weights_fingerprint(model_path)})
+    return identity
 
 
 def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
