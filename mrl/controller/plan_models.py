@@ -37,7 +37,7 @@ from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_
 from mrl.planner.trainer_state_bytes import layers_of_stages
 from mrl.rollout.engines.server_args import has_cuda
 from mrl.tracking.console import show_warning
-from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_heads
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_expert_biases, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
 from parallel.dims import ParallelDims
@@ -378,6 +378,8 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
         check_engine_device(config, family, advice=advice)
     check_heads(actor.arch, topology)
     _check_key_norms(family, actor.arch, topology)
+    if config.weight_sync.transport != Transport.disk:
+        check_expert_biases(actor.arch, topology)
     return topology
 
 
