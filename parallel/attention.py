@@ -206,6 +206,12 @@ def _varlen_kernel(channels: int) -> Callable[..., Any]:
     return varlen_attn
 
 
+def _sink_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the kernels of torch.nn.attention.varlen for the forward and the backward pass. `_varlen_kernel` registers them."""
+    kernels = torch.ops.torch_attn
+    return kernels._varlen_attn, kernels._varlen_attn_backward
+
+
 class VarlenCall(NamedTuple):
     """Arguments of torch's flash-attention kernels for sequences of variable length, without the tensors."""
 
@@ -241,10 +247,9 @@ class AttendVarlenWithSinks(torch.autograd.Function):
         chunks, scale, window_size = call
         bounds = chunks.queries, chunks.keys, chunks.max_queries, chunks.max_keys, call.is_causal
         # Attention is causal, so torch never uses the kernel of cuDNN, whose logarithms have another shape.
-        out, without_sink, state = torch.ops.torch_attn._varlen_attn(
-            query, key, value, *bounds, scale, list(window_size), True
-        )
-        log_sum = torch.logaddexp(without_sink, sinks.float().unsqueeze(1))  # [n, L]
+        kernel, _ = _sink_kernels()
+        out, without_sink, state = kernel(query, key, value, *bounds, scale, list(window_size), True)
+        log_sum = torch.logaddexp(without_sink, sinks.to(without_sink.dtype).unsqueeze(1))  # [n, L]
         out = (out * (without_sink - log_sum).exp().t().unsqueeze(-1)).to(out.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, log_sum, state, chunks.queries, chunks.keys)
         ctx.sizes = chunks.max_queries, chunks.max_keys, call.is_causal
@@ -256,13 +261,15 @@ class AttendVarlenWithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key, value and sinks."""
         query, key, value, sinks, out, log_sum, state, queries, keys = ctx.saved_tensors
-        grads = torch.ops.torch_attn._varlen_attn_backward(
+        _, kernel = _sink_kernels()
+        grads = kernel(
             *(grad.contiguous(), query, key, value, out, log_sum, queries, keys, *ctx.sizes),
             *(state, ctx.scale, ctx.window_size),
         )
         # The value of the sink is zero, so its gradient is minus its weight times the sum of gradient times output.
-        product = (grad.float() * out.float()).sum(-1).t()  # [n, L]
-        sink_grad = -((sinks.float().unsqueeze(1) - log_sum).exp() * product).sum(1)
+        wide = log_sum.dtype
+        product = (grad.to(wide) * out.to(wide)).sum(-1).t()  # [n, L]
+        sink_grad = -((sinks.to(wide).unsqueeze(1) - log_sum).exp() * product).sum(1)
         return (*grads, sink_grad.to(sinks.dtype), None)
 
 
