@@ -122,7 +122,7 @@ def plan_model(
             "language model. `mrl sft objective=reward_model` trains a reward model."
         )
     check_layout(config, arch, dims)
-    if arch.window and dims.cp > 1 and not config.trainer.share_prompts:
+    if arch.window and not arch.has_sinks and dims.cp > 1 and not config.trainer.share_prompts:
         raise ValueError(
             f"trainer.share_prompts=false with parallel.cp={dims.cp}: on GPUs, Transformer Engine would compute the attention, "
             "but it has no sliding windows with context parallelism; set trainer.share_prompts=true, or parallel.cp=1."
