@@ -54,6 +54,8 @@ class PackedAttention(torch.nn.Module):
     With softmax_type="learnable", each query head has a sink. As in Megatron, the sinks are the parameter softmax_offset.
     """
 
+    softmax_offset: torch.nn.Parameter | None
+
     def __init__(
         self,
         config,
