@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from models.conversion.expert_stacks import is_mxfp4
 from models.conversion.mapping import ParamMapping
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
@@ -58,7 +59,7 @@ class Architecture:
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation function of the gate of an MLP
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"  # activation function of the gate of an MLP
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
@@ -77,6 +78,11 @@ class Architecture:
     def has_latent_attention(self) -> bool:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether attention has sinks (parallel/attention.py)."""
+        return self.transformer.get("softmax_type") == "learnable"
 
     @property
     def window(self) -> int:
@@ -236,6 +242,8 @@ class Family:
     # beginning of the name of a Hugging Face tensor -> beginning of the name of its module in transformers 5, if they differ
     peft_prefixes: Mapping[str, str] = field(default_factory=dict)
     engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
+    # arguments of the SGLang servers of a training run, unless the user sets them
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
@@ -270,6 +278,11 @@ class Family:
             raise ValueError(
                 f"model.path: this {self.architecture} has {', '.join(sorted(unsupported))}, which SGLang silently "
                 "ignores; train it with mrl sft, or from recorded rollouts (rollout.replay)."
+            )
+        if is_mxfp4(config.fields):
+            raise ValueError(
+                f"{config.path}: SGLang would keep the experts in MXFP4, and trainers do not send MXFP4; convert the folder "
+                "with mrl convert to-megatron and then mrl convert to-hf, which writes bfloat16."
             )
         rope = arch.rope
         if isinstance(rope, YarnRope | LongRope) and rope.amplitude != rope.derived_amplitude:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -39,9 +40,10 @@ from parallel.attention import PackedAttention
 from parallel.device import capabilities, has_cuda
 from parallel.dims import ParallelDims
 from parallel.gated_delta_net import PackedGatedDeltaNet, PlanOfLastPack
-from parallel.layer_variants import PostNormLayer, VariantSelfAttention
+from parallel.layer_variants import PostNormLayer, VariantSelfAttention, biased_down_projection
 from parallel.megatron_layers import (
     AmplifiedRotaryEmbedding,
+    BiasedRouter,
     MultimodalRotaryEmbedding,
     PackedLatentAttention,
     PackedRotaryEmbedding,
@@ -52,7 +54,17 @@ from parallel.megatron_layers import (
 from parallel.rope import Rope
 
 logger = logging.getLogger(__name__)
-_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}  # by Architecture.activation
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by Architecture.activation
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+}
 HeadKind = Literal["vocabulary", "value", "score"]
 """Output layer of a language model, of a critic, or of a reward model."""
 
@@ -125,7 +137,8 @@ def can_fuse_rope(arch: Architecture) -> bool:
 
 def uses_packed_attention(arch: Architecture, share_prompts: bool) -> bool:
     """Whether the model uses PackedAttention and positions for each token, and not Transformer Engine's attention."""
-    return share_prompts or arch.vision is not None or not capabilities().transformer_engine
+    needs_it = arch.vision is not None or arch.has_sinks
+    return share_prompts or needs_it or not capabilities().transformer_engine
 
 
 def _layout_fields(dims: ParallelDims) -> dict:
@@ -213,6 +226,17 @@ def _first_linear(provider: BackendSpecProvider, parts: frozenset[str]) -> type:
     return provider.column_parallel_layer_norm_linear() if has_norm else provider.column_parallel_linear()
 
 
+def _experts(config: TransformerConfig, provider: BackendSpecProvider, has_biases: bool) -> partial:
+    """Return the constructor of the routed experts of a layer."""
+    experts = provider.grouped_mlp_modules(config.moe_grouped_gemm)
+    assert isinstance(experts, partial), "both providers return a class with its submodules"
+    if not has_biases:
+        return experts
+    matrices = experts.keywords["submodules"]
+    first, second = _with_bias(matrices.linear_fc1, True), biased_down_projection(matrices.linear_fc2)
+    return partial(experts, submodules=replace(matrices, linear_fc1=first, linear_fc2=second))
+
+
 def _layer_spec(
     config: TransformerConfig,
     attention: ModuleSpec,
@@ -224,10 +248,11 @@ def _layer_spec(
     has_latent_attention = attention.module is PackedLatentAttention
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+        has_biases = "moe_bias" in parts
         experts = MoESubmodules(
-            experts=provider.grouped_mlp_modules(config.moe_grouped_gemm),
+            experts=_experts(config, provider, has_biases),
             shared_experts=partial(SharedExpertMLP, submodules=linears),
-            router=PackedRouter,
+            router=BiasedRouter if has_biases else PackedRouter,
         )
         mlp = partial(MoELayer, submodules=experts)
         norm = provider.layer_norm(rms_norm=True)

@@ -1,9 +1,10 @@
-"""Variants of Megatron's self-attention and of its layer.
+"""Variants of Megatron's self-attention, of its layer, and of its experts.
 
-The variants have norms of whole projections, norms after each block, or a second rotary embedding. In shapes, L is the number of
-tokens on this rank, n is the number of heads on this rank, and d is the number of channels per head.
+The variants have norms of whole projections, norms after each block, a second rotary embedding, or experts with biases. In
+shapes, L is the number of tokens on this rank, n is the number of heads on this rank, and d is the number of channels per head.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+
+from parallel import groups
 
 
 class ProjectionNorm(torch.nn.Module):
@@ -148,3 +151,42 @@ def _add_normed(norm: torch.nn.Module, bias_dropout_add: Any, training: bool, fu
         return add((norm(output if bias is None else output + bias), None), residual, dropout)
 
     return add_normed
+
+
+def biased_down_projection(linear: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """Return a constructor of the down projections of experts, whose biases are added once.
+
+    If expert tensor parallelism splits an expert, every rank of the group has the whole bias, and Megatron sums the outputs of
+    the ranks. So only the first rank may add the bias. `linear`: class of a row-parallel matrix of one expert or of several.
+    """
+
+    def build(*args: Any, bias: bool, **kwargs: Any) -> torch.nn.Module:
+        module = linear(*args, bias=True, **kwargs)
+        for name, parameter in module.named_parameters():
+            if name.startswith("bias"):
+                # With sequence parallelism, Megatron 0.19 would add the gradients of different experts, because it sums the
+                # gradients of such parameters over the tensor-parallel ranks.
+                parameter.sequence_parallel = False  # type: ignore[missing-attribute]
+        if groups.etp_group().rank() > 0:
+            module.register_forward_hook(_without_bias)
+        return module
+
+    return build
+
+
+def _without_bias(module: torch.nn.Module, args: Any, output_and_bias: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Replace the bias of a matrix, or the biases of several matrices, with zeros."""
+    output, bias = output_and_bias
+    return output, [_Zeros.apply(one) for one in bias] if isinstance(bias, list | tuple) else _Zeros.apply(bias)
+
+
+class _Zeros(torch.autograd.Function):
+    """Zeros in place of a bias that another rank adds. The bias still gets its gradient, so that all ranks keep equal biases."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor) -> Tensor:
+        return torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from parallel import groups
@@ -292,6 +292,18 @@ class PackedRouter(TopKRouter):
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert. Megatron 0.19 passes the mask with shape [L], but needs the shape [L, 1]."""
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
+
+
+class BiasedRouter(PackedRouter):
+    """Router whose logits have a bias. The bias is trained, unlike the correction bias.
+
+    Megatron adds this bias only if all matrices of the model have biases.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.bias = torch.nn.Parameter(torch.empty(config.num_moe_experts, dtype=config.params_dtype))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[missing-attribute]
 
 
 def _router_replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, RouterReplay]]:

@@ -13,7 +13,7 @@ from parallel import groups
 # `experts.local_experts.3.linear_fc1.weight`. Grouped experts are parameters of one module: `experts.linear_fc1.weight3`. The
 # LoRA adapters of grouped experts are a list: `experts.linear_fc1.lora.3.gate_proj.lora_a`.
 _SEQUENTIAL = re.compile(r"experts\.local_experts\.(?P<expert>\d+)\.(?P<matrix>linear_fc\d)\.(?P<rest>.*)$")
-_GROUPED = re.compile(r"experts\.(?P<matrix>linear_fc\d)\.(?P<rest>weight|lora\.)(?P<expert>\d+)(?P<end>$|\..*)")
+_GROUPED = re.compile(r"experts\.(?P<matrix>linear_fc\d)\.(?P<rest>weight|bias|lora\.)(?P<expert>\d+)(?P<end>$|\..*)")
 
 
 def global_names(chunk: GPTModel, local_experts: int) -> Iterator[tuple[str, Tensor]]:

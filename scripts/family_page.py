@@ -256,10 +256,12 @@ class FamilyPage:
 
 
 def _reading(module: Module, translate: ast.expr) -> dict[str, bool]:
-    """Return whether the function that reads the config of a family reads sliding windows."""
+    """Return whether the function that reads the config of a family reads sliding windows of attention without sinks."""
     function = module.function(ast.unparse(translate))
-    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)} if function else set()
-    return {"sliding windows": "read_windows" in names}
+    nodes = list(ast.walk(function)) if function else []
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    has_sinks = any(isinstance(node, ast.keyword) and node.arg == "softmax_type" for node in nodes)
+    return {"sliding windows": "read_windows" in names and not has_sinks}
 
 
 def find_message(module: Module, words: str) -> str | None:

@@ -51,6 +51,16 @@ MINIMAX = dict(
     use_routing_bias=True,
     scoring_func="sigmoid",
 )
+# the limit is so small that it clamps some gates and up projections; layer 0 has a window, and layer 1 has none
+GPT_OSS = dict(
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=24,
+    sliding_window=9,
+    swiglu_limit=1.5,
+    rope_parameters=YARN_ROPE | dict(truncate=False),
+)
 # short and long factors of the three pairs that phi3_long rotates; the tests have at most 48 tokens in a sequence
 LONG_ROPE = dict(
     rope_parameters=dict(
@@ -131,6 +141,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_biased": (
         "Gemma3",
         NO_TOKENS | GEMMA | dict(attention_bias=True, tie_word_embeddings=False, num_key_value_heads=4),
+    ),
+    "gpt_oss": ("GptOss", NO_TOKENS | GPT_OSS),
+    "gpt_oss_plain": (
+        "GptOss",
+        NO_TOKENS | GPT_OSS | dict(attention_bias=False, num_key_value_heads=4, tie_word_embeddings=True),
     ),
     "minimax_m2": ("MiniMaxM2", NO_TOKENS | MINIMAX),
     "olmo2": ("Olmo2", NO_TOKENS),

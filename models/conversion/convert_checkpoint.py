@@ -137,7 +137,7 @@ def _megatron_dtype(row: ParamMapping, weights: HFWeights, dtype: torch.dtype | 
         return torch.float32
     if dtype:
         return dtype
-    dtypes = {name: weights.dtypes()[name] for name in row.hf}
+    dtypes = {name: weights.dtype_of(name) for name in row.hf}
     if len(set(dtypes.values())) > 1:
         raise ValueError(
             f"{weights.folder}: Megatron stores {dtypes} in one tensor; choose a common dtype with dtype=."

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from models.architecture import Architecture, Family
+from models.conversion.expert_stacks import is_stacked
 from models.conversion.mapping import ParamMapping
 from parallel.trainer_config import LoraConfig
 
@@ -48,6 +49,11 @@ def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
 
     Without lora.targets, all linear layers must be able to have adapters.
     """
+    if lora.experts and any(is_stacked(name) for row in family.rows(arch) for name in row.hf):
+        raise ValueError(
+            f"lora.experts=true with {family.architecture}: its experts cannot have adapters, because its checkpoints stack all "
+            "experts of a layer in one tensor; set lora.experts=false."
+        )
     linears = [row for row in family.param_mappings(arch) if _is_linear(row, lora.experts)]
     rows = [row for row in linears if can_have_adapter(row, lora.experts)]
     known = list(dict.fromkeys(matrix_name(name) for row in rows for name in row.hf))

@@ -289,3 +289,18 @@ class GatedMLPMapping(ParamMapping):
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
         return list(tensor.chunk(2, 0))
+
+
+@dataclass(frozen=True)
+class InterleavedMLPMapping(ParamMapping):
+    """Gate and up projections in one tensor with alternating rows: first row of the gate, first row of the up projection, ...
+
+    Megatron stores on each rank the gate shard, then the up shard.
+    """
+
+    def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
+        (rows,) = parts
+        return _cat([rows[::2], rows[1::2]])
+
+    def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
+        return [_cat([half.unsqueeze(1) for half in tensor.chunk(2, 0)], 1).flatten(0, 1)]

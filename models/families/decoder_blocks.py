@@ -84,6 +84,9 @@ DENSE_MLP = (
         present_in="dense_layers",
     ),
 )
+MOE_NORM = ParamMapping(  # the norm before the router and the experts
+    f"{_MEGATRON_LAYER}.pre_mlp_layernorm.weight", _POST_NORM, (_HIDDEN,), present_in="moe_layers"
+)
 DENSE_MLP_BIAS = (
     GatedMLPMapping(
         f"{_MEGATRON_MLP}.linear_fc1.bias",
@@ -128,7 +131,7 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ..
     prefix = f"{_HF_LAYER}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
     return (
-        ParamMapping(f"{_MEGATRON_LAYER}.pre_mlp_layernorm.weight", _POST_NORM, (_HIDDEN,), present_in="moe_layers"),
+        MOE_NORM,
         ParamMapping(
             f"{_MEGATRON_MLP}.router.weight",
             (f"{prefix}.gate.weight",),

@@ -17,7 +17,13 @@ from torch import Tensor
 from mrl.bench.device_rates import peak_memory, seconds_of
 from mrl.bench.model_steps import model_dtype, start_one_rank
 from mrl.bench.sections import SectionJob, Value
-from parallel.attention import PackedAttention, attend_batched, flash_attention_versions, supports_varlen
+from parallel.attention import (
+    PackedAttention,
+    SoftmaxSettings,
+    attend_batched,
+    flash_attention_versions,
+    supports_varlen,
+)
 from parallel.device import capabilities, device
 from parallel.packing import PackedSequences, Segment, pack
 
@@ -127,7 +133,11 @@ def attention_kernels(
         yield from _optional_kernels(job, name, sizes, whole, shared)
         yield "batched scaled_dot_product_attention", _gathering(_batched(scale), pack(segments, device()))
     config = SimpleNamespace(
-        kv_channels=sizes.channels, attention_dropout=0.0, window_size=None, window_attn_skip_freq=None
+        kv_channels=sizes.channels,
+        attention_dropout=0.0,
+        softmax_type="vanilla",
+        window_size=None,
+        window_attn_skip_freq=None,
     )
     attention = PackedAttention(config, 1, None, "self")
     chosen = f"torch's variable-length FlashAttention-{version}" if varlen else "batched"
@@ -176,7 +186,7 @@ def _gathering(kernel: AttentionKernel, packed: PackedSequences) -> Callable[...
 
 
 def _batched(scale: float) -> AttentionKernel:
-    return lambda query, key, value, packed: attend_batched(query, key, value, packed.calls, scale, 0.0)
+    return lambda query, key, value, packed: attend_batched(query, key, value, packed.calls, SoftmaxSettings(scale))
 
 
 def _torch_varlen(scale: float) -> AttentionKernel:

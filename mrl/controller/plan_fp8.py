@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.architecture import Architecture
+from models.conversion.expert_stacks import is_stacked
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.rollout.engines.server_args import BLOCK_FP8, compute_capability
@@ -38,6 +39,11 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
         raise ValueError(
             f"{prefix} with model.path={config.model.path}: trainers send the weights of gated delta nets only in model.dtype; "
             "leave sglang.quantization out."
+        )
+    if any(is_stacked(name) for row in layout.rows for name in row.hf):
+        raise ValueError(
+            f"{prefix} with model.path={config.model.path}: if checkpoints stack all experts of a layer in one tensor, trainers "
+            "send the experts only in model.dtype; leave sglang.quantization out."
         )
     if config.weight_sync.transport == Transport.disk:
         raise ValueError(

@@ -37,7 +37,7 @@ from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_
 from mrl.planner.trainer_state_bytes import layers_of_stages
 from mrl.rollout.engines.server_args import has_cuda
 from mrl.tracking.console import show_warning
-from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_heads
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_expert_biases, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
 from parallel.dims import ParallelDims
@@ -127,7 +127,7 @@ def plan_model(
             "language model. `mrl sft objective=reward_model` trains a reward model."
         )
     check_layout(config, arch, dims)
-    if arch.window and dims.cp > 1 and not config.trainer.share_prompts:
+    if arch.window and not arch.has_sinks and dims.cp > 1 and not config.trainer.share_prompts:
         raise ValueError(
             f"trainer.share_prompts=false with parallel.cp={dims.cp}: on GPUs, Transformer Engine would compute the attention, "
             "but it has no sliding windows with context parallelism; set trainer.share_prompts=true, or parallel.cp=1."
@@ -383,6 +383,8 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
         check_engine_device(config, family, advice=advice)
     check_heads(actor.arch, topology)
     _check_key_norms(family, actor.arch, topology)
+    if config.weight_sync.transport != Transport.disk:
+        check_expert_biases(actor.arch, topology)
     return topology
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.algorithms.distillation import TEACHER_OUTPUTS, reads_rewards
 from mrl.algorithms.filters import Filter
@@ -205,7 +206,8 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=image_args(actor)
+        server_args=dict(family_of(actor.hf).engine_args)
+        | image_args(actor)
         | adapter_server_args(config, actor)
         | _server_args(config, actor.context, sampling, evaluations),
         sampling=sampling,

@@ -325,9 +325,10 @@ def _intermediate_bytes(
     `width`: intermediate size of the MLP on this rank. `scaled`: each token's activation is multiplied by its router weight.
     """
     projected = {f"{name} projection": rows * width * batch.itemsize * (2 if shape.gated else 1)}
-    # Without a fused kernel, these tensors are also saved: silu(gate), up, and the scaled product.
+    # Without a fused kernel, these tensors are also saved: silu(gate), up, and the scaled product. With clamped gates, two more
+    # tensors are saved: the clamped gate and its sigmoid.
     is_fused = batch.kernels.fused_mlp and shape.fused_activation
-    unfused = 0 if is_fused or not shape.gated else 2 + scaled
+    unfused = 0 if is_fused or not shape.gated else 2 + scaled + 2 * shape.clamped_gates
     return projected | {f"{name} activation": rows * width * batch.itemsize * (1 + unfused)}
 
 

@@ -33,6 +33,7 @@ MODULE_ORDER = (
     "self_attention.dt_bias",
     "self_attention.A_log",
     "self_attention.norm_weight",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_in.weight",
     "self_attention.linear_in.layer_norm_weight",
@@ -184,6 +185,7 @@ class ModelShape:
     projection_norms: bool = False  # whether attention normalizes the queries of all heads together, and so the keys
     pre_norms: bool = True  # whether there is a norm before the attention and one before the MLP
     fused_activation: bool = True  # whether a kernel of Megatron computes the gated activation of MLPs
+    clamped_gates: bool = False  # whether gates and up projections are clamped
     post_norms: bool = False  # whether there is a norm after the attention and one after the MLP
     q_lora: int = 0  # width of the compressed queries of latent attention; 0 if queries are not compressed
     kv_lora: int = 0  # width of the compressed keys and values of latent attention; 0 if attention is not latent
@@ -233,6 +235,7 @@ class ModelShape:
             pre_norms="no_pre_norms" not in arch.parts,
             post_norms="post_norms" in arch.parts,
             fused_activation=arch.activation == "silu",
+            clamped_gates=t.get("activation_func_clamp_value") is not None,
             q_lora=t.get("q_lora_rank") or 0,
             kv_lora=t.get("kv_lora_rank") or 0,
             rotary_dim=arch.rope.dim,

@@ -85,6 +85,20 @@ def check_heads(arch: Architecture, topology: EngineParallelSizes) -> None:
             )
 
 
+def check_expert_biases(arch: Architecture, topology: EngineParallelSizes) -> None:
+    """Raise ValueError if several engine ranks would share an expert whose down projection has a bias.
+
+    SGLang then sets the bias to zero on all but the first of these ranks.
+    """
+    ranks = topology.tp // topology.ep
+    if "moe_bias" in arch.parts and ranks > 1:
+        raise ValueError(
+            f"rollout.engine_tp={topology.tp} with sglang.ep_size={topology.ep}: {ranks} engine ranks would share each expert. "
+            "Only the first of them may add the bias of the down projection, but trainers send this bias to all ranks; set "
+            f"sglang.ep_size={topology.tp}, or weight_sync.transport=disk."
+        )
+
+
 @dataclass(frozen=True)
 class EngineLayout:
     """The shards of one model on every rank of an engine. The vision tower of an image model has no shards, and is not sent."""

@@ -16,6 +16,7 @@ KINDS = {
     "qkv_biased": ("qwen2", {}),
     "mistral": ("mistral", {}),
     "gemma": ("gemma3", {}),
+    "gpt_oss": ("gpt_oss", {}),
     "minimax": ("minimax_m2", {}),
     "olmo2": ("olmo2_biased", {}),
     "olmo3": ("olmo3", {}),

@@ -32,13 +32,14 @@ STAND_INS = [
 
 def use_attention_of_gpus() -> None:
     """Make this process take the branches for attention in 16 bits on a GPU. A stand-in replaces the attention kernel."""
-    from varlen_kernel import varlen_attn
+    from varlen_kernel import sink_kernels, varlen_attn
 
     from mrl.workers import megatron_model
     from parallel import attention
 
     attention.supports_varlen = megatron_model.supports_varlen = lambda device, dtype: True
     attention._varlen_kernel = lambda channels: varlen_attn
+    attention._sink_kernels = sink_kernels
 
 
 def run_layers(rank: int, folder) -> tuple[int, float]:
@@ -66,7 +67,7 @@ def run_layers(rank: int, folder) -> tuple[int, float]:
     return len(tables), float((found - expected).detach().abs().max())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gpt_oss"])
 def test_layers_share_the_angles_of_a_pack_and_the_attention_of_gpus_is_exact(run_ranks, tmp_path, name):
     ((tables, difference),) = run_ranks(ParallelDims(), run_layers, make_family(name, tmp_path))
     assert tables == 1 and difference < 1e-5

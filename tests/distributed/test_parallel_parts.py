@@ -98,7 +98,8 @@ def attend(rank: int, dims: ParallelDims, seeds: range):
             parts.append(part.requires_grad_())
         window = WINDOWS[seed % len(WINDOWS)]
         limits = dict(window_size=None if window is None else (window - 1, 0), window_attn_skip_freq=None)
-        config = SimpleNamespace(kv_channels=columns[0].shape[2], attention_dropout=0.0, **limits)
+        options = dict(attention_dropout=0.0, softmax_type="vanilla")
+        config = SimpleNamespace(kv_channels=columns[0].shape[2], **options, **limits)
         out = PackedAttention(config, 1, None, "self")(*parts, packed_seq_params=packed)
         (out[real] * torch.from_numpy(cotangent[mine])).sum().backward()
         assert not any(part.grad[~real].any() for part in parts), "padding has no part in real tokens"
@@ -116,7 +117,7 @@ def test_attention_under_context_parallelism_equals_attention_with_a_dense_mask(
     for seed, of_ranks in zip(seeds, zip(*by_rank, strict=True), strict=True):
         segments, _, columns, cotangent = attention_case(seed)
         tensors = [torch.from_numpy(column).requires_grad_() for column in columns]
-        out = dense_attention(*tensors, segments, WINDOWS[seed % len(WINDOWS)])
+        out = dense_attention(*tensors, segments=segments, window=WINDOWS[seed % len(WINDOWS)])
         (out * torch.from_numpy(cotangent)).sum().backward()
         order = np.concatenate([mine for mine, _ in of_ranks])
         assert sorted(order) == list(range(len(out)))

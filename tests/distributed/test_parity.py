@@ -159,6 +159,17 @@ def test_mixtral(traced, dims):
     check(reference(traced, "mixtral"), traced("mixtral", dims))
 
 
+SINKS = layouts(
+    *("tp2", "pp2", "cp2", "pp2 vpp2", "dp2 ep2", "dp2 etp2", "tp2 ep2 etp1", "tp2 etp1", "tp2 cp2", "tp2 dp2 ep2")
+)
+
+
+@pytest.mark.extended_except("tp2 sp")
+@pytest.mark.parametrize("dims", SINKS, ids=str)
+def test_sinks_and_biased_experts(traced, dims):
+    check(reference(traced, "gpt_oss"), traced("gpt_oss", dims))
+
+
 FUSED_OR_PLAIN = layouts("tp2", "tp2 sp0", "pp2", "cp2")
 
 

@@ -22,7 +22,7 @@ from mrl.controller.plan_models import engine_topology, plan_model
 from mrl.planner.model_shape import ModelShape
 from mrl.weight_sync.engine_layout import EngineParallelSizes, check_heads
 from parallel.dims import ParallelDims
-from parallel.rope import Rope
+from parallel.rope import Rope, YarnRope
 
 GEMMA_ROPE = GEMMA["rope_parameters"]
 PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
@@ -161,6 +161,19 @@ def test_no_ignored_field_is_read_by_a_family():
         ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported; expected 'gelu_pytorch"),
         ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
+        ("gpt_oss", dict(swiglu_alpha=1.0), "swiglu_alpha=1.0 is not supported; expected 1.702"),
+        ("gpt_oss", dict(experts_per_token=4), "experts_per_token=4 is not supported; expected None or 2"),
+        (
+            "gpt_oss",
+            dict(layer_types=["full_attention"]),
+            "sliding_attention or full_attention for each of the 2 layers",
+        ),
+        (
+            "gpt_oss",
+            dict(quantization_config=dict(quant_method="fp8")),
+            "expected quant_method='mxfp4' or no quantization",
+        ),
+        ("gpt_oss", dict(num_experts=8), "num_experts=8, num_local_experts=4 are names of one field"),
         ("minimax_m2", dict(use_qk_norm=False), "use_qk_norm=False is not supported; expected True"),
         ("minimax_m2", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
         ("minimax_m2", dict(attn_type_list=[1, 0]), "attn_type_list=[1, 0] is not supported"),
@@ -238,6 +251,8 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
             dict(rope_parameters=dict(GEMMA_ROPE, sliding_attention=GEMMA_ROPE["full_attention"])),
             "other than linear scaling in layers with full attention, which SGLang silently ignores",
         ),
+        ("gpt_oss_plain", {}, "has tied embeddings, which SGLang silently ignores"),
+        ("gpt_oss", dict(quantization_config=dict(quant_method="mxfp4")), "SGLang would keep the experts in MXFP4"),
         ("minimax_m2", dict(rotary_dim=None, partial_rotary_factor=0.25), "has partial_rotary_factor, which SGLang"),
         ("olmo2", dict(head_dim=16), "has a head_dim other than hidden_size / num_attention_heads, which SGLang"),
         ("olmo3", {}, "SGLang 0.5.23 does not implement Olmo3ForCausalLM"),
@@ -280,6 +295,7 @@ ALIKE = [
         "gemma3",  # with linear scaling
         "qwen2",
         "qwen3_biased",
+        "gpt_oss",
         "minimax_m2",
         "mistral",
         "mixtral",
@@ -415,13 +431,51 @@ def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(
         engine_topology(config, actor)
 
 
-def test_engines_of_minimax_need_gpus(fields, tmp_path):
-    hf = HFConfig("config.json", fields("minimax_m2"))
+@pytest.mark.parametrize("name", ["minimax_m2", "gpt_oss"])
+def test_engines_of_some_families_need_gpus(fields, tmp_path, name):
+    hf = HFConfig("config.json", fields(name))
     actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))
     keys = [f"model.path={tmp_path}", "model.dtype=float32", "run.dir=out", "sglang.device=cpu"]
     config = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
-    with pytest.raises(ValueError, match=r"SGLang 0.5.23 has no kernels for MiniMaxM2ForCausalLM on a CPU"):
+    with pytest.raises(ValueError, match=rf"SGLang 0.5.23 has no kernels for {hf.architecture} on a CPU"):
         engine_topology(config, actor)
+
+
+def test_engine_ranks_that_share_an_expert_cannot_receive_biases(fields, tmp_path):
+    hf = HFConfig("config.json", fields("gpt_oss"))
+    actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))
+    keys = [f"model.path={tmp_path}", "run.dir=out", "rollout.engine_tp=2", "cluster.address=auto"]
+
+    def topology(*more: str) -> EngineParallelSizes:
+        return engine_topology(hydra_entry.compose_config(hydra_entry.check_overrides([*keys, *more])), actor)
+
+    with pytest.raises(
+        ValueError, match=r"2 engine ranks would share each expert.* set sglang.ep_size=2, or weight_sync"
+    ):
+        topology()
+    assert topology("sglang.ep_size=2").ep == 2 and topology("weight_sync.transport=disk").tp == 2
+
+
+def test_a_gpt_oss_config_without_rope_parameters_has_yarn(fields):
+    known = {name: value for name, value in fields("gpt_oss").items() if name != "rope_parameters"}
+    rope = read(known).rope
+    assert rope == YarnRope(
+        rope_theta=150000.0,
+        dim=16,
+        factor=32.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=4096,
+    )
+
+
+def test_only_layers_with_sinks_force_packed_attention(fields, monkeypatch):
+    from models import model_builder
+
+    monkeypatch.setattr(model_builder, "capabilities", lambda: SimpleNamespace(transformer_engine=True))
+    for name, is_packed in (("gpt_oss", True), ("mixtral", False)):
+        assert model_builder.uses_packed_attention(read(fields(name)), share_prompts=False) == is_packed
 
 
 def test_windows_under_context_parallelism_need_shared_prompts(fields, tmp_path):
@@ -434,6 +488,8 @@ def test_windows_under_context_parallelism_need_shared_prompts(fields, tmp_path)
     with pytest.raises(ValueError, match=why):
         plan_model(config, str(tmp_path), weights=False)
     plan_model(replace(config, trainer=replace(config.trainer, share_prompts=True)), str(tmp_path), weights=False)
+    fields("gpt_oss")  # with sinks, Transformer Engine never computes the attention
+    plan_model(config, str(tmp_path), weights=False)
 
 
 def test_the_field_rotary_dim_sets_the_rotated_components(fields):

@@ -38,6 +38,7 @@ LORA = LoraConfig(rank=2, alpha=4.0)
 def models(tmp_path_factory):
     """`models[name]` -> folder of a tiny model."""
     names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2", "phi3", "olmo2", "qwen3_5", "qwen3_next")
+    names += ("gpt_oss",)
     return {name: make_family(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
@@ -73,6 +74,7 @@ def test_the_spec_of_a_trained_actor_has_the_adapters_and_other_models_have_none
         ("qwen3", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         ("mixtral", {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ("minimax_m2", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("gpt_oss", {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ("olmo2", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         ("phi3", {"o_proj", "down_proj"}),
         ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
@@ -93,6 +95,13 @@ def test_linear_layers_outside_the_routed_experts_can_have_adapters(models, name
         (name_a, a), (name_b, b) = (m.hf_shapes(arch.sizes | {"lora_rank": 2}).popitem() for m in (of_a, of_b))
         weight = name_a.removeprefix("base_model.model.").replace("lora_A.", "")
         assert name_b == name_a.replace("lora_A", "lora_B") and (b[0], a[1]) == shapes[weight] and a[0] == b[1] == 2
+
+
+def test_experts_that_a_checkpoint_stacks_have_no_adapters(models):
+    family, arch = read(models["gpt_oss"])
+    check_lora(LORA, family, arch)
+    with pytest.raises(ValueError, match=r"lora.experts=true with GptOssForCausalLM: its experts cannot have adapters"):
+        check_lora(replace(LORA, experts=True), family, arch)
 
 
 @pytest.mark.parametrize("name", IMAGE_FAMILIES)

@@ -25,6 +25,7 @@ def drawn_sizes(draw) -> dict[str, int]:
     key_heads, values_per_key = 4 * draw(st.integers(1, 2)), draw(st.integers(1, 3))  # of gated delta nets
     keys, value_channels = key_heads * draw(st.integers(1, 4)), draw(st.integers(1, 4))
     values = key_heads * values_per_key * value_channels
+    moe_ffn = 4 * draw(st.integers(1, 4))
     return dict(
         vocab=draw(st.integers(5, 50)),
         hidden=draw(st.integers(1, 9)),
@@ -33,7 +34,7 @@ def drawn_sizes(draw) -> dict[str, int]:
         kv=groups * head_dim,
         head_dim=head_dim,
         experts=draw(st.integers(1, 4)),
-        moe_ffn=4 * draw(st.integers(1, 4)),
+        moe_ffn=moe_ffn,
         shared_ffn=4 * draw(st.integers(1, 4)),
         q_lora=draw(st.integers(1, 9)),  # this and the following sizes belong to latent attention
         kv_lora=draw(st.integers(1, 9)),
@@ -43,6 +44,8 @@ def drawn_sizes(draw) -> dict[str, int]:
         tower_hidden=draw(st.integers(1, 5)),  # this and the following sizes belong to vision towers
         **dict(tower_qkv=3, tower_ffn=2, tower_merged=4, tower_positions=3, channels=3, frames=2, patch=2),
         one=1,
+        heads=groups * per_group,  # this and the following size belong to gpt-oss
+        gate_and_up=2 * moe_ffn,
         q_and_gate=2 * groups * per_group * head_dim,
         head_groups=key_heads,  # this and the following sizes belong to gated delta nets
         gdn_k=keys,
@@ -87,6 +90,13 @@ def test_qkv_is_ordered_by_key_value_group():
     q, k, v = torch.tensor([[0.0], [1], [2], [3]]), torch.tensor([[10.0], [11]]), torch.tensor([[20.0], [21]])
     assert row.to_megatron([q, k, v], sizes, 0, 1).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     assert row.to_megatron([q, k, v], sizes, 1, 2).flatten().tolist() == [2, 3, 11, 21]
+
+
+def test_alternating_rows_of_gate_and_up_projection_become_two_blocks():
+    row = next(r for r in FAMILIES["GptOssForCausalLM"].table if "linear_fc1.bias" in r.megatron)
+    rows = torch.tensor([0.0, 50, 1, 51, 2, 52, 3, 53])
+    assert row.to_megatron([rows], dict(gate_and_up=8), 0, 1).tolist() == [0, 1, 2, 3, 50, 51, 52, 53]
+    assert row.to_megatron([rows], dict(gate_and_up=8), 1, 2).tolist() == [2, 3, 52, 53]
 
 
 def test_queries_come_before_their_gates_in_each_group():

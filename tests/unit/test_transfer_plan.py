@@ -16,6 +16,7 @@ from tiny_families import SIZES as TINY_SIZES
 from models.architecture import Architecture
 from models.conversion.mapping import Box
 from models.families.gemma3 import GEMMA3
+from models.families.gpt_oss import GPT_OSS
 from models.families.minimax_m2 import MINIMAX_M2
 from models.families.mixtral import MIXTRAL
 from models.families.phi3 import PHI3
@@ -153,6 +154,26 @@ def test_the_embedding_of_gemma_3_is_whole_on_every_rank():
     tensors = tensors_of(GEMMA3, arch)
     layout = EngineLayout.of(GEMMA3, arch, EngineParallelSizes(2))
     assert all(torch.equal(engine_parameters(layout, rank, tensors)[name], tensors[name]) for rank in range(2))
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_engines_stack_the_experts_of_gpt_oss_with_alternating_rows(ep):
+    """With ep=tp, each rank has whole experts. Biases are float32."""
+    arch = GPT_OSS.read(
+        HFConfig("config.json", TINY_SIZES | FAMILIES["gpt_oss"][1] | dict(architectures=[GPT_OSS.architecture]))
+    )
+    tensors, prefix = tensors_of(GPT_OSS, arch), "model.layers.1.mlp.experts."
+    layout = EngineLayout.of(GPT_OSS, arch, EngineParallelSizes(ep, ep))
+    fused = dict(gate_up_proj="w13_weight", gate_up_proj_bias="w13_weight_bias")
+    fused |= dict(down_proj="w2_weight", down_proj_bias="w2_weight_bias")
+    for rank in range(ep):
+        filled, mine = engine_parameters(layout, rank, tensors), range(rank * 4 // ep, (rank + 1) * 4 // ep)
+        for name, param in fused.items():
+            assert torch.equal(filled[prefix + param], torch.stack([tensors[f"{prefix}{e}.{name}"] for e in mine]))
+            is_bias = param.endswith("_bias")
+            assert layout.dtype_of(prefix + param, "bfloat16") == ("float32" if is_bias else "bfloat16")
+        sinks = tensors["model.layers.1.self_attn.sinks"].chunk(ep)[rank]
+        assert torch.equal(filled["model.layers.1.self_attn.sinks"], sinks)
 
 
 def test_the_router_of_minimax_is_float32():
