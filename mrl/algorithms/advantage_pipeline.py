@@ -118,10 +118,12 @@ class AdvantagePipeline:
         drawn = resampling(scored.rewards[candidates], scored.groups[candidates], np.random.default_rng(seed))
         source = f"algorithm.resampling: {describe_plug_in(resampling)}"
         numbers = to_numbers(drawn, source)
-        if numbers.shape != (candidates.sum(),) or (numbers < 0).any() or (numbers % 1).any():
+        wrong = numbers[(numbers < 0) | (numbers % 1 != 0)]
+        if numbers.shape != (candidates.sum(),) or wrong.size:
+            example = f", which contains {wrong[0]}" if wrong.size else ""
             raise ValueError(
-                f"{source} returned an array of shape {numbers.shape} with values from {numbers.min(initial=0)}; expected a "
-                f"whole number of 0 or more for each of {candidates.sum()} responses."
+                f"{source} returned an array of shape {numbers.shape}{example}; expected {candidates.sum()} whole numbers, each "
+                "0 or more."
             )
         counts[candidates] = numbers
         return counts

@@ -44,8 +44,8 @@ def check_distillation(config: Config, algorithm: AlgorithmParts, models: Mappin
         if vocab_size != actor.arch.vocab_size:
             raise ValueError(
                 f"{key}: its vocabulary has {vocab_size} tokens and that of the policy {actor.arch.vocab_size}; "
-                "mrl.algorithms.distillation.Distillation compares the probabilities of equal tokens. Use a teacher of the same "
-                "model family, or algorithm=distill, which reads only the sampled tokens."
+                "mrl.algorithms.distillation.Distillation compares the probabilities of teacher and policy for each token id. "
+                "Use a teacher of the same model family, or algorithm=distill, which reads only the sampled tokens."
             )
         if (other := _tokens(path)) and (own := _tokens(actor.model_path)) and own != other:
             raise ValueError(

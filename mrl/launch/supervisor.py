@@ -87,7 +87,7 @@ def supervise(module: str, argv: Sequence[str]) -> int:
             return watcher.exit_status(status)
         arguments += [message for message in messages if message not in arguments]
         restarts = 1 if seconds > STABLE_S else restarts + 1
-        sys.stderr.write(f"mrl: the process was killed or crashed ({describe_exit(status)}); ")
+        sys.stderr.write(f"mrl: the process ended without finishing its work ({describe_exit(status)}); ")
         sys.stderr.write(
             f"restart {restarts} of {MAX_RESTARTS}\n" if restarts <= MAX_RESTARTS else "no restart is left\n"
         )

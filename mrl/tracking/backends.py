@@ -377,7 +377,9 @@ class MlflowSink(ThreadedSink):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logger.warning("MLflow does not have the run %s of mlflow_run_id any more; it gets a new run", run_id)
+            logger.warning(
+                "MLflow no longer has the run %s, whose id is in mlflow_run_id; a new MLflow run is created", run_id
+            )
             return False
         self._id = run_id
         for name in metrics:

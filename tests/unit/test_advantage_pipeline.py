@@ -304,9 +304,9 @@ def test_a_resampling_may_be_a_function_and_what_it_returns_is_checked():
     scored, pipeline = make_scored(), AdvantagePipeline(GRPO(), PPOClip())
     found = replace(pipeline, resampling=every_second)(scored, {}, 0.0, [0])
     assert found.counts.tolist() == [0, 0, 2, 0, 2, 0, 0] and found.rejected.tolist() == (found.counts == 0).tolist()
-    for wrong, shape in ((one_too_many, 6), (half, 5)):
+    for wrong, array in ((one_too_many, r"shape \(6,\)"), (half, r"shape \(5,\), which contains 0\.5")):
         with pytest.raises(
-            ValueError, match=rf"{wrong.__name__}.* returned an array of shape \({shape},\).*of 5 responses"
+            ValueError, match=rf"{wrong.__name__}.* returned an array of {array}; expected 5 whole numbers"
         ):
             replace(pipeline, resampling=wrong)(scored, {}, 0.0, [0])
 

@@ -125,7 +125,8 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             cluster.names,
             f"the config needs {requirements.gpus} GPUs, the hosts have {cluster.num_gpus}",
             "the placement of the run's resource pools would fail",
-            "placement=colocated, a smaller layout (parallel.*, rollout.num_engines), or more hosts; mrl plan placement",
+            "set placement=colocated, use a smaller layout (parallel.*, rollout.num_engines), or add hosts; `mrl plan placement "
+            "KEY=VALUE ...` shows how many GPUs each needs",
         )
     if requirements.needs_gpus and not cluster.num_gpus:
         yield error(
