@@ -175,7 +175,7 @@ def make_search(config: Config) -> LayoutSearch:
     hf = HFConfig.load(config.model.path, config.model.family)
     family = family_of(hf)
     arch = family.read(hf)
-    shape = ModelShape.of(family, arch)
+    shape = ModelShape.of(family, arch, hidden_dropout=config.megatron.get("hidden_dropout", 0.0))
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}

@@ -70,7 +70,11 @@ class MemoryEstimator:
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
         """Tensor sizes of each model, by role."""
-        return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
+        dropout = self.config.megatron.get("hidden_dropout", 0.0)
+        return {
+            role: ModelShape.of(family_of(model.hf), model.arch, hidden_dropout=dropout)
+            for role, model in self.models.items()
+        }
 
     def estimate(self, config: Config) -> RunMemory:
         """Estimate the memory for a config with the same models.

@@ -107,14 +107,17 @@ class ModelShape:
     router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
     tied: bool = False  # whether the output layer and the embedding share their weights
     gated: bool = True  # whether MLPs have a gate
-    dropout: bool = False  # whether layers have dropout; `of` never sets it, but tests of the activation estimate do
+    dropout: bool = False  # whether layers have dropout of hidden states
     parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
     # Buffers of torch modules: the float32 correction biases of routers, which no optimizer updates
-    buffers: tuple[ParameterShape, ...] = ()
+    untrained_tensors: tuple[ParameterShape, ...] = ()
 
     @classmethod
-    def of(cls, family: Family, arch: Architecture) -> ModelShape:
-        """Return the sizes of the model `arch`. `family`: model family, which has the table of the model's parameters."""
+    def of(cls, family: Family, arch: Architecture, *, hidden_dropout: float = 0.0) -> ModelShape:
+        """Return the sizes of the model `arch`.
+
+        `family`: model family, which has the table of the model's parameters. `hidden_dropout`: megatron.hidden_dropout.
+        """
         t, rows = arch.transformer, family.rows(arch)
         return cls(
             moe=tuple(map(arch.is_moe, range(arch.num_layers))),
@@ -138,7 +141,8 @@ class ModelShape:
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
             parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
-            buffers=_parameter_shapes([row for row in rows if row.is_buffer], arch),
+            dropout=hidden_dropout > 0,
+            untrained_tensors=_parameter_shapes([row for row in rows if row.is_buffer], arch),
         )
 
     @property
@@ -157,7 +161,7 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """Number of trainable parameters of the model, without padding."""
-        return self.num_weights - sum(self.moe) * sum(p.numel for p in self.buffers)
+        return self.num_weights - sum(self.moe) * sum(p.numel for p in self.untrained_tensors)
 
     @cached_property
     def num_weights(self) -> int:
@@ -180,7 +184,7 @@ class ModelShape:
     @cached_property
     def _layer_weights(self) -> tuple[int, int]:
         """Number of weights without routed experts: (of a dense layer, of a layer with experts)."""
-        per_layer = [p for p in (*self.parameters, *self.buffers) if p.location == "layer"]
+        per_layer = [p for p in (*self.parameters, *self.untrained_tensors) if p.location == "layer"]
         dense, moe = (sum(p.numel for p in per_layer if p.present_in in ("always", kind)) for kind in ("dense", "moe"))
         return dense, moe
 
@@ -216,10 +220,10 @@ class ModelShape:
 
 
 def _parameter_shapes(rows: Sequence[ParamMapping], arch: Architecture) -> tuple[ParameterShape, ...]:
-    return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_buffer_order))
+    return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_flat_buffer_position))
 
 
-def _buffer_order(p: ParameterShape) -> tuple[int, int]:
+def _flat_buffer_position(p: ParameterShape) -> tuple[int, int]:
     """Return the sort key of a parameter: its position in Megatron's flat buffer (see MODULE_ORDER)."""
     if p.location not in ("layer", "expert"):
         return (0 if p.location == "first" else 2, 0)

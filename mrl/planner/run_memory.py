@@ -434,7 +434,7 @@ def engine_weight_parts(shape: ModelShape, topology: EngineParallelSizes, itemsi
     """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
     moe = sum(shape.moe)
     layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
-    dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES, 0
+    dense, experts = moe * sum(p.numel for p in shape.untrained_tensors) * BIAS_BYTES, 0
     for p in shape.parameters:
         if p.location == "expert":
             local_experts = shape.num_experts // topology.ep

@@ -225,7 +225,7 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
 
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
     """Return the bytes of torch buffers of the routers: correction biases in fp32, and token counts in the model's dtype."""
-    return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.buffers) * (BIAS_BYTES + itemsize)
+    return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.untrained_tensors) * (BIAS_BYTES + itemsize)
 
 
 def _elements_in_shard(sizes: list[int], shard_size: int, index: int) -> int:
@@ -299,7 +299,7 @@ def largest_state(
     weights = gradients = optimizer = 0
     for virtual in stage:
         dense, experts = buffer_numel(shape, virtual, dims.tp, dims.ep, dims.expert_tp, head)
-        weights += _module_buffer_bytes(shape, virtual, itemsize) if shape.buffers else 0
+        weights += _module_buffer_bytes(shape, virtual, itemsize) if shape.untrained_tensors else 0
         shared, replicas_of_dense = _padded(_shared_numel(shape, dims, virtual, head)), dims.dp * dims.cp
         buckets = (
             (shared, replicas_of_dense),

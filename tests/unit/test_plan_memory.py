@@ -160,6 +160,19 @@ def test_a_critic_and_a_reference_are_counted(tmp_path):
     assert kl.host.reference > 0
 
 
+def test_the_masks_of_dropout_are_counted(tmp_path):
+    """Each of the 36 layers saves two masks, with one byte for each of the 4096 elements of a token's hidden state."""
+
+    def update(*overrides: str) -> tuple[Config, dict[str, int]]:
+        config = config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8", *overrides)
+        (phase,) = [m for m in memory_of(config).phases if (m.role, m.phase) == ("actor", "update")]
+        return config, dict(phase.parts)
+
+    (config, plain), (_, dropped) = update(), update("megatron.hidden_dropout=0.1")
+    tokens = max(config.trainer.max_tokens_per_micro_batch, memory_of(config).longest_sequence)
+    assert dropped["activations"] - plain["activations"] == 36 * 2 * tokens * 4096
+
+
 def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
     """Teachers with the hidden sizes 4096 and 2560 have output layers and hidden states of different sizes in bytes."""
 
