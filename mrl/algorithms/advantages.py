@@ -167,7 +167,9 @@ class ReMax:
         assert inputs.greedy_rewards is not None, "ReMax needs greedy_rewards"
         if not self.to_go:
             return inputs.rewards - inputs.greedy_rewards
-        return discounted_sums(inputs.token_rewards, inputs.lengths, 1.0) - inputs.greedy_rewards[inputs.rows]
+        return (
+            discounted_sums(inputs.token_rewards, inputs.lengths, 1.0) - inputs.greedy_rewards[inputs.response_of_token]
+        )
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ class GDPO:
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
-        parts = inputs.parts or {"reward": inputs.rewards}
+        parts = inputs.reward_parts or {"reward": inputs.rewards}
         if set(self.weights) - set(parts):
             raise ValueError(
                 f"algorithm.advantage.weights={dict(self.weights)}: the reward has the parts {', '.join(sorted(parts))}."
@@ -404,8 +406,11 @@ class OptimalTokenBaseline:
 
 def _group_and_index(inputs: AdvantageInputs) -> NDArray[np.int64]:
     """Return [R]: a number that two tokens share if they have the same index in responses of the same group."""
-    index = np.arange(len(inputs.rows)) - (np.cumsum(inputs.lengths) - inputs.lengths)[inputs.rows]
-    return GroupStatistics(inputs.groups).index[inputs.rows] * inputs.lengths.max(initial=1) + index
+    index = (
+        np.arange(len(inputs.response_of_token))
+        - (np.cumsum(inputs.lengths) - inputs.lengths)[inputs.response_of_token]
+    )
+    return GroupStatistics(inputs.groups).index[inputs.response_of_token] * inputs.lengths.max(initial=1) + index
 
 
 @dataclass(frozen=True)
