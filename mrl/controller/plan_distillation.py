@@ -120,7 +120,9 @@ def taught_responses(
     return rows
 
 
-def output_layer_folders(config: Config, algorithm: AlgorithmParts, models: Mapping[str, ModelPlan]) -> dict[str, str]:
+def teacher_output_layer_folders(
+    config: Config, algorithm: AlgorithmParts, models: Mapping[str, ModelPlan]
+) -> dict[str, str]:
     """Return teacher -> folder from which the trainer ranks of the actor load the output layer of the teacher.
 
     These ranks compute the teacher's logits from its hidden states. Returns {} if the loss does not distill over the whole

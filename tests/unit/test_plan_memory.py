@@ -194,7 +194,7 @@ def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
     sampled = rollout.prompts_per_step * rollout.responses_per_prompt * rollout.max_response_tokens
     assert host == (8 * rows + sampled) * columns * 2, "the eight ranks of the actor are on one node"
     assert working_and_host_bytes(config("distill_top_k", "Qwen3-8B"))[1] == 0
-    rewards = ["algorithm.advantage._target_=mrl.algorithms.advantages.GRPO", f"+algorithm.loss.policy={PPO}"]
+    rewards = ["algorithm.advantage._target_=mrl.algorithms.advantages.GRPO", f"+algorithm.loss.reward_loss={PPO}"]
     both = working_and_host_bytes(config("distill_vocab", "Qwen3-8B", *rewards))
     gradient = rows * 4096 * 2 + tokens * 4096 * 4
     assert both[0] > working_and_host_bytes(large)[0] + gradient, "two losses have two gradients of the output layer"
