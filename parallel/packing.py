@@ -138,7 +138,7 @@ def pack(
             calls[-1] = AttentionCall(calls[-1].count + 1, *shape)
         else:
             calls.append(AttentionCall(1, *shape))
-    local, total = len(source), len(source) * cp_size
+    tokens_per_rank, total = len(source), len(source) * cp_size
     is_padding = source < 0
     packed = PackedSequences(
         qkv_format="thd",
@@ -146,7 +146,7 @@ def pack(
         source=source,
         calls=tuple(calls),
         chunks=ChunkBounds.of([shapes[chunk] for chunk in order], device),
-        query_index=_index([queries[chunk] for chunk in order], local, device),
+        query_index=_index([queries[chunk] for chunk in order], tokens_per_rank, device),
         key_index=_index([keys[chunk] for chunk in order], total, device),
         padding=copy_to_device(is_padding, device) if layout.padded.sum() > layout.lengths.sum() else None,
         num_tokens=int(layout.lengths.sum()),
@@ -221,24 +221,26 @@ class _PackLayout:
         L tokens of this rank. The third list contains the indices of the keys in the concatenated keys of all context-parallel
         ranks.
         """
-        local = int(self.padded.sum()) // self.cp_size
+        tokens_per_rank = int(self.padded.sum()) // self.cp_size
         # index of each segment's first token among the tokens of a rank; it is the same on every rank
         first = (np.cumsum(self.padded) - self.padded) // self.cp_size
         shapes, queries, keys = [], [], []
         for segment, size in enumerate((self.padded // self.num_chunks).tolist()):
-            ancestor_rows = [self._rows(s, int(self.lengths[s]), first, local) for s in self.ancestors[segment]]
-            own = self._rows(segment, int(self.padded[segment]), first, local)
+            of_ancestors = [
+                self._global_indices(s, int(self.lengths[s]), first, tokens_per_rank) for s in self.ancestors[segment]
+            ]
+            own = self._global_indices(segment, int(self.padded[segment]), first, tokens_per_rank)
             for position, chunk in enumerate(self.chunks_of(rank)):
-                rows = np.concatenate([*ancestor_rows, own[: (chunk + 1) * size]])
-                shapes.append((size, len(rows)))
+                indices = np.concatenate([*of_ancestors, own[: (chunk + 1) * size]])
+                shapes.append((size, len(indices)))
                 queries.append(first[segment] + position * size + np.arange(size))
-                keys.append(rows)
+                keys.append(indices)
         return shapes, queries, keys
 
-    def _rows(self, segment: int, count: int, first: Ints, local: int) -> Ints:
+    def _global_indices(self, segment: int, count: int, first: Ints, tokens_per_rank: int) -> Ints:
         """For the first `count` tokens of a segment, return their indices in the concatenated tokens of all ranks.
 
-        `first`: index of each segment's first token on a rank. `local`: number of tokens of each rank.
+        `first`: index of each segment's first token on a rank. `tokens_per_rank`: number of tokens on each rank.
         """
         inside = np.arange(count)
         if self.cp_size == 1:
@@ -247,7 +249,7 @@ class _PackLayout:
         chunk, offset_in_chunk = np.divmod(inside, size)
         late = chunk >= self.cp_size
         rank = np.where(late, self.num_chunks - 1 - chunk, chunk)
-        return rank * local + first[segment] + late * size + offset_in_chunk
+        return rank * tokens_per_rank + first[segment] + late * size + offset_in_chunk
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """Return the cumulative lengths of the whole segments for Transformer Engine, padding on all ranks included."""
