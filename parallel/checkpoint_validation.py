@@ -74,7 +74,9 @@ None of them executes code from the pickle or opens a file. This module itself c
 """
 
 _ARCHIVE_MAGIC = b"PK\x03\x04"  # the first bytes of a torch.save archive
-_ADVICE = "No training run writes such a file: other software made or changed it. Do not load the file, and find out its origin."
+_ADVICE = (
+    "mrl and Megatron's own checkpoints contain no such object. Do not load the file unless you know who wrote it."
+)
 
 
 class ForeignPickleError(ValueError):

@@ -16,6 +16,7 @@ number of keys that all attention calls on this rank read, repetitions included.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -148,7 +149,7 @@ def pack(
             calls[-1] = AttentionCall(calls[-1].count + 1, *shape)
         else:
             calls.append(AttentionCall(1, *shape))
-    local, total = len(source), len(source) * cp_size
+    tokens_per_rank, total = len(source), len(source) * cp_size
     is_padding = source < 0
     packed = PackedSequences(
         qkv_format="thd",
@@ -156,7 +157,7 @@ def pack(
         source=source,
         calls=tuple(calls),
         chunks=ChunkBounds.of([shapes[chunk] for chunk in order], device),
-        query_index=_index([queries[chunk] for chunk in order], local, device),
+        query_index=_index([queries[chunk] for chunk in order], tokens_per_rank, device),
         key_index=_index([keys[chunk] for chunk in order], total, device),
         padding=copy_to_device(is_padding, device) if layout.padded.sum() > layout.lengths.sum() else None,
         num_tokens=int(layout.lengths.sum()),
@@ -232,48 +233,42 @@ class PackLayout:
         L tokens of this rank. The third list contains the indices of the keys in the concatenated keys of all context-parallel
         ranks.
         """
-        local, first = self._local_rows, self._first_rows
         shapes, queries, keys = [], [], []
         for segment, size in enumerate((self.padded // self.num_chunks).tolist()):
-            ancestor_rows = [self._rows(s, int(self.lengths[s]), first, local) for s in self.ancestors[segment]]
-            own = self._rows(segment, int(self.padded[segment]), first, local)
+            of_ancestors = [self._global_indices(s, int(self.lengths[s])) for s in self.ancestors[segment]]
+            own = self._global_indices(segment, int(self.padded[segment]))
             for position, chunk in enumerate(self.chunks_of(rank)):
-                rows = np.concatenate([*ancestor_rows, own[: (chunk + 1) * size]])
-                shapes.append((size, len(rows)))
-                queries.append(first[segment] + position * size + np.arange(size))
-                keys.append(rows)
+                indices = np.concatenate([*of_ancestors, own[: (chunk + 1) * size]])
+                shapes.append((size, len(indices)))
+                queries.append(self._first_tokens[segment] + position * size + np.arange(size))
+                keys.append(indices)
         return shapes, queries, keys
 
-    @property
-    def _local_rows(self) -> int:
+    @cached_property
+    def _tokens_per_rank(self) -> int:
         """L: number of tokens of each rank, including padding."""
         return int(self.padded.sum()) // self.cp_size
 
-    @property
-    def _first_rows(self) -> Ints:
+    @cached_property
+    def _first_tokens(self) -> Ints:
         """Index of each segment's first token among the tokens of a rank. It is the same on every rank."""
         return (np.cumsum(self.padded) - self.padded) // self.cp_size
 
-    def rows(self) -> Ints:
-        """Return the row [S] of each real token in the concatenated tokens of all context-parallel ranks."""
-        local, first = self._local_rows, self._first_rows
-        return np.concatenate(
-            [self._rows(segment, int(length), first, local) for segment, length in enumerate(self.lengths)]
-        )
+    def global_indices(self) -> Ints:
+        """Return the index [S] of each real token in the concatenated tokens of all context-parallel ranks."""
+        lengths = enumerate(self.lengths.tolist())
+        return np.concatenate([self._global_indices(segment, length) for segment, length in lengths])
 
-    def _rows(self, segment: int, count: int, first: Ints, local: int) -> Ints:
-        """For the first `count` tokens of a segment, return their indices in the concatenated tokens of all ranks.
-
-        `first`: index of each segment's first token on a rank. `local`: number of tokens of each rank.
-        """
+    def _global_indices(self, segment: int, count: int) -> Ints:
+        """For the first `count` tokens of a segment, return their indices in the concatenated tokens of all ranks."""
         inside = np.arange(count)
         if self.cp_size == 1:
-            return first[segment] + inside
+            return self._first_tokens[segment] + inside
         size = self.padded[segment] // self.num_chunks
         chunk, offset_in_chunk = np.divmod(inside, size)
         late = chunk >= self.cp_size
         rank = np.where(late, self.num_chunks - 1 - chunk, chunk)
-        return rank * local + first[segment] + late * size + offset_in_chunk
+        return rank * self._tokens_per_rank + self._first_tokens[segment] + late * size + offset_in_chunk
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """Return the cumulative lengths of the whole segments for Transformer Engine, padding on all ranks included."""

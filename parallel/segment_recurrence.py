@@ -66,7 +66,7 @@ class RecurrencePlan:
         return cls(
             num_tokens=len(segment),
             num_rows=len(pack.source),
-            rows=copy_to_device(layout.rows(), device) if is_split else None,
+            rows=copy_to_device(layout.global_indices(), device) if is_split else None,
             own=copy_to_device(own, device) if is_split else None,
             history=copy_to_device(_history(layout, kernel - 1), device),
             convolved=copy_to_device(convolved, device) if len(lengths) > 1 else None,

@@ -41,11 +41,11 @@ class AdvantagePipeline:
     The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens them if `whiten` is set, and
     computes the extra columns. A response without sampled tokens is ignored, also in the mean reward of its group.
 
-    Offline rows may have a given advantage (data.offline.advantage, passed in `ScoredBatch.given_advantages`), which replaces
-    the estimated advantage after the whitening.
+    Offline rows may have an advantage from the config (data.offline.advantage, passed in `ScoredBatch.offline_advantages`). It
+    replaces the estimated advantage after the whitening.
 
     `resampling` acts after all columns are computed. Some responses then count several times in the loss, and responses that
-    count 0 times are rejected. A response with a given advantage is not drawn: it counts once.
+    count 0 times are rejected. A response with an offline advantage is not drawn: it counts once.
 
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
     extra columns. A rejected response still counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
@@ -85,9 +85,9 @@ class AdvantagePipeline:
         in_loss = ~np.repeat(rejected, scored.lengths)  # [R] whether the token is in the loss
         if self.whiten:
             advantages = _whiten(advantages, in_loss)
-        if scored.given_advantages is not None:
-            given = np.repeat(scored.given_advantages, scored.lengths)
-            advantages = np.where(np.isnan(given), advantages, given)
+        if scored.offline_advantages is not None:
+            offline = np.repeat(scored.offline_advantages, scored.lengths)
+            advantages = np.where(np.isnan(offline), advantages, offline)
         loss_columns = {"advantages": advantages.astype(np.float32)}
         if returns is not None:
             loss_columns["returns"] = returns.astype(np.float32)
@@ -104,24 +104,26 @@ class AdvantagePipeline:
 
     @staticmethod
     def _draw(
-        resampling: Resampling, scored: ScoredBatch, in_loss: NDArray[np.bool_], seed: Sequence[int]
+        resampling: Resampling, scored: ScoredBatch, eligible: NDArray[np.bool_], seed: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Return [B]: how often each response counts in the loss; 0 for a response outside `in_loss` [B].
+        """Return [B]: how often each response counts in the loss; 0 for a response that is not `eligible` [B].
 
-        A response with a given advantage counts once. It is not drawn, because its reward does not matter, and may be unknown.
+        A response with an offline advantage counts once. It is not drawn, because its reward does not matter, and may be unknown.
         """
-        given = scored.given_advantages
-        candidates = in_loss if given is None else in_loss & np.isnan(given)
-        counts = (in_loss & ~candidates).astype(np.int64)
+        offline = scored.offline_advantages
+        candidates = eligible if offline is None else eligible & np.isnan(offline)
+        counts = (eligible & ~candidates).astype(np.int64)
         if not candidates.any():
             return counts
         drawn = resampling(scored.rewards[candidates], scored.groups[candidates], np.random.default_rng(seed))
         source = f"algorithm.resampling: {describe_plug_in(resampling)}"
         numbers = to_numbers(drawn, source)
-        if numbers.shape != (candidates.sum(),) or (numbers < 0).any() or (numbers % 1).any():
+        wrong = numbers[(numbers < 0) | (numbers % 1 != 0)]
+        if numbers.shape != (candidates.sum(),) or wrong.size:
+            example = f", which contains {wrong[0]}" if wrong.size else ""
             raise ValueError(
-                f"{source} returned an array of shape {numbers.shape} with values from {numbers.min(initial=0)}; expected a "
-                f"whole number of 0 or more for each of {candidates.sum()} responses."
+                f"{source} returned an array of shape {numbers.shape}{example}; expected {candidates.sum()} whole numbers, each "
+                "0 or more."
             )
         counts[candidates] = numbers
         return counts
@@ -177,10 +179,10 @@ class AdvantagePipeline:
                 )
             return advantages, None
         returns = to_numbers(result.returns, f"{source} (returns)")
-        if returns.shape != batch.rows.shape:
+        if returns.shape != batch.response_of_token.shape:
             raise ValueError(
-                f"{source} returned returns of shape {returns.shape}; expected one number for each of the {len(batch.rows)} "
-                "sampled tokens."
+                f"{source} returned returns of shape {returns.shape}; expected one number for each of the "
+                f"{len(batch.response_of_token)} sampled tokens."
             )
         return advantages, returns
 
@@ -225,13 +227,13 @@ def _advantage_inputs(
         lengths=scored.lengths[nonempty],
         columns=columns,
         greedy_rewards=None if greedy is None else greedy[nonempty],
-        parts={name: values[nonempty] for name, values in scored.parts.items()},
+        reward_parts={name: values[nonempty] for name, values in scored.reward_parts.items()},
     )
 
 
 def _select_responses(batch: AdvantageInputs, selected: NDArray[np.bool_]) -> AdvantageInputs:
     """Return the responses whose tokens are `selected` [R]. `selected` has the same value for all tokens of a response."""
-    rows = np.unique(batch.rows[selected])  # indices of the selected responses
+    rows = np.unique(batch.response_of_token[selected])  # indices of the selected responses
     return replace(
         batch,
         token_rewards=batch.token_rewards[selected],
@@ -239,7 +241,7 @@ def _select_responses(batch: AdvantageInputs, selected: NDArray[np.bool_]) -> Ad
         lengths=batch.lengths[rows],
         columns={name: values[selected] for name, values in batch.columns.items()},
         greedy_rewards=None if batch.greedy_rewards is None else batch.greedy_rewards[rows],
-        parts={name: values[rows] for name, values in batch.parts.items()},
+        reward_parts={name: values[rows] for name, values in batch.reward_parts.items()},
     )
 
 

@@ -167,7 +167,8 @@ class ReMax:
         assert inputs.greedy_rewards is not None, "ReMax needs greedy_rewards"
         if not self.to_go:
             return inputs.rewards - inputs.greedy_rewards
-        return discounted_sums(inputs.token_rewards, inputs.lengths, 1.0) - inputs.greedy_rewards[inputs.rows]
+        greedy_rewards = inputs.greedy_rewards[inputs.response_of_token]
+        return discounted_sums(inputs.token_rewards, inputs.lengths, 1.0) - greedy_rewards
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ class GDPO:
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
-        parts = inputs.parts or {"reward": inputs.rewards}
+        parts = inputs.reward_parts or {"reward": inputs.rewards}
         if set(self.weights) - set(parts):
             raise ValueError(
                 f"algorithm.advantage.weights={dict(self.weights)}: the reward has the parts {', '.join(sorted(parts))}."
@@ -404,8 +405,9 @@ class OptimalTokenBaseline:
 
 def _group_and_index(inputs: AdvantageInputs) -> NDArray[np.int64]:
     """Return [R]: a number that two tokens share if they have the same index in responses of the same group."""
-    index = np.arange(len(inputs.rows)) - (np.cumsum(inputs.lengths) - inputs.lengths)[inputs.rows]
-    return GroupStatistics(inputs.groups).index[inputs.rows] * inputs.lengths.max(initial=1) + index
+    response = inputs.response_of_token
+    index = np.arange(len(response)) - (np.cumsum(inputs.lengths) - inputs.lengths)[response]
+    return GroupStatistics(inputs.groups).index[response] * inputs.lengths.max(initial=1) + index
 
 
 @dataclass(frozen=True)
@@ -448,7 +450,7 @@ class OnPolicyDistillation:
 
 @dataclass(frozen=True)
 class NoAdvantage:
-    """Advantage 0 for every response, for a loss that reads no advantages, such as Distillation without a policy loss."""
+    """Advantage 0 for every response, for a loss that reads no advantages, such as Distillation without `reward_loss`."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     uses_token_rewards: ClassVar[bool] = False

@@ -141,8 +141,8 @@ class ImportanceSampling:
         old, rollout = (batch.columns[name].astype(np.float64) for name in ("old_logprobs", "rollout_logprobs"))
         log_ratio = np.where(np.isnan(rollout), 0.0, old - rollout)
         if self.level != "token":
-            sums = np.bincount(batch.rows, log_ratio, minlength=len(batch.lengths))
-            log_ratio = (sums / batch.lengths if self.level == "geometric" else sums)[batch.rows]
+            sums = np.bincount(batch.response_of_token, log_ratio, minlength=len(batch.lengths))
+            log_ratio = (sums / batch.lengths if self.level == "geometric" else sums)[batch.response_of_token]
         ratio = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         inside = (ratio >= self.low) & (ratio <= self.high)
         return {

@@ -51,7 +51,7 @@ def reads_rewards(advantage: object, needs: frozenset[str]) -> bool:
 class Distillation(PolicyLoss):
     """Distillation loss: coef * D(teacher, policy) at each sampled token.
 
-    If the field `policy` has a second loss, which learns from rewards, this loss is added.
+    `reward_loss`, a second loss, which learns from rewards, is added if it is given.
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).
@@ -74,16 +74,16 @@ class Distillation(PolicyLoss):
     top_k: int | None = None  # number of the teacher's most probable tokens; None: the whole vocabulary
     temperature: float | None = None  # temperature of both distributions; None: rollout.temperature
     coef: float = 1.0
-    policy: Loss | None = None  # a loss that learns from rewards; None: rewards have no effect
+    reward_loss: Loss | None = None  # a loss that learns from rewards; None: rewards have no effect
 
     def __post_init__(self) -> None:
-        self.formula()
+        self.divergence_settings()
         for name in ("top_k", "temperature", "coef"):
             value = vars(self)[name]
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value}: must be greater than 0.")
 
-    def formula(self) -> Divergence:
+    def divergence_settings(self) -> Divergence:
         """Return the kind of the divergence, with its beta."""
         if self.divergence not in list(DivergenceKind):
             raise ValueError(f"divergence={self.divergence!r}: expected {', '.join(DivergenceKind)}.")
@@ -98,22 +98,22 @@ class Distillation(PolicyLoss):
         return self
 
     @property
-    def uses_entropy(self) -> bool:  # type: ignore[bad-override]  # depends on the other loss
-        return self.policy is not None and getattr(self.policy, "uses_entropy", False)
+    def uses_entropy(self) -> bool:  # type: ignore[bad-override]  # depends on reward_loss
+        return self.reward_loss is not None and getattr(self.reward_loss, "uses_entropy", False)
 
     @property
     def uses_logprobs(self) -> bool:
         """Whether the gradient flows through the log-probabilities of the sampled tokens."""
-        return self.policy is not None
+        return self.reward_loss is not None
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[bad-override]  # depends on top_k
-        """The outputs of the teacher, and the columns of the other loss."""
-        return needs_of(self.policy) | {TEACHER_TOP_K if self.top_k else TEACHER_HIDDEN}
+        """The outputs of the teacher, and the columns that `reward_loss` needs."""
+        return needs_of(self.reward_loss) | {TEACHER_TOP_K if self.top_k else TEACHER_HIDDEN}
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return the extra columns of the other loss."""
-        compute = getattr(self.policy, "extra_columns", None)
+        """Return the extra columns of `reward_loss`."""
+        compute = getattr(self.reward_loss, "extra_columns", None)
         return compute(batch, advantages, rng) if compute else {}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -123,7 +123,7 @@ class Distillation(PolicyLoss):
         if self.top_k:
             metrics |= {f"distill/{name}": inputs.columns[name] for name in DIVERGENCE_OUTPUTS[1:]}
         loss = self.coef * divergence
-        if self.policy is None:
+        if self.reward_loss is None:
             return loss, metrics
-        other, other_metrics = self.policy(inputs)
-        return loss + other, metrics | other_metrics
+        reward_loss, reward_metrics = self.reward_loss(inputs)
+        return loss + reward_loss, metrics | reward_metrics

@@ -29,7 +29,7 @@ from torch import Tensor
 from models.conversion.mapping import Box
 from mrl.bench.sections import SectionJob, Value
 from mrl.core.code_locations import CONF
-from mrl.core.processes import end_with_parent
+from mrl.core.processes import kill_with_parent
 from mrl.weight_sync.sender import checksums, chunk_views, fill_buffer
 from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
 from mrl.weight_sync.transports import (
@@ -361,7 +361,7 @@ def _receive(connection: Connection):
 
 def receive_buckets(connection: Connection, sizes: TransferSizes) -> None:
     """Receive two pushes in a separate process: copy each bucket out of its slot and acknowledge it."""
-    end_with_parent()
+    kill_with_parent()
     set_threads()
     handle, expected = _receive(connection)
     begun = time.perf_counter()

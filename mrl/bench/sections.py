@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mrl.core.code_locations import IS_CHECKOUT, PACKAGE_ROOT, python_path
-from mrl.core.processes import end_with_parent
+from mrl.core.processes import kill_with_parent
 
 POLL_S = 0.1  # time between two reads of the file of a running section
 MACHINE_TIMEOUT_S = 300.0  # longest time to import torch from a slow disk and to start CUDA
@@ -370,7 +370,7 @@ def _restore_sigint() -> None:
 
 def main(spec: SectionSpec) -> int:
     """Run one section in this process. Returns the exit status."""
-    end_with_parent()
+    kill_with_parent()
     with Path(spec.events).open("a") as events:
         job = SectionJob(spec, events)
         try:

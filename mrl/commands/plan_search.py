@@ -180,7 +180,8 @@ def make_search(config: Config) -> LayoutSearch:
     hf = HFConfig.load(config.model.path, config.model.family)
     family = family_of(hf)
     arch = family.read(hf)
-    shape = ModelShape.of(family, arch, config.model.train_vision)
+    dropout = config.megatron.get("hidden_dropout", 0.0)
+    shape = ModelShape.of(family, arch, config.model.train_vision, hidden_dropout=dropout)
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
     if arch.window and not config.trainer.share_prompts:  # see plan_model

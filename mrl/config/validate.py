@@ -17,7 +17,7 @@ from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_plain_secrets
 from parallel.trainer_config import check_ddp_settings, check_optimizer_settings
 
-PARTIAL_LAYOUTS = ("critic.parallel",)
+LAYOUT_OVERRIDES = ("critic.parallel",)
 """Keys whose value has the fields of ParallelConfig that differ from the section `parallel`.
 
 The schema does not type the entries of these keys, so this module checks them. `check` also checks such a key of each role
@@ -96,7 +96,7 @@ def is_known(key: str) -> bool:
     """Return whether `key` is a section, a key, or an entry of a free-form key (sglang, megatron, arguments of plug-ins)."""
     if key in known_keys():
         return True
-    for layout in PARTIAL_LAYOUTS:
+    for layout in LAYOUT_OVERRIDES:
         if key.startswith(f"{layout}."):
             return key.removeprefix(f"{layout}.") in ParallelConfig.__dataclass_fields__
     free_form_keys = {name for name, field in key_fields() if _is_free_form(field)}
@@ -111,7 +111,7 @@ def _is_free_form(field: Field) -> bool:
 def unknown_key_message(key: str, groups: Sequence[str] = ()) -> str:
     """Return the error message for an unknown key. The message names known keys or config groups with similar names, if any."""
     candidates = [*groups, *known_keys()]
-    for layout in PARTIAL_LAYOUTS:
+    for layout in LAYOUT_OVERRIDES:
         if key.startswith(f"{layout}."):
             candidates = [f"{layout}.{name}" for name in ParallelConfig.__dataclass_fields__]
     leaves = {name.rpartition(".")[2] for name in candidates}
@@ -219,9 +219,9 @@ def check(config: Config) -> None:
     _check_generate(config.generate)
     check_cluster(config.cluster)
     _check_megatron(config)
-    _check_partial_layout("critic.parallel", config.critic.parallel)
+    _check_layout_overrides("critic.parallel", config.critic.parallel)
     for name, role in roles_of(config).items():
-        _check_partial_layout(f"roles.{name}.parallel", role.parallel)
+        _check_layout_overrides(f"roles.{name}.parallel", role.parallel)
     if unknown := config.plan.efficiency.keys() - type(config.plan)().efficiency.keys():
         raise ValueError(unknown_key_message(f"plan.efficiency.{min(unknown)}"))
 
@@ -305,9 +305,9 @@ def check_cluster(cluster: ClusterConfig) -> None:
 _SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.IGNORECASE)
 
 
-MODEL_ROLES = ("actor", "critic", "engines")
+BUILT_IN_ROLES = ("actor", "critic", "engines")
 """Roles that have their own sections in every config (parallel, critic, rollout). No entry of `roles` may have these names."""
-_TAKEN_NAMES = (*MODEL_ROLES, "engine", "trainer")  # the last two occur in names of processes and logs
+_TAKEN_NAMES = (*BUILT_IN_ROLES, "engine", "trainer")  # the last two occur in names of processes and logs
 REFERENCE = "reference"  # name of the role that computes ref_logprobs
 TEACHER = "teacher"  # name of the role that teaches all prompts that no other role teaches
 
@@ -378,8 +378,8 @@ def _role(name: str, node: Any) -> RoleConfig:
     _check_bounds(role, f"{key}.")
     if role.is_served:
         # Fields of a model whose log-probabilities the trainer ranks compute
-        fields_of_columns = ("column", "parallel", "max_tokens_per_micro_batch")
-        if extra := [field_name for field_name in fields_of_columns if node.get(field_name)]:
+        training_side_fields = ("column", "parallel", "max_tokens_per_micro_batch")
+        if extra := [field_name for field_name in training_side_fields if node.get(field_name)]:
             raise ValueError(
                 f"{key}.{extra[0]}: SGLang serves this model (num_engines={role.num_engines}); remove {extra[0]}."
             )
@@ -393,7 +393,7 @@ def _role(name: str, node: Any) -> RoleConfig:
     return replace(role, column=role.column or f"{prefix}_logprobs")
 
 
-def _check_partial_layout(key: str, layout: Node) -> None:
+def _check_layout_overrides(key: str, layout: Node) -> None:
     try:
         checked = OmegaConf.merge(OmegaConf.structured(ParallelConfig()), layout)
         _check_bounds(OmegaConf.to_object(checked), f"{key}.")

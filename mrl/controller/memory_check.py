@@ -73,8 +73,11 @@ class MemoryEstimator:
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
         """Tensor sizes of each model, by role."""
-        trained = self.config.model.train_vision
-        return {role: ModelShape.of(family_of(model.hf), model.arch, trained) for role, model in self.models.items()}
+        trained, dropout = self.config.model.train_vision, self.config.megatron.get("hidden_dropout", 0.0)
+        return {
+            role: ModelShape.of(family_of(model.hf), model.arch, trained, hidden_dropout=dropout)
+            for role, model in self.models.items()
+        }
 
     @cached_property
     def adapters(self) -> ModelShape:

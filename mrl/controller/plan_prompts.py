@@ -33,6 +33,8 @@ LIMITS = ("stop", "stop_token_ids", "max_response_tokens")
 
 A held-out set that has no other sampling key is sampled twice (see plan_evaluations).
 """
+DATA_TEST = ""  # name of data.test among the held-out sets
+NO_SUFFIX = ""  # `kind` of a set with sampling keys of its own: its metric names have no suffix
 
 
 def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
@@ -41,29 +43,31 @@ def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
     By default, a set is sampled once at temperature 1 and once greedily. A set that has a key such as n or temperature is
     sampled once, as its keys say. Raises ValueError for an invalid value, or if two sets have the same name in metrics.
 
-    The name of data.test is "". `kind` is the suffix of metric names: "sampled" or "greedy", or "" (no suffix) for a set with
-    sampling keys of its own.
+    `kind` is the suffix of metric names: "sampled", "greedy" or NO_SUFFIX.
     """
     default_rows = config.trainer.eval_rows
-    default_sets: dict[str, int | None] = {"": default_rows} if config.data.test else {}
+    default_sets: dict[str, int | None] = {DATA_TEST: default_rows} if config.data.test else {}
     base = SamplingParams(config.rollout.max_response_tokens)
     own: list[HeldOutEvaluation] = []
     rewards = own_rewards(config.data.test_sets)
     for name, node in config.data.test_sets.items():
         key, settings = f"data.test_sets.{name}", node if isinstance(node, dict) else {}
         rows = _number_of_rows(settings, key, default_rows)
-        sampling = {each: value for each, value in settings.items() if each in SAMPLING_KEYS}
+        sampling = {setting: value for setting, value in settings.items() if setting in SAMPLING_KEYS}
         if not sampling and name not in rewards:
             default_sets[name] = rows
             continue
         params = SamplingParams.of(sampling, key, base)
         if params.n > MAX_SAMPLES:
             raise ValueError(f"{key}.n={params.n}: at most {MAX_SAMPLES} responses to a prompt are evaluated.")
-        kinds = {"": params} if sampling.keys() - set(LIMITS) else _default_samplings(params)
-        own += [HeldOutEvaluation({name: rows}, each, kind, rewards.get(name)) for kind, each in kinds.items()]
+        samplings = {NO_SUFFIX: params} if sampling.keys() - set(LIMITS) else _default_samplings(params)
+        own += [
+            HeldOutEvaluation({name: rows}, params_of_kind, kind, rewards.get(name))
+            for kind, params_of_kind in samplings.items()
+        ]
     _check_metric_names(config.data.test_sets)
-    default = [  # with metrics of all these sets together (`has_total`)
-        HeldOutEvaluation(default_sets, params, kind, has_total=True)
+    default = [  # with metrics of all these sets together (`has_overall_metrics`)
+        HeldOutEvaluation(default_sets, params, kind, has_overall_metrics=True)
         for kind, params in _default_samplings(base).items()
         if default_sets
     ]

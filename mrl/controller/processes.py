@@ -27,7 +27,7 @@ from mrl.controller.model_processes import (
     stored_warm_start,
 )
 from mrl.controller.plan_adapters import syncs_adapters
-from mrl.controller.plan_distillation import output_layer_folders
+from mrl.controller.plan_distillation import teacher_output_layer_folders
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
 from mrl.controller.plan_prompts import image_environment
 from mrl.controller.plan_train import TrainPlan
@@ -152,7 +152,7 @@ class RunProcesses:
 
     def _output_layers_of_teachers(self) -> dict[str, str]:
         """Return teacher -> folder from which the actor's ranks read the output layer of this teacher."""
-        folders = output_layer_folders(self.plan.config, self.plan.algorithm, self.plan.others)
+        folders = teacher_output_layer_folders(self.plan.config, self.plan.algorithm, self.plan.others)
         paths = self._paths_of_others()
         return {name: str(Path(paths.get(name, folder)).resolve()) for name, folder in folders.items()}
 

@@ -48,10 +48,10 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
 
 
-def end_with_parent() -> None:
+def kill_with_parent() -> None:
     """Make the kernel end this process with SIGKILL when the thread that started this process ends.
 
-    The function of the same name in mrl.launch.supervisor sends SIGTERM instead.
+    `term_with_parent` in mrl.launch.supervisor sends SIGTERM instead.
     """
     if _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")

@@ -153,7 +153,7 @@ class Requirements:
     """What a run needs from its hosts, derived from the config of the run."""
 
     gpus: int = 0  # number of GPUs that the run uses if the hosts have GPUs
-    needs_gpus: bool = False  # whether the run cannot use CPUs: its model is too large, or a setting needs CUDA
+    cannot_run_on_cpus: bool = False  # whether the run cannot use CPUs: its model is too large, or a setting needs CUDA
     layout: str = ""  # parallel layout of the actor
     groups: dict[str, list[int]] = field(default_factory=dict)  # process group -> trainer ranks
     model: str | None = None  # model folder

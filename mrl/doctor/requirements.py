@@ -49,7 +49,7 @@ def requirements_of(config: Config) -> Requirements:
     needed = checkpoint_disk_bytes(config, trained)
     return Requirements(
         gpus=pools.size,
-        needs_gpus=_needs_gpus(config, num_parameters),
+        cannot_run_on_cpus=_cannot_run_on_cpus(config, num_parameters),
         layout=str(actor.dims),
         groups={name: list(ranks) for name, ranks in process_groups(actor.dims).items()},
         model=str(Path(actor.model_path).absolute()),
@@ -66,7 +66,7 @@ def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _needs_gpus(config: Config, parameters: int) -> bool:
+def _cannot_run_on_cpus(config: Config, parameters: int) -> bool:
     uses_cuda = config.sglang.get("device") == "cuda" or config.weight_sync.transport == "cuda_ipc"
     return uses_cuda or parameters > MAX_CPU_PARAMETERS
 

@@ -87,7 +87,7 @@ def supervise(module: str, argv: Sequence[str]) -> int:
             return watcher.exit_status(status)
         arguments += [message for message in messages if message not in arguments]
         restarts = 1 if seconds > STABLE_S else restarts + 1
-        sys.stderr.write(f"mrl: the process was killed or crashed ({describe_exit(status)}); ")
+        sys.stderr.write(f"mrl: the process ended without finishing its work ({describe_exit(status)}); ")
         sys.stderr.write(
             f"restart {restarts} of {MAX_RESTARTS}\n" if restarts <= MAX_RESTARTS else "no restart is left\n"
         )
@@ -120,7 +120,7 @@ class _ChildWatcher:
             [sys.executable, "-P", "-c", _RUN_CHILD, module, *argv],
             env=os.environ | {PIPE_VARIABLE: str(write_end), RUN_VARIABLE: str(os.getpid())},
             pass_fds=[write_end],
-            preexec_fn=end_with_parent,
+            preexec_fn=term_with_parent,
             process_group=0,  # Ctrl-C in a terminal then reaches only the supervisor, which forwards it once
         )
         os.close(write_end)
@@ -200,10 +200,10 @@ _prctl = ctypes.CDLL(None).prctl  # loaded before any fork
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
+def term_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when its parent dies. Also restore the default handling of SIGINT.
 
-    Runs in a forked child before exec. The function of the same name in mrl.core.processes sends SIGKILL instead.
+    Runs in a forked child before exec. `kill_with_parent` in mrl.core.processes sends SIGKILL instead.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # A background job of a shell script (of a shell without job control) ignores SIGINT, and its children inherit this setting.

@@ -116,7 +116,10 @@ def engine_weight_parts(
     moe = sum(shape.moe)
     layers = Counter(present for kind in shape.kinds for present in kind.present)
     # SGLang shards most of a vision tower over the ranks; the plan counts the whole tower on each rank.
-    dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES + shape.frozen_weights * itemsize, 0
+    dense, experts = (
+        moe * sum(p.numel for p in shape.untrained_tensors) * BIAS_BYTES + shape.frozen_weights * itemsize,
+        0,
+    )
     for p in shape.parameters:
         if p.location == "expert":
             local_experts = shape.num_experts // topology.ep

@@ -201,18 +201,21 @@ class ModelShape:
     shared_gate: bool = False  # whether the output of the shared expert is multiplied by a gate
     tied: bool = False  # whether the output layer and the embedding share their weights
     gated: bool = True  # whether MLPs have a gate
-    dropout: bool = False  # whether layers have dropout; `of` never sets it, but tests of the activation estimate do
+    dropout: bool = False  # whether layers have dropout of hidden states
     parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
     # Buffers of torch modules: the float32 correction biases of routers, which no optimizer updates
-    buffers: tuple[ParameterShape, ...] = ()
+    untrained_tensors: tuple[ParameterShape, ...] = ()
     frozen_weights: int = 0  # number of weights of a vision tower that is not trained, on the first pipeline stage
     tower: TowerShape | None = None  # sizes of the vision tower, on the first pipeline stage
 
     @classmethod
-    def of(cls, family: Family, arch: Architecture, train_vision: bool = False) -> ModelShape:
-        """Return the sizes of the model `arch`. `family`: model family, which has the table of the model's parameters.
+    def of(
+        cls, family: Family, arch: Architecture, train_vision: bool = False, *, hidden_dropout: float = 0.0
+    ) -> ModelShape:
+        """Return the sizes of the model `arch`.
 
-        `train_vision`: whether the vision tower of an image model is trained.
+        `family`: model family, which has the table of the model's parameters. `train_vision`: whether the vision tower of an
+        image model is trained. `hidden_dropout`: megatron.hidden_dropout.
         """
         t, rows = arch.transformer, [row for row in family.rows(arch) if not row.megatron.startswith(VISION_PREFIX)]
         of_tower = [row for row in family.param_mappings(arch) if row.megatron.startswith(VISION_PREFIX)]
@@ -251,7 +254,8 @@ class ModelShape:
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
             parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
-            buffers=_parameter_shapes([row for row in rows if row.is_buffer], arch),
+            dropout=hidden_dropout > 0,
+            untrained_tensors=_parameter_shapes([row for row in rows if row.is_buffer], arch),
             frozen_weights=0 if train_vision else sum(_parameter_shape(row, arch).numel for row in of_tower),
             tower=TowerShape.of(arch, of_tower, train_vision),
         )
@@ -263,7 +267,7 @@ class ModelShape:
         targets = adapted_matrices(rows, lora)
         mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
         parameters = _parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
-        return replace(cls.of(family, arch), parameters=parameters, buffers=(), frozen_weights=0, vocab=0)
+        return replace(cls.of(family, arch), parameters=parameters, untrained_tensors=(), frozen_weights=0, vocab=0)
 
     @property
     def num_layers(self) -> int:
@@ -290,7 +294,7 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """Number of trainable parameters of the model, without padding."""
-        return self.num_weights - self.frozen_weights - sum(self.moe) * sum(p.numel for p in self.buffers)
+        return self.num_weights - self.frozen_weights - sum(self.moe) * sum(p.numel for p in self.untrained_tensors)
 
     @cached_property
     def num_weights(self) -> int:
@@ -321,7 +325,7 @@ class ModelShape:
     @cached_property
     def _weights_of_kind(self) -> dict[LayerKind, int]:
         """Number of weights without routed experts, by kind of layer."""
-        per_layer = [p for p in (*self.parameters, *self.buffers) if p.location == "layer"]
+        per_layer = [p for p in (*self.parameters, *self.untrained_tensors) if p.location == "layer"]
         return {kind: sum(p.numel for p in per_layer if p.present_in in kind.present) for kind in set(self.kinds)}
 
     @cached_property
@@ -371,10 +375,10 @@ def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
 
 
 def _parameter_shapes(rows: Sequence[ParamMapping], arch: Architecture) -> tuple[ParameterShape, ...]:
-    return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_buffer_order))
+    return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_flat_buffer_position))
 
 
-def _buffer_order(p: ParameterShape) -> tuple[int, int]:
+def _flat_buffer_position(p: ParameterShape) -> tuple[int, int]:
     """Return the sort key of a parameter: its position in Megatron's flat buffer (see MODULE_ORDER)."""
     if p.location not in ("layer", "expert"):
         return (0 if p.location == "first" else 2, int(not p.is_vocabulary))

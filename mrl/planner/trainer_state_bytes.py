@@ -240,7 +240,7 @@ def _other_weight_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int)
 
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
     """Return the bytes of torch buffers of the routers: correction biases in fp32, and token counts in the model's dtype."""
-    return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.buffers) * (BIAS_BYTES + itemsize)
+    return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.untrained_tensors) * (BIAS_BYTES + itemsize)
 
 
 def _elements_in_shard(sizes: list[int], shard_size: int, index: int) -> int:

@@ -221,7 +221,7 @@ class HeldOutEvaluation:
     # Suffix of the metric names: "sampled" or "greedy"; "" (no suffix) for a set with its own sampling
     kind: str = ""
     reward: Reward | None = None  # None: the reward of the run
-    has_total: bool = False  # whether there are also metrics of all sets together
+    has_overall_metrics: bool = False  # whether there are also metrics of all sets together
 
     def rows(self, rows_of_set: Mapping[str, range]) -> dict[str, range]:
         """Return name of a set -> rows that are evaluated. `rows_of_set`: name of a set -> all its rows."""
@@ -256,7 +256,7 @@ class HeldOutResponses:
         return cls(evaluation, rows, responses, scores, voted_answers(reward, responses))
 
     def metrics(self) -> Metrics:
-        """Return the metrics eval/* of each named set and, if the evaluation has totals, of all sets together.
+        """Return the metrics eval/* of each named set and, if the evaluation has overall metrics, of all sets together.
 
         A set without any scored response has no metrics.
         """
@@ -282,7 +282,7 @@ class HeldOutResponses:
             if name:
                 yield name, slice(start, end)
             start = end
-        if self.evaluation.has_total:
+        if self.evaluation.has_overall_metrics:
             yield "", slice(0, start)
 
     def write(self, path: Path) -> None:

@@ -243,7 +243,7 @@ def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
         lengths=np.array([sample.trajectory.num_sampled for sample in samples]),
         truncated=columns["truncated"],
         turn_rewards=_turn_rewards(samples),
-        parts={name: np.array([score.terms.get(name, 0.0) for score in scores]) for name in names},
+        reward_parts={name: np.array([score.terms.get(name, 0.0) for score in scores]) for name in names},
         greedy_rewards=np.array(greedy) if greedy else None,
     )
 
@@ -287,20 +287,20 @@ def with_offline_part(scored: ScoredBatch, num_offline: int) -> ScoredBatch:
     An estimator that reads only the parts, such as GDPO (docs/concepts/algorithms.md), would otherwise ignore the rewards of the
     file.
     """
-    if not scored.parts:
+    if not scored.reward_parts:
         return scored
-    part = scored.parts.get(PLAIN_TERM, np.zeros(len(scored.rewards))).copy()
+    part = scored.reward_parts.get(PLAIN_TERM, np.zeros(len(scored.rewards))).copy()
     part[len(part) - num_offline :] = scored.rewards[len(part) - num_offline :]
-    return replace(scored, parts={**scored.parts, PLAIN_TERM: part})
+    return replace(scored, reward_parts={**scored.reward_parts, PLAIN_TERM: part})
 
 
-def with_given_advantages(scored: ScoredBatch, num_offline: int, rows: OfflineRows | None) -> ScoredBatch:
+def with_offline_advantages(scored: ScoredBatch, num_offline: int, rows: OfflineRows | None) -> ScoredBatch:
     """Give the last `num_offline` responses the advantage `data.offline.advantage`. Returns `scored` if the key is not set."""
     if rows is None or rows.advantage is None:
         return scored
-    given = np.full(len(scored.lengths), np.nan)
-    given[len(given) - num_offline :] = rows.advantage
-    return replace(scored, given_advantages=given)
+    advantages = np.full(len(scored.lengths), np.nan)
+    advantages[len(advantages) - num_offline :] = rows.advantage
+    return replace(scored, offline_advantages=advantages)
 
 
 def with_offline_column(block: TokenBlock, num_offline: int) -> TokenBlock:

@@ -73,7 +73,7 @@ from mrl.rollout.trajectory import (
     to_block,
     to_scored_batch,
     version_spans,
-    with_given_advantages,
+    with_offline_advantages,
     with_offline_column,
     with_offline_part,
 )
@@ -267,7 +267,7 @@ class RolloutWorker:
         columns: dict[str, Any] = control_columns([*groups, *offline])
         scored, num_offline = to_scored_batch([*groups, *offline]), sum(len(group.samples) for group in offline)
         if num_offline:
-            scored = with_given_advantages(with_offline_part(scored, num_offline), num_offline, self.spec.offline)
+            scored = with_offline_advantages(with_offline_part(scored, num_offline), num_offline, self.spec.offline)
             block = with_offline_column(block, num_offline)
         self._collected, self._columns = (groups, scored, block), {}
         numbers = taken.numbers or taken.filtered_numbers

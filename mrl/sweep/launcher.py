@@ -32,7 +32,7 @@ from mrl.config.search_path import search_path_override
 from mrl.controller.memory_check import plan_fitting_run
 from mrl.core.run_errors import REQUEUE_STATUS
 from mrl.launch import slurm_job
-from mrl.launch.supervisor import end_with_parent
+from mrl.launch.supervisor import term_with_parent
 from mrl.placement.resource_pools import with_node_count
 from mrl.sweep.points import (
     SWEEP_FILE,
@@ -194,7 +194,7 @@ def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point
 def start_point(sweep: Sweep, index: int) -> subprocess.Popen[bytes]:
     """Start the process of a point in its own process group. So Ctrl-C in a terminal reaches only the runner."""
     command = [sys.executable, "-P", "-m", "mrl.sweep.points", str(sweep.folder), str(index)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=term_with_parent)
 
 
 def _job_return(result: PointResult) -> JobReturn:

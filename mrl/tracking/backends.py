@@ -23,7 +23,7 @@ import orjson
 import psutil
 import xxhash
 
-from mrl.config.secrets import flatten_config, redacted
+from mrl.config.secrets import flatten_config
 from mrl.core.jsonl import check_lines
 from mrl.core.sample_file import TextSample
 from mrl.tracking.tracker import Metrics
@@ -179,8 +179,18 @@ class ThreadedSink(ABC):
         """Kill helper processes that would keep this process from exiting."""
 
 
-SAMPLE_COLUMNS = ("step", "reward", "prompt", "response", "ground_truth", "tokens", "truncated", "source", "parts")
-"""Columns of a table of samples. parts: the named parts of the reward, as text."""
+SAMPLE_COLUMNS = (
+    "step",
+    "reward",
+    "prompt",
+    "response",
+    "ground_truth",
+    "tokens",
+    "truncated",
+    "source",
+    "reward_parts",
+)
+"""Columns of a table of samples. reward_parts: the named parts of the reward, as text."""
 
 
 def sample_rows(step: int, samples: Sequence[TextSample]) -> list[Iterable[Any]]:
@@ -232,7 +242,7 @@ class WandbSink(ThreadedSink):
             entity=run.entity,
             tags=list(run.tags),
             notes=run.notes,
-            config=redacted(run.config),
+            config=dict(run.config),
             dir=run.folder,
             id=_stored_run_id(run.folder / "wandb_run_id"),
             resume="allow",
@@ -362,7 +372,7 @@ class MlflowSink(ThreadedSink):
         tags |= {"group": self.run.group} if self.run.group else {}
         self._id = self._client.create_run(experiment, run_name=self.run.name, tags=tags).info.run_id
         write_file(stored, self._id)
-        values = flatten_config(redacted(self.run.config))
+        values = flatten_config(self.run.config)
         parameters = [Param(key, str(value)[: self.VALUE_CHARACTERS]) for key, value in values]
         for start in range(0, len(parameters), self.PARAMETERS_PER_REQUEST):
             self._client.log_batch(self._id, params=parameters[start : start + self.PARAMETERS_PER_REQUEST])
@@ -377,7 +387,9 @@ class MlflowSink(ThreadedSink):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logger.warning("MLflow does not have the run %s of mlflow_run_id any more; it gets a new run", run_id)
+            logger.warning(
+                "MLflow no longer has the run %s, whose id is in mlflow_run_id; a new MLflow run is created", run_id
+            )
             return False
         self._id = run_id
         for name in metrics:

@@ -73,7 +73,7 @@ class DivergenceHead:
                 teacher_weight,
                 groups.tp_group(),
                 self.vocab_size,
-                self.distillation.formula(),
+                self.distillation.divergence_settings(),
                 self.temperature,
                 self.chunk_size,
             )
@@ -92,7 +92,7 @@ class DivergenceHead:
         log_s = linear_top_k_rest_logprobs(
             rows, weight, ids, groups.tp_group(), self.vocab_size, self.temperature, self.chunk_size
         )
-        values = divergence_of(self.distillation.formula(), log_t, log_s)
+        values = divergence_of(self.distillation.divergence_settings(), log_t, log_s)
         masses = [1 - logprobs[:, -1].detach().exp() for logprobs in (log_t, log_s)]
         return [each.new_zeros(len(hidden)).index_add(0, index, each) for each in (values, *masses)]
 

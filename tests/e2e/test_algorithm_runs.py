@@ -104,7 +104,7 @@ class FirstStep:
     def mean_loss(self, losses: NDArray[np.floating], aggregation: str) -> float:
         """Return the loss of the step for token losses [R]."""
         weighting = TokenWeighting(AGGREGATIONS[aggregation], max_response_tokens=7)
-        return float((weighting(self.inputs.lengths, self.inputs.groups)[self.inputs.rows] * losses).sum())
+        return float((weighting(self.inputs.lengths, self.inputs.groups)[self.inputs.response_of_token] * losses).sum())
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def test_the_parts_make_an_update(name):
         groups=np.array([0, 0, 1, 1]),
         lengths=case.lengths,
         truncated=np.array([False, True, False, False]),
-        parts={"right": np.array([1.0, 0.0, 1.0, 0.0]), "short": rng.random(4)},
+        reward_parts={"right": np.array([1.0, 0.0, 1.0, 0.0]), "short": rng.random(4)},
         greedy_rewards=np.array([0.5, 0.5, 0.0, 0.0]),
     )
     given = {n: rng.normal(size=11).astype(np.float32) for n in ("values", "teacher_logprobs", "ref_logprobs")}

@@ -48,7 +48,7 @@ DEFAULTS = {
         "top_k": None,
         "temperature": None,
         "coef": 1.0,
-        "policy": None,
+        "reward_loss": None,
     },
     losses.PPOClip: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},  # epsilon of PPO
     losses.PolicyGradient: {},

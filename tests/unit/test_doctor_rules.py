@@ -360,7 +360,7 @@ def test_an_error_in_the_config_is_a_finding(tmp_path):
 def test_requirements_are_derived_from_the_config(tmp_path):
     keys = ["experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs", f"run.dir={tmp_path}/run"]
     required = doctor.read_requirements([*keys, "parallel.tp=2", "parallel.dp=2"])
-    assert required.mistakes == [] and required.gpus == 5 and not required.needs_gpus, (
+    assert required.mistakes == [] and required.gpus == 5 and not required.cannot_run_on_cpus, (
         "four trainer ranks and an engine"
     )
     assert required.groups == {"tp 0": [0, 1], "tp 1": [2, 3], "dp 0": [0, 2], "dp 1": [1, 3]}
@@ -431,8 +431,12 @@ def test_the_parts_of_a_heterogeneous_job_may_have_different_numbers_of_gpus(her
 
 def test_a_broken_driver_does_not_matter_to_a_job_without_gpus(here):
     broken = with_cards(here, "h", 0, 0, "NVIDIA-SMI has failed because it couldn't communicate with the driver")
-    assert list(check_gpus(ClusterFacts([broken], Requirements(needs_gpus=False)))) == []
-    for allocated, required in ((0, None), (None, Requirements(needs_gpus=False)), (1, Requirements(needs_gpus=False))):
+    assert list(check_gpus(ClusterFacts([broken], Requirements(cannot_run_on_cpus=False)))) == []
+    for allocated, required in (
+        (0, None),
+        (None, Requirements(cannot_run_on_cpus=False)),
+        (1, Requirements(cannot_run_on_cpus=False)),
+    ):
         host = replace(broken, gpus=replace(broken.gpus, allocated=allocated))
         (finding,) = check_gpus(ClusterFacts([host], required))
         assert "no GPU can be used" in finding.what

@@ -186,7 +186,7 @@ def test_a_step_trains_the_rows_of_a_file_after_the_sampled_groups(monkeypatch):
     check(metrics)
 
 
-def test_rows_of_a_file_keep_their_given_advantage_and_are_trained_if_the_filter_rejects_all_groups(monkeypatch):
+def test_rows_of_a_file_keep_their_offline_advantage_and_are_trained_if_the_filter_rejects_all_groups(monkeypatch):
     filtered = [group(11, Score(1.0), Score(1.0)), group(12, Score(0.0), Score(0.0))]
     rollouts, estimates = collected(monkeypatch, [], filtered, offline_rows(advantage=0.25))
     assert estimates.columns["advantages"][-6:].tolist() == [0.25] * 6

@@ -311,7 +311,7 @@ def test_estimators_declare_whether_one_response_per_prompt_gives_no_advantage(n
         lengths=np.ones(3, int),
         columns={},
         greedy_rewards=np.full(3, 0.5),
-        parts={},
+        reward_parts={},
     )
     assert getattr(estimator, "group_relative", False) == (not np.any(estimator(inputs)))
 

@@ -190,6 +190,19 @@ def test_a_critic_and_a_reference_are_counted(tmp_path):
     )
 
 
+def test_the_masks_of_dropout_are_counted(tmp_path):
+    """Each of the 36 layers saves two masks, with one byte for each of the 4096 elements of a token's hidden state."""
+
+    def update(*overrides: str) -> tuple[Config, dict[str, int]]:
+        config = config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8", *overrides)
+        (phase,) = [m for m in memory_of(config).phases if (m.role, m.phase) == ("actor", "update")]
+        return config, dict(phase.parts)
+
+    (config, plain), (_, dropped) = update(), update("megatron.hidden_dropout=0.1")
+    tokens = max(config.trainer.max_tokens_per_micro_batch, memory_of(config).longest_sequence)
+    assert dropped["activations"] - plain["activations"] == 36 * 2 * tokens * 4096
+
+
 def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
     """Teachers with the hidden sizes 4096 and 2560 have output layers and hidden states of different sizes in bytes."""
 
@@ -211,7 +224,7 @@ def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
     sampled = rollout.prompts_per_step * rollout.responses_per_prompt * rollout.max_response_tokens
     assert host == (8 * rows + sampled) * columns * 2, "the eight ranks of the actor are on one node"
     assert working_and_host_bytes(config("distill_top_k", "Qwen3-8B"))[1] == 0
-    rewards = ["algorithm.advantage._target_=mrl.algorithms.advantages.GRPO", f"+algorithm.loss.policy={PPO}"]
+    rewards = ["algorithm.advantage._target_=mrl.algorithms.advantages.GRPO", f"+algorithm.loss.reward_loss={PPO}"]
     both = working_and_host_bytes(config("distill_vocab", "Qwen3-8B", *rewards))
     gradient = rows * 4096 * 2 + tokens * 4096 * 4
     assert both[0] > working_and_host_bytes(large)[0] + gradient, "two losses have two gradients of the output layer"

@@ -87,7 +87,7 @@ def test_an_error_in_the_imports_of_a_command_is_not_a_crash(run, tmp_path):
 def test_a_command_that_vanishes_is_restarted(run, tmp_path, how):
     process = run(how, "2")
     assert process.wait(60) == 0 and len(starts(tmp_path)) == 3
-    assert process.stderr.read().count("killed or crashed") == 2
+    assert process.stderr.read().count("ended without finishing") == 2
 
 
 def test_the_number_of_restarts_is_limited(run, tmp_path):
@@ -105,7 +105,7 @@ def test_a_restart_continues_in_the_first_run_directory(run):
 
 def test_a_signal_before_a_restart_prevents_it(run, tmp_path):
     process = run("killed", "99")
-    while "killed or crashed" not in process.stderr.readline():
+    while "ended without finishing" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 75

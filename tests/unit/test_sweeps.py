@@ -257,7 +257,7 @@ def test_a_metric_is_the_mean_of_the_last_steps_or_the_last_evaluation(tmp_path)
 def test_the_reason_of_a_failure_is_the_last_message_of_mrl(tmp_path):
     assert last_message(tmp_path) == "terminal.log is empty"
     (tmp_path / "terminal.log").write_text(
-        "mrl: wrong\nmrl: the process was killed or crashed; restart 1 of 5\nnoise\n"
+        "mrl: wrong\nmrl: the process ended without finishing its work (exit status 1); restart 1 of 5\nnoise\n"
     )
     assert last_message(tmp_path) == "mrl: wrong"
     (tmp_path / "terminal.log").write_text(
