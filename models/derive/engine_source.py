@@ -15,7 +15,7 @@ _LATENT_FUSION = ("fused_qkv_a_proj_with_mqa", ("q_a_proj", "kv_a_proj_with_mqa"
 
 @dataclass(frozen=True)
 class EngineSource:
-    """What SGLang's model file says."""
+    """What SGLang's source says about one architecture."""
 
     file: Path
     text: str  # source of the model and of the model files that it imports

@@ -7,7 +7,8 @@ from typing import Any
 
 from models.derive.rows import Rows
 
-_BLOCK_MODULES = {"LATENT_ATTENTION": "models.families.deepseek_v3"}  # the other blocks are in decoder_blocks
+# block -> module from which a family file imports it; the blocks in _BLOCKS are in decoder_blocks
+_BLOCK_MODULES = {"LATENT_ATTENTION": "models.families.deepseek_v3"}
 _MAPPINGS = ("GatedMLPMapping", "ParamMapping", "QKVMapping", "VocabMapping")
 _BLOCKS = (
     *(
@@ -71,7 +72,7 @@ class FamilyPlan:
     """The content of a family file."""
 
     architecture: str
-    groups: list[tuple[str, Rows]]  # code and rows of each group of the table
+    groups: list[tuple[str, Rows]]  # code and rows of each group of the table, see models.derive.rows
     summary: str = ""  # first line of the docstring
     parts: dict[str, str] = field(default_factory=dict)  # optional part -> code of its condition
     is_latent: bool = False

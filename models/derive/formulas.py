@@ -1,6 +1,7 @@
 """Formulas of the blocks of a decoder in plain torch. A probe compares each formula with the recorded output of a block.
 
-Shapes: T tokens, H hidden size, A heads, G key/value groups, D size of a head, F width of the MLP, E experts.
+In the shapes of this module, T is the number of tokens, H is the hidden size, A is the number of heads, G is the number of
+key/value groups, D is the size of a head, R is the number of rotated components of a head, and E is the number of experts.
 """
 
 import math
@@ -31,7 +32,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
-    """RMSNorm over the last dim. With `plus_one`, the factor is 1 + weight."""
+    """Return the RMSNorm over the last dim. With `plus_one`, it multiplies by 1 + weight instead of weight."""
     scale = weight + 1.0 if plus_one else weight
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
 
@@ -42,14 +43,17 @@ class AttentionOptions:
 
     rope: str = "half"  # half: pairs (i, i + D/2); interleaved: pairs (2i, 2i + 1); none
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(D)
-    window: int | None = None  # number of tokens that a token attends to, with itself
+    window: int | None = None  # number of tokens to which a token attends, itself included
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     norm: str = "none"  # norm of queries and keys: none, before (the rotary embedding), after, whole (over all heads)
-    plus_one: bool = False  # whether the factor of these norms is 1 + weight
+    plus_one: bool = False  # whether these norms multiply by 1 + weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """Rotate the first components of each head, x: [T, heads, D]. cos, sin: [T, R], the two halves are equal."""
+    """Rotate the first R components of each head. x: [T, heads, D]; cos, sin: [T, R], each with two equal halves.
+
+    `style`: see AttentionOptions.rope.
+    """
     if style == "none":
         return x
     size = cos.shape[-1]
@@ -65,7 +69,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None) -> Tensor:
-    """Causal attention. q: [T, A, D], k: [T, G, D], v: [T, G, D of values] -> [T, A * D of values]."""
+    """Return the output [T, A * D of values] of causal attention. q: [T, A, D], k: [T, G, D], v: [T, G, D of values].
+
+    `sinks` [A]: logits that are only in the denominators of the softmax.
+    """
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
@@ -84,7 +91,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Te
 
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """Gated MLP without biases: down(activation(gate x) * up x)."""
+    """Return the output of a gated MLP without biases: down(activation(gate x) * up x)."""
     return (ACTIVATIONS[activation](x @ gate.T) * (x @ up.T)) @ down.T
 
 
@@ -95,14 +102,14 @@ class Routing:
     score: str  # softmax or sigmoid
     normalized: bool  # whether the weights of the chosen experts sum to 1
     scale: float = 1.0  # factor of the weights
-    groups: int = 1  # the experts are chosen from `chosen_groups` of these groups
-    chosen_groups: int = 1
+    groups: int = 1  # number of groups of experts; 1: any expert can be chosen
+    chosen_groups: int = 1  # number of groups that the router chooses first; only their experts can be chosen
 
 
 def route(logits: Tensor, topk: int, routing: Routing, bias: Tensor | None = None) -> Tensor:
     """Return the weights [T, E] of the experts, 0 for experts that are not chosen.
 
-    logits: [T, E]; bias: [E], which only changes the choice.
+    logits: [T, E]; bias: [E], which changes the choice of the experts, but not their weights.
     """
     scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias

@@ -1,7 +1,8 @@
-"""Probes: each finds which tensors of a block play which part, by comparing a formula with the recorded output of the block.
+"""Probes. A probe finds which tensor of a block has which slot in a formula, such as "q" in the formula of attention.
 
-A probe tries all assignments of tensors whose shapes fit, and all known variants of the formula, from plain to special. The first
-assignment whose output differs by at most LIMIT from the recorded output is the result.
+A probe compares the formula with the recorded output of the block. It tries all assignments of tensors whose shapes fit, and all
+known variants of the formula, from plain to special. The result is the first assignment and variant whose output differs by at
+most LIMIT from the recorded output.
 """
 
 import math
@@ -33,22 +34,23 @@ Rotary = list[tuple[Tensor, Tensor]]  # (cosines, sines), [T, rotated components
 
 @dataclass(frozen=True)
 class Match:
-    """Tensors of a block by their part in the formula, the variant of the formula, and the evidence."""
+    """Tensors of a block by their slots in the formula, the variant of the formula, and the evidence."""
 
-    kind: str  # attention, latent_attention, mlp, moe or norm
-    slots: dict[str, str]  # part in the formula, such as "q" -> name of the tensor in the checkpoint, without the layer
+    kind: str  # attention, latent_attention, mlp or moe
+    # slot -> name of the tensor in the checkpoint. models.derive.structure replaces the index of the layer by {layer}.
+    slots: dict[str, str]
     options: dict[str, Any] = field(default_factory=dict)  # differences from the plain formula
     error: float = 0.0  # largest difference of the outputs, divided by the largest output
 
 
 def eps_of(fields: Mapping[str, Any]) -> list[float]:
-    """Return the epsilons that a norm may have: the values of fields such as rms_norm_eps, and transformers' constants."""
+    """Return the epsilons that a norm may have: values of fields such as rms_norm_eps, and usual constants in transformers."""
     own = [value for name, value in fields.items() if "eps" in name and isinstance(value, float)]
     return list(dict.fromkeys([*own, 1e-6, 1e-5]))
 
 
 def match_norm(weight: Tensor, call: Call, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the variant of a norm, {"eps": ..., "plus_one": ...}, or None if the module is no RMSNorm."""
+    """Return the variant of a norm and its evidence, {"eps": ..., "plus_one": ..., "error": ...}; None: it is no RMSNorm."""
     for plus_one, eps in product((False, True), eps_of(fields)):
         error = difference(rms_norm(call.x, weight, eps, plus_one), call.y)
         if error <= LIMIT:
@@ -143,7 +145,7 @@ class _AttentionProbe:
             yield AttentionOptions(rope, scale, w, c, order, plus_one)
 
     def _norms_and_sinks(self) -> Iterator[tuple[dict[str, str], str | None]]:
-        """Yield the ways to use the vectors that are not biases of the matrices: two norms, and one sink for each head."""
+        """Yield the ways to use the vectors that are not biases of the matrices: (slots of the two norms, name of the sinks)."""
         used = {*self.slots.values(), *_bias_slots(self.tensors, self.slots).values()}
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items() if name not in used}
         sinks = [name for name, shape in shapes.items() if shape == (self.heads,) != (self.size,)]
@@ -217,7 +219,7 @@ def match_latent_attention(
 
 
 def _yarn_scales(fields: Mapping[str, Any], size: int) -> list[float]:
-    """Return the factor of the scores that DeepSeek uses with YaRN: mscale**2 / sqrt(size)."""
+    """Return the factor of the scores that DeepSeek uses with YaRN, mscale**2 / sqrt(size); an empty list without YaRN."""
     parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     factor, weight = parameters.get("factor"), parameters.get("mscale_all_dim")
     if not factor or factor <= 1 or not weight:
@@ -234,7 +236,7 @@ def _latent_attention(
     eps: float,
     nope: int,
 ) -> Tensor:
-    """Return the output [T, H] of latent attention. `nope`: number of components of a key that are not rotated."""
+    """Return the output [T, H] of latent attention. `nope`: number of components of a query or key that are not rotated."""
     queries = x @ parts["q"].T if "q" in parts else rms_norm(x @ parts["q_a"].T, parts["q_norm"], eps) @ parts["q_b"].T
     queries = queries.unflatten(-1, (heads, -1))
     rank = parts["kv_norm"].shape[0]
@@ -247,7 +249,7 @@ def _latent_attention(
 
 
 def match_mlp(tensors: Mapping[str, Tensor], call: Call) -> Match | None:
-    """Find gate, up and down of a gated MLP and its activation, or the two matrices of a plain MLP (slots up and down)."""
+    """Find the activation and the slots of an MLP: gate, up and down of a gated MLP, or up and down of a plain MLP."""
     hidden = call.x.shape[-1]
     matrices = _matrices(tensors)
     for names in permutations(matrices):
@@ -272,7 +274,7 @@ def match_mlp(tensors: Mapping[str, Tensor], call: Call) -> Match | None:
 
 
 def match_moe(tensors: Mapping[str, Tensor], call: Call, fields: Mapping[str, Any], experts: int) -> Match | None:
-    """Find the router, the matrices of the experts ({expert} in their names), the shared experts, and the routing."""
+    """Find the routing, the router, the shared experts, and the matrices of the routed experts, whose names contain {expert}."""
     hidden = call.x.shape[-1]
     of_expert = {re.sub(r"(?<=experts\.)0\.", "{expert}.", name) for name in tensors if "experts.0." in name}
     others = {name: t for name, t in tensors.items() if "experts." not in name.replace("shared_experts.", "")}

@@ -1,4 +1,4 @@
-"""Proves a family on a tiny model: bytes of the conversion, logits, and gradients of every tensor, in one process."""
+"""Proves a family on tiny models, in one process: compares bytes after a conversion, logits, and the gradient of every tensor."""
 
 import json
 from dataclasses import replace
@@ -21,14 +21,14 @@ from parallel import device
 from parallel.dims import ParallelDims
 
 GRADIENT_LIMIT = 2e-5
-"""Limit of the difference of a gradient, divided by the largest gradient of the tensor."""
-LENGTHS = (37, 20)  # of the two sequences in one pack
+"""Limit of the differences of a tensor's gradient, divided by the largest element of this gradient."""
+LENGTHS = (37, 20)  # numbers of tokens of the two sequences in one pack
 
 
 def prove(models: list[tuple[str, dict[str, Any]]], family: str) -> list[ConversionCheck]:
-    """Compare the family with transformers on random models of these tiny configs, each with a title.
+    """Compare the family with transformers on random models. `models`: (title, tiny config) of each model.
 
-    `family`: reference to the family file, see `models.families.load_family`. Initializes and destroys a process group.
+    `family`: reference to the family, see `models.families.load_family`. Initializes and destroys a process group.
     """
     device.patch_megatron_for_cpu()
     from parallel import groups  # imports Megatron
@@ -45,7 +45,10 @@ def prove(models: list[tuple[str, dict[str, Any]]], family: str) -> list[Convers
 
 
 def check_whole_config(found: dict[str, Any], path: Path, family: str) -> ConversionCheck:
-    """Check that the family reads the original config, and that its table has as many parameters as transformers' model."""
+    """Check that the family reads the original config `found`, and that its table has as many parameters as transformers' model.
+
+    `path`: file of the config. `family`: see `prove`.
+    """
     config = HFConfig(path, found, family)
     try:
         table = family_of(config)
@@ -109,7 +112,7 @@ def _transformers(model: TinyModel) -> tuple[Tensor, dict[str, Tensor]]:
     logits = torch.cat([reference(tokens[None]).logits[0] for tokens in sequences(model.config.vocab_size)])
     reference.zero_grad()
     _loss(logits).backward()
-    # save_pretrained renames and splits tensors for the checkpoint. It does so with the gradients, if they replace the weights.
+    # save_pretrained renames and splits tensors for the checkpoint. So the gradients replace the weights before they are saved.
     for parameter in reference.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
     with TemporaryDirectory() as folder:

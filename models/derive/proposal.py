@@ -47,7 +47,7 @@ _WITHOUT_DEFAULT = {
     "sliding_window",
     "max_window_layers",
     "num_mtp_layers",
-}  # absent fields are not read
+}  # a family reads these fields only if the config has them, so they need no default
 _HEAD_DIM = 'config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]'
 
 
@@ -55,17 +55,17 @@ _HEAD_DIM = 'config["head_dim"] or config["hidden_size"] // config["num_attentio
 class Proposal:
     """A proposed family, what the probes found, and what is unknown."""
 
-    found: dict[str, Any]  # the config
-    tiny: dict[str, Any]  # the shrunken config
-    variants: list[Variant]
+    found: dict[str, Any]  # fields of the config
+    tiny: dict[str, Any]  # fields of the tiny config, see `shrink`
+    variants: list[Variant]  # the first one is the tiny config itself
     plan: FamilyPlan
-    problems: list[str] = field(default_factory=list)  # each makes the family wrong or incomplete
-    notes: list[str] = field(default_factory=list)  # restrictions of the family
-    engine: EngineSource | None = None
+    problems: list[str] = field(default_factory=list)  # one line each; any problem makes the family wrong or incomplete
+    notes: list[str] = field(default_factory=list)  # one line for each restriction of the family
+    engine: EngineSource | None = None  # None: the installed SGLang does not implement the architecture
 
     @property
     def models_to_prove(self) -> list[tuple[str, dict[str, Any]]]:
-        """The tiny config, and each variant with other tensors that the family accepts, by title."""
+        """(title, fields) of the tiny config, and of each variant with other tensors that the family accepts."""
         base = self.variants[0].structure
         configs = [("the tiny model", self.tiny)]
         for variant in self.variants[1:]:
@@ -80,9 +80,9 @@ def _differs(structure: Structure, other: Structure) -> bool:
 
 
 def propose(found: dict[str, Any]) -> Proposal:
-    """Probe a random model with the structure of this config, and propose a family.
+    """Probe a random model with the structure of this config, and propose a family, which is not proven yet.
 
-    `found`: fields of config.json. The proposal names all operators and fields that are unknown. It is not proven.
+    `found`: fields of config.json. The proposal names all operators and fields that are unknown.
     """
     tiny = shrink(found)
     variants = make_variants(tiny)
@@ -193,7 +193,7 @@ def _plan_engine(proposal: Proposal) -> None:
 
 
 def _plan_fields(proposal: Proposal) -> None:
-    """Find the fields that the family does not read. The family expects their value, so that any other value is refused."""
+    """Find the fields that the family does not read. Let the family refuse every other value of these fields."""
     plan, cls = proposal.plan, config_class(proposal.found)
     available = DEFAULTS | FULL_ATTENTION_DEFAULTS | SIGMOID_ROUTED_MOE_DEFAULTS | dict(head_dim=None, qk_head_dim=None)
     available |= {name: value for name, value in class_defaults(cls).items() if name not in SIZE_FIELDS}

@@ -1,6 +1,7 @@
-"""Turns the tensors that the probes found into rows of a family's table.
+"""Turns the slots that the probes found into rows of a family's table.
 
-The rows have Megatron's parameter names. A group of rows that is equal to a block of models/families is written as this block.
+A row maps a Megatron parameter to the tensors in its slots. The rows of one part of the model form a group. A group that is equal
+to a block of rows in models/families, such as ATTENTION, is written as the name of this block.
 """
 
 from dataclasses import replace
@@ -20,9 +21,9 @@ Rows = tuple[ParamMapping, ...]
 
 
 def merged_slots(structures: list[Structure]) -> dict[str, dict[str, str]]:
-    """Return the slots of each kind of block, over all layers and variants, with the names of the tensors.
+    """Return kind of block -> slot -> name of the tensor, for all blocks of all layers and variants.
 
-    The two norms of a layer are the slots attention_norm, and mlp_norm or moe_norm.
+    The kind "top" has the tensors outside of layers. The kind "norms" has the slots attention_norm, and mlp_norm or moe_norm.
 
     Raises:
         ValueError: a slot has different names in two layers.
@@ -51,7 +52,7 @@ def merged_slots(structures: list[Structure]) -> dict[str, dict[str, str]]:
 
 
 def table_groups(slots: dict[str, dict[str, str]], optional_qk_norms: bool) -> list[tuple[str, Rows]]:
-    """Return the groups of rows in the order of the table, each with its code: a block of models/families, or the rows."""
+    """Return (code, rows) of each group, in the order of the table. The code is the name of a block, or that of the rows."""
     norms = slots.get("norms", {})
     groups: list[tuple[str, Rows]] = [_named("EMBEDDINGS", _embeddings(slots["top"]))]
     if "attention" in slots:

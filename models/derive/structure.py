@@ -1,4 +1,4 @@
-"""Finds the structure of a decoder: its layers, what each layer consists of, and how residual, norms and blocks are connected."""
+"""Finds the structure of a decoder: its layers, their blocks and norms, and how blocks, norms and residual are connected."""
 
 import re
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ from models.derive.tiny_model import Call, TinyModel
 class Layer:
     """What one layer consists of. Names of tensors contain {layer}, and {expert} for the tensors of experts."""
 
-    mixer: Match | None = None  # attention
-    mlp: Match | None = None  # MLP or experts
+    mixer: Match | None = None  # attention; None: no probe has found it
+    mlp: Match | None = None  # MLP or experts; None: no probe has found it
     norms: dict[str, str] = field(default_factory=dict)  # attention_norm and mlp_norm -> name of the tensor
 
 
@@ -40,7 +40,7 @@ class Structure:
     top: dict[str, str] = field(default_factory=dict)  # embedding, final_norm and output -> name of the tensor
     layers: list[Layer] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    error: float = 0.0  # largest difference of a connection between blocks
+    error: float = 0.0  # largest difference of a norm or of a residual, divided by the largest output
 
     @property
     def moe_layers(self) -> list[int]:
@@ -58,7 +58,7 @@ class Structure:
 
 
 def find_structure(model: TinyModel) -> Structure:
-    """Probe all blocks of the model. The result names each block that no formula reproduces."""
+    """Probe all blocks of the model. The problems of the result name each block that no formula reproduces."""
     found = Structure()
     prefix = _layer_prefix(model)
     if prefix is None:
@@ -162,7 +162,7 @@ def _match_block(tensors: Mapping[str, Tensor], call: Call, model: TinyModel) ->
 
 @dataclass
 class _Connections:
-    """The connections of one layer: h = x + attention(norm(x)), y = h + mlp(norm(h))."""
+    """Compares the connections in one layer with h = x + attention(norm(x)), y = h + mlp(norm(h))."""
 
     model: TinyModel
     prefix: str
@@ -207,7 +207,7 @@ class _Connections:
         return True
 
     def _check_epsilon(self, name: str, call: Call, module: str, plus_one: bool) -> None:
-        """Call the norm with small inputs, so that epsilon changes its output."""
+        """Check that epsilon is rms_norm_eps. The norm is called with small inputs, so that epsilon changes its output."""
         fields, small = self.model.all_fields, call.x * (1e-3 / call.x.square().mean().sqrt())
         with torch.no_grad():
             y = self.model.model.get_submodule(self.model.owners[name].rpartition(".")[0])(small)
@@ -244,7 +244,7 @@ def multiplier(block: Tensor, contribution: Tensor) -> float | None:
 
 
 def fields_with(fields: Mapping[str, Any], value: float) -> str:
-    """Return a remark that names the config fields with this value."""
+    """Return a remark that names the config fields with this value, or whose inverse or (inverse) square root is this value."""
     names = [
         name
         for name, found in fields.items()
@@ -304,7 +304,7 @@ def _find_final_norm(
 
 
 def _logits_remarks(model: TinyModel, logits: Tensor) -> list[str] | None:
-    """Return how the model's logits differ from `logits`: one line for each known difference, or None if it is unknown."""
+    """Return how the model's logits differ from `logits`: one line for each difference, or None if the difference is unknown."""
     fields = model.all_fields
     factor = multiplier(logits, model.logits)
     if factor is not None:

@@ -1,4 +1,4 @@
-"""Summarizes a proposal: what was found, with the evidence."""
+"""Summarizes a proposal: what the probes found, with the evidence."""
 
 from models.derive.probes import Match
 from models.derive.proposal import Proposal

@@ -1,6 +1,6 @@
-"""Names the operators that were recognized, but that a derived family cannot have. Each gets one line.
+"""Names the operators that the probes recognize, but that a derived family cannot have.
 
-Some families in models/families have such operators, for example sliding windows. Their tables are written by hand.
+Some families in models/families have such operators, for example sliding windows. These families are written by hand.
 """
 
 from models.derive.probes import Match

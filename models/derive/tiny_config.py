@@ -1,7 +1,8 @@
 """Reads a config of transformers and shrinks it, so that a random model with the same structure takes milliseconds on a CPU.
 
-Each width of the tiny model has a size of its own. So a size in the shape of a tensor names the width. Two ranks can divide all
-sizes. Fields that this module does not know keep their value.
+No two widths of the tiny model are equal. So a size in the shape of a tensor says which width it is. All sizes except that of the
+vocabulary, which trainers pad, are even, so that two ranks can share each matrix. Fields that this module does not know keep
+their value.
 """
 
 import inspect
@@ -27,12 +28,13 @@ WIDTHS = dict(
     v_head_dim=12,
 )
 """Sizes of the tiny model. With 6 heads, 2 groups and a head size of 24, queries have 144 components, keys and values 48."""
-HEAD_DIM = 24  # as for hidden_size / NUM_HEADS, a half and a quarter are even, so that a part of a head can be rotated
+# A half and a quarter of it are even, so that a part of a head can be rotated. So are those of hidden_size / NUM_HEADS.
+HEAD_DIM = 24
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 NUM_EXPERTS = 8
 MAX_POSITIONS = 64
 SLIDING_WINDOW = 5  # smaller than the sequences of the probes
-_TOKENS = re.compile("window|chunk")  # in the name of a field with a number of tokens to which a token attends
+_TOKENS = re.compile("window|chunk")  # a field whose name matches has a number of tokens to which a token attends
 INITIALIZER_RANGE = 0.2  # gives logits of the order of 1
 SIZE_FIELDS = frozenset(
     [
@@ -102,7 +104,7 @@ def written_fields(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_fields(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of this config with the values that transformers uses for absent fields."""
+    """Return the fields of this config, and the values that transformers uses for absent fields."""
     computed = json.loads(build_config(found).to_json_string(use_diff=False))
     return class_defaults(config_class(found)) | computed | found
 

@@ -27,7 +27,7 @@ def num_parameters(found: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """Input and output of one module in a forward pass, without the batch dimension."""
+    """Input and output of one module in a forward pass, without the batch dimension. T is the number of tokens."""
 
     x: Tensor  # [T, ...]
     y: Tensor  # [T, ...]
@@ -71,7 +71,7 @@ class TinyModel:
 
     @cached_property
     def rotary(self) -> list[tuple[Tensor, Tensor]]:
-        """The different pairs (cosines, sines), [T, rotated components] each, that the rotary embeddings of the model return."""
+        """(cosines, sines), [T, rotated components] each, of each call of a rotary embedding in a forward pass."""
         return self._recorded[1]
 
     @cached_property
@@ -110,7 +110,10 @@ class TinyModel:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Checkpoint tensor -> tensor in memory that contains its bytes. transformers renames tensors, and stacks experts."""
+        """Name of a checkpoint tensor -> name of the tensor in memory that contains its bytes.
+
+        The names differ, because transformers renames tensors, and stacks experts.
+        """
         memory = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         found = {
             name: name for name in self.tensors if name in memory and memory[name].shape == self.tensors[name].shape
@@ -122,7 +125,7 @@ class TinyModel:
 
 
 def _owner(tensor: Tensor, memory: dict[str, Tensor]) -> str | None:
-    """Return the tensor that contains the rows of `tensor`: as a whole, or in one of its stacked matrices."""
+    """Return the name of the tensor that is equal to `tensor`, or that contains `tensor` as one of its stacked matrices."""
     for name, whole in memory.items():
         if whole.shape == tensor.shape and whole.equal(tensor):
             return name

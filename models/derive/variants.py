@@ -1,7 +1,8 @@
 """Changes one config field at a time, and finds which fields decide about optional tensors.
 
-The probes run on the tiny model and on each variant in which a field has another value. A part, such as the biases of queries,
-keys and values, depends on the field that has the same truth value as the presence of the part, in all variants.
+A variant is a tiny model in which one field has another value. The probes run on the tiny model and on each variant. An optional
+part, such as the biases of queries, keys and values, depends on a field if, in all variants, the model has the part exactly if
+the value of the field is true, or exactly if it is false.
 """
 
 from dataclasses import dataclass
@@ -32,17 +33,17 @@ PARTS = {
     "mlp_bias": ("mlp", "gate_bias"),
     "shared_experts": ("moe", "shared_gate"),
 }
-"""Optional part -> kind of block and a slot that only blocks with this part have."""
+"""Optional part -> (kind of block, a slot that only blocks with this part have)."""
 
 
 @dataclass(frozen=True)
 class Variant:
     """The structure of a tiny model in which one field has another value."""
 
-    fields: dict[str, Any]
-    changed: str | None  # name of the field; None: no field is changed
+    fields: dict[str, Any]  # all fields of the config
+    changed: str | None  # name of the changed field; None: no field is changed
     structure: Structure
-    changes_outputs: bool = True
+    changes_outputs: bool = True  # whether the names of the tensors or the logits differ from those without the change
 
     @property
     def problems(self) -> list[str]:
@@ -148,7 +149,8 @@ def normalization_field(variants: list[Variant]) -> Condition | None:
     )
 
 
-# how the config says which layers have experts: fields that must be there, code for one layer, and the same as a function
+# Rules by which a config says which layers have experts. A rule has the fields that it needs, the code of `moe_layer_freq`, and a
+# function of the fields and of the index of a layer that returns whether the layer has experts.
 MOE_LAYERS = (
     ((), "[1] * num_layers", lambda f, n: True),
     (
