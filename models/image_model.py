@@ -1,9 +1,9 @@
 """ImageGPTModel: Megatron's GPTModel with a vision tower of transformers on the first pipeline stage.
 
-The outputs of the tower replace the embeddings of the image tokens of a pack. In models with DeepStack (Qwen3-VL), further
-outputs are added to the outputs of the first decoder layers. Every tensor-parallel and every context-parallel rank computes the
-whole tower for all images of its pack. So each tensor-parallel rank has the complete gradients of the tower. A context-parallel
-rank has the gradients of its own tokens, and the reduction of the gradients sums them.
+The outputs of the tower replace the embeddings of the image tokens of a pack. In models with DeepStack (Qwen3-VL), the tower has
+further outputs, the features, which are added to the outputs of the first decoder layers. Every tensor-parallel and every
+context-parallel rank computes the whole tower for all images of its pack. So each tensor-parallel rank has the complete gradients
+of the tower. A context-parallel rank has the gradients of its own tokens, and the reduction of the gradients sums them.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class ImageGPTModel(GPTModel):
         )
         self.visual = _build_tower(vision)
         average_gradients(self.visual)
-        # so that parameters are in the order of their use
+        # The tower becomes the first module, so that parameters are in the order of their use.
         for name in [name for name in self._modules if name != _TOWER]:
             self._modules[name] = self._modules.pop(name)
         for layer in range(vision.num_features):
@@ -77,7 +77,7 @@ class ImageGPTModel(GPTModel):
         )
 
     def _insert(self, embedded: Tensor, images: PackedImages) -> tuple[Tensor, list[Tensor]]:
-        """Return the embeddings [L, 1, H] with those of the images, and the features [L, 1, H] of each layer."""
+        """Return `embedded` [L, 1, H] with the tower's outputs at the image tokens, and the features [L, 1, H] of each layer."""
         pixels = tensor_to_device(images.pixel_values.to(embedded.dtype), embedded.device)
         found = self.visual(pixels, grid_thw=images.grid_thw.to(embedded.device))
 

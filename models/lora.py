@@ -28,8 +28,8 @@ from parallel.trainer_config import LoraConfig
 def add_adapters(chunks: list[GPTModel], bridge: WeightBridge, lora: LoraConfig, seed: int) -> ParamBridge:
     """Freeze the weights in `chunks`, and add an adapter to each linear layer that `lora` selects.
 
-    `chunks` are this rank's virtual stages, on their device and without a DistributedDataParallel wrapper. `bridge` exports
-    merged weights afterwards. Returns a bridge between the adapters and tensors with the names of PEFT.
+    `chunks` are this rank's virtual stages, on their device and without a DistributedDataParallel wrapper. Afterwards, `bridge`
+    exports merged weights. Returns a bridge between the adapters and tensors with the names of PEFT.
     """
     targets = adapted_matrices(bridge.rows, lora)
     rows = {row.megatron: row for row in bridge.rows if can_have_adapter(row, lora.experts)}
@@ -67,7 +67,7 @@ def _build_adapter(
     lora: LoraConfig,
     seed: int,
 ) -> LoraAdapter:
-    """Return the adapter of the linear layer `weight`: A is random and B is 0, so that the outputs of the model do not change."""
+    """Return the adapter of the linear layer with this weight: A is random and B is 0, so the model's outputs do not change."""
     group = groups.tp_group() if row.expert is None else groups.etp_group()
     boxes = row.split_over_ranks(sizes, group.size())
     rows = {}

@@ -1,12 +1,15 @@
-"""Gated delta net layers (Yang et al., 2024, arXiv:2412.06464) for packs, as in Qwen3-Next and Qwen3.5.
+"""Gated delta nets (Yang et al., 2024, arXiv:2412.06464) for packs, as in Qwen3-Next and Qwen3.5.
 
 A gated delta net takes the place of self-attention in a layer. Its state has a constant size, so its work grows linearly with the
-length of a sequence. The layer projects each token to queries, keys, values, an output gate, and two numbers per head. It applies
-a short convolution and the gated delta rule, normalizes the output, and multiplies it by the gate.
+length of a sequence. It projects each token to queries, keys, values, output gates, and two numbers for each value head. Beta
+determines the weight of the update of the state, and alpha determines the decay of the state. A short convolution mixes the
+queries, keys and values of neighboring tokens. Then the gated delta rule computes the outputs, which are normalized and
+multiplied by the gates.
 
 Megatron 0.19 has such a layer (megatron.core.ssm.gated_delta_net). It cannot compute packs with shared prompts, because it gives
-no initial state to a sequence. It also needs the package fla, a GPU, and as many key heads as tp x cp. Its constructor and its
-forward pass would both have to be replaced, so this class does not derive from it. The fields of the config are Megatron's.
+no initial state to a sequence. It also needs the package flash-linear-attention, a GPU, and at least tp x cp key heads. Its
+constructor and its forward pass would both have to be replaced, so PackedGatedDeltaNet does not derive from it. The fields of the
+config are Megatron's.
 """
 
 import torch
@@ -30,7 +33,7 @@ _SHARDED = {"conv_weight": 0, "dt_bias": 0, "A_log": 0}  # parameter -> dim that
 
 
 class PlanOfLastPack:
-    """Keeps the plan of the last pack, because all recurrent layers of a virtual stage and their recomputation use it."""
+    """Keeps the plan of the last pack, because all gated delta nets of a virtual stage and their recomputation use it."""
 
     def __init__(self, kernel: int) -> None:
         self.kernel = kernel
@@ -46,10 +49,10 @@ class PackedGatedDeltaNet(MegatronModule):
     """Gated delta net over packs. Each tensor-parallel rank has a part of the heads.
 
     Several value heads share a key head. The rows of the input projection are ordered by key heads. Each key head has the rows of
-    its query, its key, its values, its gates, and one beta and one alpha for each value head. So the rows of a rank are
-    consecutive. Under context parallelism, every rank gathers the projections of the whole pack and computes all its tokens,
-    because a recurrence cannot be split along the sequence without waiting for the ranks before. The gate, the norm and the
-    matrices are computed only for the tokens of the rank.
+    its query, its key, its values, its gates, and one beta and one alpha for each of its value heads. So the rows of a
+    tensor-parallel rank are consecutive. Under context parallelism, every rank gathers the projections of the whole pack and
+    computes the convolution and the recurrence for all tokens, because ranks that split a recurrence along the sequence would
+    have to wait for each other. Each rank computes the gates, the norm and the matrices only for its own tokens.
     """
 
     def __init__(
@@ -137,10 +140,10 @@ class PackedGatedDeltaNet(MegatronModule):
         return gated_delta_rule(query, key, value, log_decay, beta.flatten(1).sigmoid(), plan)
 
     def _norm(self, x: Tensor) -> Tensor:
-        """Return the RMSNorm of each head [L, value heads, value channels]. Its weight is not centered at zero.
+        """Return the RMSNorm of each head of `x` [L, value heads, value channels]. It multiplies by weight, not by 1 + weight.
 
         All tensor-parallel ranks have the same weight, and each rank has other heads. So the backward pass sums the gradients of
-        the weight.
+        the weight over these ranks.
         """
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         return F.rms_norm(x, x.shape[-1:], weight, self.config.layernorm_epsilon)

@@ -1,7 +1,8 @@
 """Images of a pack: where the outputs of the vision tower go, and the positions of tokens along three axes.
 
 A square of merge_size**2 patches gives one output of the vision tower, and this output replaces the embedding of one image token.
-Does not communicate. In shapes, S is the number of tokens of all sequences, and L is the number of tokens on this rank.
+This module does not communicate. In shapes, S is the number of tokens of all sequences of a micro-batch, and L is the number of
+tokens of the pack on this rank.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,14 +31,14 @@ class PackedImages:
 
 
 def multimodal_positions(is_image: NDArray[np.bool_], grids: Ints, merge_size: int) -> Ints:
-    """Return the positions [3, S] of one sequence along time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """Return the positions [3, n] of the n tokens of a sequence along time, height and width (arXiv:2409.12191, section 2.1).
 
     A text token has the same position along all axes. The tokens of an image start at the next free position p: the token in row
     y and column x of the image has the positions (p, p + y, p + x). The text after an image of H x W tokens continues at
     p + max(H, W).
 
     Args:
-        is_image: [S] whether a token is an image token.
+        is_image: [n] whether a token is an image token.
         grids: [images, 3] number of patches of each image along time, height and width.
         merge_size: merge_size**2 patches are one token.
 
@@ -47,7 +48,7 @@ def multimodal_positions(is_image: NDArray[np.bool_], grids: Ints, merge_size: i
     assert is_image.sum() == sizes.prod(1).sum(), f"{is_image.sum()} image tokens for images of {sizes.tolist()} tokens"
     positions = np.empty((3, len(is_image)), np.int64)
     tokens = np.flatnonzero(is_image)
-    # first token of the next text, first entry of `tokens` of the next image, next position
+    # start of the next text in the sequence, index in `tokens` of the next image's first token, next free position
     start, first, position = 0, 0, 0
     for frames, height, width in sizes.tolist():
         begin, count = int(tokens[first]), frames * height * width
@@ -77,7 +78,7 @@ class SequenceImages:
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs of the vision tower so far; `outputs` of the next image begins there."""
+        """Number of outputs of the vision tower for the images so far. The outputs of the next image begin with this index."""
         return int(self.outputs.max(initial=-1)) + 1
 
     def add(

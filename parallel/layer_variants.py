@@ -1,7 +1,8 @@
 """Variants of Megatron's self-attention, of its layer, and of its experts.
 
-The variants have norms of whole projections, norms after each block, a second rotary embedding, or experts with biases. In
-shapes, L is the number of tokens on this rank, n is the number of heads on this rank, and d is the number of channels per head.
+The variants have norms of whole projections, norms after each block, a second rotary embedding, or experts with biases. In the
+shapes of this module, L is the number of tokens on this rank, n and g are the numbers of query heads and of key/value heads on
+this rank, and d is the number of channels per head.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from parallel import groups
 
 
 class ProjectionNorm(torch.nn.Module):
-    """RMSNorm over the queries, or the keys, of all heads. Each tensor-parallel rank has the heads and the weights of its shard.
+    """RMSNorm over the queries, or the keys, of all heads together. Each tensor-parallel rank has a part of heads and weights.
 
     The mean of squares is over all heads, so the ranks sum their squares.
     """
@@ -37,7 +38,7 @@ class ProjectionNorm(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, heads: Tensor) -> Tensor:
-        """Normalize queries or keys [L, 1, n, d]."""
+        """Normalize queries [L, 1, n, d] or keys [L, 1, g, d]."""
         rows = heads.flatten(-2)
         return _NormOverRanks.apply(rows, self.weight, self.eps, self.width, self.group).view(heads.shape)
 

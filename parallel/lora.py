@@ -6,17 +6,17 @@ of queries, keys and values. Each of these matrices has its own A and B.
 
 The adapter is split over tensor-parallel ranks in the same way as its linear layer:
 
-    layer split by output rows    A is replicated, and B has the rows of this rank. A x is gathered over the sequence.
+    layer split by output rows    A is replicated, and B has the rows of this rank. Under sequence parallelism, A x is gathered.
     layer split by input columns  A has the columns of this rank, and B is replicated. A x is summed over the ranks.
     layer not split               A and B are replicated.
 
-A routed expert is split over the expert-tensor-parallel ranks. There, Megatron's dispatcher gathers the tokens and sums the
-outputs, so the adapter communicates nothing in the forward pass. The gradients of a replicated matrix are summed in the backward
-pass.
+So the ranks communicate only `rank` elements for each token and each Hugging Face matrix. Under sequence parallelism, the
+gradient of a replicated matrix comes from the tokens of this rank only. Therefore the matrix has Megatron's mark
+`sequence_parallel`, and Megatron sums its gradient over the tensor-parallel ranks.
 
-So only vectors of `rank` elements are communicated for the other layers. Under sequence parallelism, the gradient of a replicated
-matrix comes from the tokens of this rank only. Therefore the matrix has Megatron's mark `sequence_parallel`, and Megatron sums
-its gradient over the tensor-parallel ranks.
+A routed expert is split over the expert-tensor-parallel ranks in the same way. Megatron's dispatcher gathers the tokens of the
+experts and sums the outputs, so the adapter of an expert communicates nothing in the forward pass. The backward pass sums the
+gradients of a replicated matrix over these ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,8 @@ class LinearSplit:
     axis: int | None  # dim of the weight [out, in] that is split; None: every rank has the whole weight
     # matrix of Hugging Face -> number of its output rows on this rank, in the order in which `merge` needs them
     rows: Mapping[str, int]
-    merge: Callable[[Sequence[Tensor]], Tensor]  # combines the rows of the matrices to the rows of the linear layer
+    # combines the rows of the matrices to the rows of the linear layer (ParamMapping.merge)
+    merge: Callable[[Sequence[Tensor]], Tensor]
     sequence_parallel: bool
     is_expert: bool = False  # whether the layer belongs to a routed expert
 
@@ -131,9 +132,9 @@ class LoraAdapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return W + (alpha / rank) B A for this rank's shard W of the linear layer.
+        """Return W + (alpha / rank) B A in the dtype of W, for this rank's shard W of the linear layer.
 
-        The sum is computed in float32, for some columns of W at a time, so that its terms need little memory.
+        The sum is computed in float32, for some columns of W at a time, so that the float32 tensors need little memory.
         """
         merged = torch.empty_like(weight)
         width = max(1, MERGED_ELEMENTS // weight.size(0))
@@ -156,12 +157,12 @@ class LoraAdapter(torch.nn.Module):
 
 
 def _summed_gradient(matrix: Tensor) -> Tensor:
-    """Return `matrix`, whose gradient is then the sum over the expert-tensor-parallel ranks."""
+    """Return `matrix`. The backward pass sums its gradient over the expert-tensor-parallel ranks."""
     return copy_to_tensor_model_parallel_region(matrix, group=groups.etp_group())
 
 
 class GroupedLoraAdapter(torch.nn.ModuleList):
-    """Adapters of a grouped linear layer, which computes the matrices of all experts of this rank: one for each expert."""
+    """Adapters of a grouped linear layer, which has one matrix for each expert of this rank: one adapter for each expert."""
 
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
         """Map the inputs [tokens of all experts, in] to the changes of the outputs. The tokens are ordered by expert."""
@@ -184,9 +185,10 @@ def _add_adapter_output(linear: torch.nn.Module, args: tuple[Tensor, ...], outpu
 
 
 def require_input_gradients(embedding: torch.nn.Module) -> None:
-    """Let the hidden states after a frozen embedding require a gradient.
+    """Let the output of a frozen embedding require a gradient.
 
-    Otherwise, Megatron's activation recomputation would compute no gradients in the first layers.
+    Otherwise, no input of the first recomputed layers would require a gradient, and Megatron's activation recomputation would
+    compute no gradients of their adapters.
     """
 
     def hook(module: torch.nn.Module, args: tuple, output: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig) -> MegatronOptimizer:
-    """Build the distributed optimizer over the buffers of `chunks`, with fp32 master weights.
+    """Build the distributed optimizer over the buffers of `chunks`, with float32 main weights.
 
     Also sets `grad_scale_func` in the config of the model, so that Megatron scales losses as this optimizer expects.
     """

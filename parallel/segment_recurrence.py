@@ -1,10 +1,11 @@
 """Recurrent computations over packed sequences with shared prompts: short causal convolution and gated delta rule.
 
-A recurrence passes a state from token to token. In a pack, the first token of a segment continues the last token of the parent
-segment, so all responses to a shared prompt start from the same state, and the prompt is computed once. The gated delta rule
-computes chunks of CHUNK tokens in parallel (Yang et al., 2024, "Gated Delta Networks", arXiv:2412.06464, section 3.3). The chunks
-of a pack form a forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest consists of all
-chunks with the same number of predecessors, and is computed in one batch. This module does not communicate.
+A recurrence passes a state from token to token. In a pack, the first token of a segment continues from the last token of the
+parent segment. So all responses to a shared prompt start from the same state, and the prompt is computed once. The gated delta
+rule computes chunks of CHUNK tokens in parallel (Yang et al., 2024, "Gated Delta Networks", arXiv:2412.06464, section 3.3). The
+chunks of a pack form a forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest has all
+chunks with the same number of chunks before them in their sequence, and is computed in one batch. This module does not
+communicate.
 
 In shapes, S is the number of real tokens of the pack, N is the number of chunks, C is CHUNK, n is the number of heads, and k and
 v are the numbers of channels of a key and of a value.
@@ -22,8 +23,8 @@ from parallel.attention import gather_rows
 from parallel.device import copy_to_device
 from parallel.packing import PackedSequences, PackLayout
 
-CHUNK = 64
-_NORM_EPS = 1e-6  # of the L2 norms of queries and keys; the same in transformers and in the package fla
+CHUNK = 64  # number of tokens
+_NORM_EPS = 1e-6  # of the L2 norms of queries and keys; the same in transformers and flash-linear-attention
 
 Ints = NDArray[np.int64]
 
@@ -38,7 +39,7 @@ class RecurrencePlan:
     rows: Tensor | None
     # [L] index of each row of this rank among the real tokens, S for padding; None: the first S rows are the tokens, in order
     own: Tensor | None
-    # For each segment, the `kernel - 1` tokens before the segment in its sequence, and then its own tokens. S: no token
+    # for each segment, indices of the `kernel - 1` tokens before the segment in its sequence, and then of its tokens; S: no token
     history: Tensor
     convolved: Tensor | None  # [S] index of each token among the outputs of the convolution; None: in order
     slots: Tensor  # [S] index of each token among the N*C slots of the chunks
@@ -95,7 +96,7 @@ def _select_or_zero(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _history(layout: PackLayout, count: int) -> Ints:
-    """Return for each segment the indices of the `count` tokens before it in its sequence, and of its tokens."""
+    """Return, for each segment in turn, the indices of the `count` tokens before it in its sequence, and of its tokens."""
     none = np.full(count, layout.lengths.sum(), np.int64)
     parts = []
     for start, length, ancestors in zip(layout.starts, layout.lengths, layout.ancestors, strict=True):
@@ -134,8 +135,8 @@ def _chunk_forest(layout: PackLayout, chunk: int) -> tuple[Ints, Ints, Ints, lis
 def causal_convolution(x: Tensor, weight: Tensor, plan: RecurrencePlan) -> Tensor:
     """Return the depthwise convolution [S, D] of `x` [S, D] with `weight` [D, 1, kernel] along each sequence.
 
-    The last element of a kernel belongs to the token itself, the element before to the token before. Before the start of a
-    sequence there are zeros.
+    The last element of a kernel is the factor of the token itself, and the element before it is the factor of the token before.
+    The tokens before the start of a sequence count as zeros.
     """
     out = F.conv1d(_select_or_zero(x, plan.history).T[None], weight, groups=len(weight))[0].T
     return out if plan.convolved is None else out.index_select(0, plan.convolved)
@@ -185,7 +186,7 @@ def _scan(
     right = torch.cat([weighted_value, weighted_key * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     widths = list(plan.widths)
-    # by level: values to write if the state before the chunk is zero; factors of this state in the values to write
+    # For each level: the values that a chunk writes if the state before the chunk is zero, and how much this state changes them.
     values, corrections = (x.split(widths) for x in solved.split([weighted_value.size(-1), key.size(-1)], dim=-1))
     reads = (query * from_start).split(widths)
     writes = (key * (decay[..., -1:] - decay).exp()[..., None]).transpose(-1, -2).split(widths)

@@ -1,8 +1,8 @@
 """Hugging Face tensors that stack the matrices or biases of all experts of a layer, as in gpt-oss, also in MXFP4.
 
-A table has one row for each expert. If a folder stacks the experts, the names in the table contain the index of the expert: the
-tensor `X.experts.3.down_proj` of the table is part 3 of the stored tensor `X.experts.down_proj`. A matrix is [out, in] in the
-table and [in, out] in the stack. A bias is the same in both.
+The table of a family has one row for each expert. If a folder stacks the experts, a name in the table contains the index of the
+expert: the tensor `X.experts.3.down_proj` of the table is part 3 of the stored tensor `X.experts.down_proj`. A matrix is
+[out, in] in the table and [in, out] in the stack. A bias has the same shape in both.
 
 A folder may have a stack of matrices in MXFP4: `X.experts.down_proj_blocks` and `X.experts.down_proj_scales` in place of
 `X.experts.down_proj`. MXFP4 (Open Compute Project, Microscaling Formats, 2023) has 4 bits for each value, and one scale, a power
@@ -69,7 +69,7 @@ def stored_name(name: str) -> str:
 
 
 def stored_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name -> (dtype, shape) of the stored tensors. `tensors`: the same for all tensors of a table."""
+    """Return name -> (dtype, shape) of the stored tensors. `tensors`: name -> (dtype, shape) of all tensors of a table."""
     stored: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, (dtype, shape) in tensors.items():
         part = stack_part(name)
@@ -100,10 +100,10 @@ def is_mxfp4(fields: Mapping[str, Any]) -> bool:
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the values [..., 32 * G] of MXFP4 blocks in bfloat16, which contains every product of a value and a scale exactly.
+    """Return the values [..., 32 * n] of n MXFP4 blocks in bfloat16. The result is exact, because bfloat16 has enough bits.
 
-    `blocks`: [..., G, 16] uint8; the lower half of a byte is the first of its two values. `scales`: [..., G] uint8, the exponents
-    plus 127.
+    `blocks`: [..., n, 16] uint8; the lower half of a byte is the first of its two values. `scales`: [..., n] uint8; a number e
+    stands for the scale 2 ** (e - 127).
     """
     import torch  # imported only where tensors are processed
 

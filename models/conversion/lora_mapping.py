@@ -25,10 +25,10 @@ def matrix_name(hf_name: str) -> str:
 
 
 def can_have_adapter(row: ParamMapping, experts: bool = False) -> bool:
-    """Whether the row is a linear layer that can have an adapter. The output layer and the router have none.
+    """Whether the row is a linear layer that can have adapters. The output layer and the router cannot.
 
-    A tensor that contains several matrices has none, either, nor have the other tensors of its row. Routed experts have adapters
-    only if `experts` is true.
+    A row cannot have adapters if one of its tensors contains several matrices. Routed experts can have adapters only if `experts`
+    is true.
     """
     return _is_linear(row, experts) and row.num_sections == 1
 
@@ -38,7 +38,7 @@ def _is_linear(row: ParamMapping, experts: bool) -> bool:
 
 
 def adapted_matrices(rows: Iterable[ParamMapping], lora: LoraConfig) -> set[str]:
-    """Return the names of the matrices that get adapters: lora.targets, or the matrices of all linear layers."""
+    """Return the names of the matrices that get adapters: lora.targets, or the matrices of all rows that can have adapters."""
     return set(lora.targets) or {
         matrix_name(name) for row in rows if can_have_adapter(row, lora.experts) for name in row.hf
     }
@@ -47,7 +47,7 @@ def adapted_matrices(rows: Iterable[ParamMapping], lora: LoraConfig) -> set[str]
 def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
     """Raise ValueError if lora.targets names a matrix that cannot have an adapter, or leaves a layer without an adapter.
 
-    Without lora.targets, all linear layers must be able to have adapters.
+    Without lora.targets, it also raises ValueError if a linear layer cannot have adapters.
     """
     if lora.experts and any(is_stacked(name) for row in family.rows(arch) for name in row.hf):
         raise ValueError(

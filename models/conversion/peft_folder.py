@@ -1,7 +1,7 @@
 """Writes and checks folders of PEFT, the library of Hugging Face for adapters.
 
-A folder has adapter_config.json with the settings, and adapter_model.safetensors with the matrices A and B, see
-models.conversion.lora_mapping.
+A folder has adapter_config.json with the settings, and adapter_model.safetensors with the matrices A and B.
+models.conversion.lora_mapping describes the names of the matrices.
 """
 
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the driver checks folders without importing torch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FOLDER = "adapter"
-"""PEFT folder in an exported Hugging Face folder, which has the merged weights."""
+"""Name of the PEFT folder inside an exported Hugging Face folder, which has the merged weights."""
 _DEFAULTS: dict[str, Any] = dict(
     bias="none",
     use_dora=False,
@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, Any] = dict(
     layers_to_transform=None,
     layer_replication=None,
 )
-"""The only supported value of each further field of adapter_config.json. PEFT has the same defaults."""
+"""Field of adapter_config.json -> its only supported value, which is also PEFT's default."""
 _INITIAL_VALUES = (True, False, "gaussian", None)
 """Supported values of init_lora_weights. With other values, PEFT may also change the weights of the base model."""
 
@@ -73,7 +73,10 @@ def peft_config(names: Iterable[str], lora: LoraConfig, model_path: str) -> dict
 
 
 def _target_modules(names: Iterable[str]) -> list[str]:
-    """Return the modules with adapters by their whole names, because an expert has matrices with the same short names."""
+    """Return the whole names of the modules with adapters.
+
+    A short name, such as gate_proj, could also be the name of a matrix without an adapter, such as that of an expert.
+    """
     return sorted({name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in names})
 
 
@@ -105,7 +108,7 @@ def check_peft(lora: LoraConfig, family: Family, arch: Architecture) -> None:
 
 
 def peft_warnings(lora: LoraConfig, dtype: str) -> list[str]:
-    """Return what a run with `model.dtype=dtype` does otherwise than the run that wrote the folder `lora.path`."""
+    """Return warnings: in what a run with `model.dtype=dtype` differs from the run that wrote the folder `lora.path`."""
     folder, found = Path(str(lora.path)), []
     if dropout := json.loads((folder / CONFIG).read_text()).get("lora_dropout"):
         found.append(

@@ -124,6 +124,7 @@ DEFAULTS: dict[str, Any] = dict(
 A family adds the defaults of the sizes that its configs may omit, such as `head_dim`. All other sizes must be in the config.
 """
 FULL_ATTENTION_DEFAULTS: dict[str, Any] = dict(use_sliding_window=False, layer_types=None)
+"""Defaults of transformers for the fields that `check_full_attention` reads."""
 
 
 def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
@@ -158,7 +159,7 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ..
 def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
     """Return the `engine_fusions` of an MoE layer. The arguments are the Hugging Face names of an expert's matrices.
 
-    SGLang stacks the matrices of all experts of a layer in one parameter.
+    SGLang stacks the matrices of all experts of a layer in two parameters: gates and up projections, and down projections.
     """
     return {
         "experts.w13_weight": (f"experts.{{expert}}.{gate}.weight", f"experts.{{expert}}.{up}.weight"),
@@ -206,7 +207,7 @@ def read_windows(config: HFConfig, full_attention_every: int) -> dict[str, Any]:
 
 
 def check_no_window(config: HFConfig) -> None:
-    """Raise ValueError if attention has a sliding window that is shorter than the longest sequence."""
+    """Raise ValueError if attention has a sliding window that is shorter than max_position_embeddings."""
     window, context = config["sliding_window"], config["max_position_embeddings"]
     if window is not None and window < context:
         raise ValueError(
@@ -268,11 +269,11 @@ def read_decoder(
     )
 
 
-# MoE layers with sigmoid routing, as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is a
-# sigmoid. The score of an expert is its affinity plus a correction bias. The router first chooses the groups of experts whose two
-# best scores have the largest sum, and then the experts with the best scores in these groups. The outputs of the chosen experts
-# are weighted by their affinities (not by their scores), normalized and scaled. Shared experts process every token and form one
-# MLP.
+# MoE layers with sigmoid routing, as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is
+# the sigmoid of a logit of the router. The score of an expert is its affinity plus a correction bias. The router first chooses
+# the groups of experts whose two best scores have the largest sum, and then the experts with the best scores in these groups. The
+# weight of a chosen expert is its affinity (not its score), divided by the sum of the affinities of all chosen experts and
+# multiplied by a constant. Shared experts process every token and form one MLP.
 SIGMOID_ROUTED_MOE = (
     *moe_mlp("mlp", *_EXPERT_MATRICES),
     ParamMapping(

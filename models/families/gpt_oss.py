@@ -1,8 +1,9 @@
 """gpt-oss: attention sinks, sliding windows in every second layer, YaRN, biases, and experts with clamped gates.
 
-The output of an expert's gate g and up projection u is (u + 1) * g * sigmoid(1.702 * g), where g and u are clamped first.
-Checkpoints stack the experts of a layer in one tensor, and published checkpoints store the matrices of the experts in MXFP4
-(models/conversion/expert_stacks.py). In the tensor of the gate and the up projection, their rows alternate.
+The input of an expert's down projection is (u + 1) * g * sigmoid(1.702 * g), where g and u are the clamped outputs of its gate
+and of its up projection. Checkpoints stack the experts of a layer in one tensor, and published checkpoints store the matrices of
+the experts in MXFP4 (models/conversion/expert_stacks.py). One matrix has the alternating rows of the gate and of the up
+projection.
 """
 
 from dataclasses import replace
@@ -27,7 +28,7 @@ from models.hf_config import HFConfig
 _LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _EXPERT, _HF_EXPERT = f"{_LAYER}.mlp.experts.{{expert}}", f"{_HF_LAYER}.mlp.experts.{{expert}}"
 _TIED = "tied embeddings"  # SGLang would leave its output layer uninitialized
-_YARN = dict(  # rope_parameters of a config without this field
+_YARN = dict(  # rope_parameters that transformers uses if a config does not have this field
     rope_type="yarn",
     factor=32.0,
     beta_fast=32.0,
@@ -40,7 +41,8 @@ _YARN = dict(  # rope_parameters of a config without this field
 def translate(config: HFConfig) -> Architecture:
     """Translate a gpt-oss config. Raises ValueError if a value is not supported."""
     config.expect(swiglu_alpha=1.702, experts_per_token=(None, config["num_experts_per_tok"]))
-    config.read_fields.add("initial_context_length")  # the parameters of the rotary embedding contain it, too
+    # This field repeats original_max_position_embeddings of the rotary embedding.
+    config.read_fields.add("initial_context_length")
     if config["quantization_config"] is not None and not is_mxfp4(config.fields):
         raise ValueError(
             f"{config.path}: quantization_config={config['quantization_config']!r} is not supported; expected "
@@ -111,7 +113,7 @@ GPT_OSS = Family(
     ),
     engine_float32=("experts.w13_weight_bias", "experts.w2_weight_bias"),
     engine_unsupported_parts=frozenset([_TIED]),
-    engine_needs_gpu=True,  # for the attention sinks
+    engine_needs_gpu=True,  # because of the attention sinks
     # Otherwise, if the package triton_kernels is installed, SGLang would transpose the matrices of the experts.
     engine_args=dict(moe_runner_backend="triton"),
 )

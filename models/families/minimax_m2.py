@@ -22,7 +22,7 @@ from models.hf_config import HFConfig
 _BLOCK, _MATRICES = "block_sparse_moe", ("w1", "w3", "w2")
 _FRACTION = "partial_rotary_factor"  # SGLang reads only rotary_dim, the number of rotated components
 
-_WITHOUT_EFFECT = dict(  # fields that transformers and SGLang ignore -> the value that has no effect
+_WITHOUT_EFFECT = dict(  # fields that transformers and SGLang ignore -> the only value that mrl accepts
     sliding_window=None,
     attn_window_size=None,
     max_model_len=None,
@@ -39,7 +39,7 @@ def translate(config: HFConfig) -> Architecture:
     config.expect(attn_type_list=(None, [1] * config["num_hidden_layers"]))  # 1: full attention
     config.expect(**_WITHOUT_EFFECT)
     config.read_fields.update(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"))
-    # for dense MLPs, shared experts and layers with a sliding window, which no model has
+    # These fields describe dense MLPs, shared experts and layers with a sliding window, which no MiniMax-M2 model has.
     config.read_fields.update(("mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta"))
     topk, head_dim, rotated = config["num_experts_per_tok"], config["head_dim"], config["rotary_dim"]
     if topk < 2:
@@ -93,6 +93,6 @@ MINIMAX_M2 = Family(
     engine_float32=(f"{_BLOCK}.gate.weight",),  # the router
     engine_required_fields=("use_qk_norm", "use_routing_bias", "scoring_func"),
     engine_unsupported_parts=frozenset([_FRACTION]),
-    engine_needs_gpu=True,  # for the norms of queries and keys
+    engine_needs_gpu=True,  # because of the norms of queries and keys
     has_mtp_layers=True,
 )

@@ -1,8 +1,7 @@
-"""OLMo 2 and OLMo 3: norms after the attention and after the MLP, none before; one norm for the queries of all heads.
+"""OLMo 2 and OLMo 3: norms after the attention and after the MLP, none before.
 
-The keys of all heads have one norm, too.
-
-OLMo 3 has layers with a sliding window, which have plain RoPE. Its other layers may have a scaled RoPE.
+The queries of all heads together have one norm, and so have the keys. OLMo 3 has layers with a sliding window, which have plain
+RoPE. Its other layers may have a scaled RoPE.
 """
 
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """Qwen2.5-VL: a vision tower with window attention, and the decoder of Qwen2 with multimodal RoPE (arXiv:2502.13923).
 
-Published configs have the fields of the language model at the top level. Newer versions of transformers write them into
-`text_config`.
+Published configs have the fields of the language model at the top level. transformers 5 writes them into `text_config`.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Qwen3-Next and the text models of Qwen3.5: most layers have a gated delta net, the others have attention with an output gate.
 
-RoPE rotates a part of each head. All norms multiply by 1 + weight, except the norm inside of a gated delta net. Qwen3.5 (dense
-models) has MLPs, and Qwen3-Next has experts with a shared expert, whose output is multiplied by the sigmoid of one number per
-token. Layers for multi-token prediction are ignored.
+RoPE rotates a part of each head. All norms multiply by 1 + weight, except the norm inside a gated delta net. Qwen3.5 (dense
+models) has MLPs. Qwen3-Next has routed experts and a shared expert. The output of the shared expert is multiplied by the sigmoid
+of one number per token. Layers for multi-token prediction are ignored.
 """
 
 from dataclasses import replace
@@ -50,13 +50,24 @@ _ATTENTION = tuple(
         *(*map(_gated, QKV_BIAS), *OUTPUT_PROJECTION_BIAS, *QK_NORMS),
     )
 )
-# Symbols in the shapes: k: keys of all heads of a gated delta net; v: values of all heads; v_heads: number of value heads
+# Sizes in the shapes of a gated delta net:
+#   gdn_k: keys of all heads
+#   gdn_v: values of all heads
+#   gdn_v_heads: number of value heads
+#   gdn_v_channels: components of the value of one head
+#   gdn_kernel: tokens that the convolution reads
+#   gdn_qkvz: queries, keys, values and output gates of all heads
+#   gdn_ba: beta and alpha of all value heads
+#   one: 1
 _K, _V, _HEADS = ("gdn_k", "hidden"), ("gdn_v", "hidden"), ("gdn_v_heads", "hidden")
 _KERNEL = ("one", "gdn_kernel")
 
 
 def _recurrent(projections: tuple[str, ...], shapes: tuple[tuple[str, ...], ...]) -> tuple[ParamMapping, ...]:
-    """Return the rows of a gated delta net. `projections`: Hugging Face names of the matrices that read the layer's input."""
+    """Return the rows of a gated delta net.
+
+    `projections`: Hugging Face names of the matrices that read the layer's input. `shapes`: see ParamMapping.shapes.
+    """
     rows = (
         HeadGroupsMapping(
             f"{_MEGATRON}.conv_weight",
@@ -127,7 +138,7 @@ def _read_layers(config: HFConfig) -> tuple[list[int], bool]:
 def _read(config: HFConfig, parts: frozenset[str] = frozenset(), **transformer: Any) -> Architecture:
     """Translate the fields that both families have. Raises ValueError if a value is not supported."""
     config.expect(attn_output_gate=True, output_gate_type=(None, "silu", "swish"), use_sliding_window=False)
-    # without sliding windows; for MTP layers; dtype of the state in engines
+    # Two fields act only with sliding windows, two describe MTP layers, and the last one is the dtype of states in engines.
     config.read_fields.update(("sliding_window", "max_window_layers", "mtp_num_hidden_layers"))
     config.read_fields.update(("mtp_use_dedicated_embeddings", "mamba_ssm_dtype"))
     recurrent, by_interval = _read_layers(config)

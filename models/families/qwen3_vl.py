@@ -1,7 +1,7 @@
 """Qwen3-VL (dense): a vision tower, and the decoder of Qwen3 with interleaved multimodal RoPE and DeepStack (arXiv:2511.21631).
 
-DeepStack (arXiv:2406.04334): outputs of some blocks of the tower are added to the outputs of the first decoder layers, at the
-image tokens.
+DeepStack (arXiv:2406.04334): the hidden states after some blocks of the tower, each with a merger of its own, are added to the
+outputs of the first decoder layers, at the image tokens.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ def translate(config: HFConfig) -> Architecture:
 
 
 def _merger(norm_width: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Return the tensors of a merger, which maps merge_size**2 patches to the width of the language model."""
+    """Return the tensors of a merger, which maps merge_size**2 patches to one vector of the width of the language model."""
     return {
         "norm.weight": norm_width,
         "norm.bias": norm_width,

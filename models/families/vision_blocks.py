@@ -1,7 +1,7 @@
 """Building blocks of image models: the translation of their nested configs, and table rows for the vision tower.
 
-The vision tower is a module of transformers with the name `visual` on the first pipeline stage. Its parameters are equal to the
-tensors in the Hugging Face folder. Every tensor-parallel rank has the whole tower.
+The vision tower is a module of transformers. It has the name `visual` in the model on the first pipeline stage. Each of its
+parameters is equal to a tensor in the Hugging Face folder. Every tensor-parallel rank has the whole tower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ TOWER_DEFAULTS: dict[str, Any] = dict(
     rope_parameters=None,
 )
 """Defaults of transformers for fields of vision_config that the families have in common."""
-# Shapes of the tensors of the tower, as keys of Architecture.sizes. `tower_merged` is the width of merge_size**2 patches together
+# Shapes of the tensors of the tower, as keys of Architecture.sizes. `tower_merged`: width of merge_size**2 patches together.
 WIDTH, QKV, MERGED = ("tower_hidden",), ("tower_qkv",), ("tower_merged",)
 PATCH_EMBEDDING = ("tower_hidden", "channels", "frames", "patch", "patch")
 ATTENTION: dict[str, tuple[str, ...]] = {
@@ -46,7 +46,7 @@ def in_block(shapes: Mapping[str, tuple[str, ...]], block: str = "blocks.{block}
 
 
 def with_hf_prefix(rows: Sequence[ParamMapping], prefix: str) -> tuple[ParamMapping, ...]:
-    """Return the rows of a decoder with `prefix` in place of `model.` in the names of the Hugging Face tensors."""
+    """Return the rows of a decoder, with `prefix` in place of `model.` at the start of the names of Hugging Face tensors."""
     renamed = (tuple(prefix + n.removeprefix("model.") if n.startswith("model.") else n for n in r.hf) for r in rows)
     return tuple(replace(row, hf=names) for row, names in zip(rows, renamed, strict=True))
 
@@ -99,7 +99,11 @@ def with_tower(
     section: Sequence[int],
     interleaved: bool,
 ) -> Architecture:
-    """Return the architecture of an image model. Raises ValueError if the tower does not fit the language model."""
+    """Return the architecture of an image model. Raises ValueError if the tower does not fit the language model.
+
+    `language`: architecture of the language model. `model_type`: of the tower's config in transformers. `tower`: result of
+    `read_tower`. `section`, `interleaved`: see `parallel.rope.rope_axes`.
+    """
     fields, sizes = tower
     width = language.transformer["hidden_size"]
     if fields["out_hidden_size"] != width:

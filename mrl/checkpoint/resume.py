@@ -83,10 +83,10 @@ _LORA_RANK, _LORA_ALPHA, _LORA_BASE, _TRAIN_VISION = "lora_rank", "lora_alpha", 
 def model_identity(
     arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False
 ) -> dict[str, int | float | str]:
-    """Return name -> value. A checkpoint fits a model only if all these values are equal: sizes, and what the checkpoint lacks.
+    """Return name -> value. A checkpoint fits a model only if all these values are equal.
 
-    A checkpoint of LoRA adapters has neither the weights of the base model, in the folder `model_path`, nor the scale of the
-    adapters. `train_vision`: whether the vision tower is trained.
+    They are the sizes of the model, and whether the vision tower is trained. With LoRA, they also identify what the checkpoint
+    lacks: the scale of the adapters, and the weights of the base model, which are in the folder `model_path`.
     """
     identity: dict[str, int | float | str] = {}
     identity.update(arch.sizes)
@@ -127,7 +127,7 @@ def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoi
 
 
 def continues_from_checkpoint(config: Config) -> bool:
-    """Return whether the run will continue from a checkpoint. Unlike `find_resume_point`, this compares no hashes."""
+    """Return whether the run will continue from a checkpoint. Unlike `find_resume_point`, this function compares no hashes."""
     store = CheckpointStore(Path(config.run.dir).resolve() / "checkpoints")
     return config.resume not in ("auto", "never") or store.latest() is not None
 

@@ -1,6 +1,6 @@
-"""Weight sync of LoRA adapters without the other weights (weight_sync.lora=adapter): checks, server arguments, bytes of a push.
+"""Weight sync that sends only LoRA adapters (weight_sync.lora=adapter): checks, server arguments, bytes of a push.
 
-Every function raises ValueError for a mistake in the config. No function starts a process.
+The checks raise ValueError for a mistake in the config. No function starts a process.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ KEY = "weight_sync.lora=adapter"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 _TOGETHER = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("q_proj", "v_proj"), ("up_proj", "gate_proj"))
-"""(matrix, another matrix that must have adapters, too). SGLang (0.5.23, LoRAAdapter) joins the adapters of fused matrices."""
+"""(matrix, another matrix): if the first has adapters, so must the second. SGLang (0.5.23, LoRAAdapter) joins their adapters."""
 
 
 def syncs_adapters(config: Config) -> bool:
@@ -36,7 +36,7 @@ def adapted(config: Config, actor: ModelPlan) -> list[str]:
 
 
 def check_adapter_sync(config: Config, actor: ModelPlan) -> None:
-    """Raise ValueError if only the adapters should be sent, and the config or the model does not allow it."""
+    """Raise ValueError if weight_sync.lora=adapter is set, but another key or the model does not allow it."""
     if not syncs_adapters(config):
         return
     if not config.lora.rank:
@@ -65,7 +65,7 @@ def check_adapter_sync(config: Config, actor: ModelPlan) -> None:
 
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key and value, reason) for each key that has no meaning or cannot work if only adapters are sent."""
+    """Yield (key and value, reason) for each key that has no meaning, or cannot work, if a push sends only adapters."""
     sync, urls = config.weight_sync, config.rollout.engine_urls
     if config.lora.experts:
         yield "lora.experts=true", "mrl does not send adapters of routed experts to the engines"
@@ -118,7 +118,7 @@ def adapter_server_args(config: Config, actor: ModelPlan) -> dict[str, Any]:
 class AdapterPush:
     """What a push of adapters sends: trainer rank 0 writes all matrices A and B once, and every engine rank reads them."""
 
-    num_matrices: int
+    num_matrices: int  # number of matrices A and B
     nbytes: int  # bytes of all matrices
     num_readers: int  # number of engine ranks
 

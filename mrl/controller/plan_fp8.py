@@ -1,4 +1,4 @@
-"""Checks of runs whose engines store the model in FP8 (sglang.quantization=fp8), before any process starts."""
+"""Checks of runs whose engines store matrices in FP8 (sglang.quantization=fp8), before any process starts."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from mrl.weight_sync.transfer_plan import scale_shards, trainer_shards
 from parallel.dims import ParallelDims
 
 MODEL_KEYS = {"load_format", "json_model_override_args"}
-"""Arguments with which an engine gets block scales; see `block_fp8_args`."""
+"""Arguments that mrl sets so that an engine has block scales; see `block_fp8_args`."""
 KERNEL_KEYS = ("fp8_gemm_runner_backend", "moe_runner_backend")
 """Arguments of SGLang that choose kernels for matrices in FP8."""
 FIRST_CAPABILITY = (8, 9)

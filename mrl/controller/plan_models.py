@@ -66,7 +66,7 @@ class ModelPlan:
         return self.config.lora if is_trained_actor and self.config.lora.rank else None
 
     def identity(self) -> dict[str, int | float | str]:
-        """Return what must be equal in the run and in a checkpoint from which it resumes. See `model_identity`."""
+        """Return name -> value: what must be equal in this model and in a checkpoint that it loads. See `model_identity`."""
         return model_identity(self.arch, self.lora or LoraConfig(), self.model_path, self.config.model.train_vision)
 
     @property
@@ -389,7 +389,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
 
 
 def _check_key_norms(family: Family, arch: Architecture, topology: EngineParallelSizes) -> None:
-    """Raise ValueError if engine ranks that hold the same key head would have to normalize the keys of all heads together."""
+    """Raise ValueError if SGLang normalizes the keys of all heads together, and several engine ranks would hold the same head."""
     heads = arch.transformer["num_query_groups"]
     has_norm = any(row.whole_in_engine and row.shapes == (("kv",),) for row in family.rows(arch))
     if has_norm and topology.tp // topology.dp > heads:
@@ -436,10 +436,9 @@ def _engines_use_cpus(config: Config) -> bool:
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:
     """Return the transport of the weights between GPUs, and the locations of all trainer ranks and of all engine ranks.
 
-    The trainer ranks are those of the actor. The transport is also disk if the weight sync sends only adapters.
-    Raises ValueError if the weights cannot travel between these GPUs, or if an engine would have different numbers of GPUs on its
-    nodes. When the run starts, it applies the same rules to the actual GPUs
-    (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).
+    The trainer ranks are those of the actor. The transport is also disk if the weight sync sends only adapters. Raises ValueError
+    if the weights cannot travel between these GPUs, or if an engine would have different numbers of GPUs on its nodes. When the
+    run starts, it applies the same rules to the actual GPUs (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).
     """
     senders, receivers = (
         [ProcessLocation(*place) for place in locate_ranks(devices, role)] for role in ("actor", "engines")

@@ -1,4 +1,7 @@
-"""The prompts of a run: training prompts and held-out sets, read and checked before any process starts. Settings for images."""
+"""The prompts of a run: training prompts and held-out sets, read and checked before any process starts.
+
+For prompts with images, this module also has the settings of the engines, and the check that all models can read the images.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -180,7 +183,8 @@ def image_args(actor: ModelPlan) -> dict[str, Any]:
 def image_environment(config: Config) -> dict[str, str]:
     """Return environment variables of the engines.
 
-    SGLang (0.5.23) keeps outputs of the vision tower after new weights have been loaded. If the tower is trained, they are wrong.
+    SGLang (0.5.23) caches outputs of the vision tower, and keeps them when it loads new weights. If the tower is trained, cached
+    outputs are wrong, so mrl turns the cache off.
     """
     return dict(SGLANG_VLM_CACHE_SIZE_MB="0") if config.model.train_vision else {}
 

@@ -108,7 +108,7 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
 def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_dims: ParallelDims) -> ModelPlan:
     """Check the config of `mrl replay`, and return its plan. Both layouts must be able to shard the model in `model_path`.
 
-    If the run has adapters and has exported the folder `model_path`, the plan has the base model and the exported adapters.
+    If `model_path` is a folder that a run with LoRA has exported, the plan has the base model and the exported adapters.
     """
     adapters = Path(model_path) / ADAPTER_FOLDER
     is_base = Path(model_path).resolve() == Path(config.model.path).resolve()

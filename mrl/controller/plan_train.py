@@ -104,7 +104,7 @@ class TrainPlan(ModelPlan):
 
     @property
     def lora(self) -> LoraConfig | None:
-        """Adapters of the actor. A run that continues from a checkpoint has their matrices, and does not read lora.path."""
+        """Adapters of the actor. If the run continues from a checkpoint, the checkpoint has them, and lora.path is not read."""
         lora = super().lora
         return replace(lora, path=None) if lora and self.resume.checkpoint else lora
 

@@ -39,7 +39,8 @@ Column = NDArray[np.float32]  # [R] one number per sampled token
 class ImageInputs:
     """All images of one prompt, as the vision tower of the model expects them."""
 
-    pixel_values: NDArray[np.float32]  # [patches of all images, channels * frames * patch height * patch width]
+    # [patches of all images, channels * frames * patch height * patch width] colors, normalized by the model's image processor
+    pixel_values: NDArray[np.float32]
     grid_thw: NDArray[np.int64]  # [images, 3] number of patches of each image along time, height and width
 
 
@@ -192,7 +193,7 @@ class TokenBlock:
 
 
 def _image_arrays(images: Mapping[int, ImageInputs]) -> dict[str, NDArray]:
-    """Return the arrays of a file with these images. Images that several rows share are stored once."""
+    """Return the arrays with which a file stores these images. Images that several rows share are stored once."""
     distinct = {id(each): each for each in images.values()}
     numbers = {identity: number for number, identity in enumerate(distinct)}
     arrays = {f"{_IMAGE_PREFIX}{n}.{k}": v for n, each in enumerate(distinct.values()) for k, v in vars(each).items()}
@@ -477,7 +478,7 @@ class SyncReport:
     engine_seconds: float = 0.0  # the part of `seconds` in which the sender waited for engines
     failed: dict[str, str] = field(default_factory=dict)  # URL of a failed engine -> reason of the failure
     must_repeat: bool = False  # True: the engines did not accept the version, so the driver pushes it again
-    # LoRA adapters that the engines have loaded, by the name that requests must give; None: requests give no name
+    # name of the LoRA adapters that the engines have loaded, which requests must give; None: requests give no name
     adapter: str | None = None
 
 

@@ -2,7 +2,7 @@
 
 A row has its images in the column `images`, and the placeholder `<image>` in its messages for each image, as in data sets for
 verl. The chat template writes one image token for each image. This module repeats this token, so that there is one token for each
-output of the vision tower. The processor of the model decides how many tokens an image has, and computes its pixels.
+output of the vision tower. The image processor of the model decides how many tokens an image has, and computes its pixel values.
 """
 
 import base64
@@ -25,7 +25,7 @@ from mrl.data.tokenizer import Messages
 PLACEHOLDER = "<image>"
 """Text in the messages of a prompt that stands for the next image of the row."""
 PROCESSOR_BACKEND = "pil"
-"""Backend of the image processor in trainers and engines. The other one, torchvision, resizes images differently on a GPU."""
+"""Backend of the image processor in rollout worker and engines. The other one, torchvision, gives other pixels on a GPU."""
 _EXPECTED = "a path, the bytes of an image file, or an object with bytes or path"
 
 
@@ -41,16 +41,16 @@ class ImageFile:
         return Path(self.path).read_bytes() if self.content is None else self.content
 
     def open(self) -> Any:
-        """Return the image as a PIL image in RGB. Raises OSError or another error of PIL if the file has no valid image."""
+        """Return the image as a PIL image in RGB. Raises OSError, or another error of PIL, if the file has no valid image."""
         from PIL import Image  # imported only where images are decoded
 
         return Image.open(io.BytesIO(self.read())).convert("RGB")
 
     def data_url(self) -> str:
-        """Return the pixels as a PNG file in a data URL, for a request to SGLang.
+        """Return the image as a PNG file in a data URL, for a request to SGLang.
 
-        SGLang (0.5.23) takes a text that begins with "/" for a path, and JPEG files in base64 begin so. On a GPU, it decodes JPEG
-        files with nvJPEG, which gives other pixels than PIL.
+        A data URL is needed, because SGLang (0.5.23) takes a text that begins with "/" for a path, and JPEG files in base64 begin
+        so. PNG is needed, because SGLang decodes JPEG files on a GPU with nvJPEG, which gives other pixels than PIL.
         """
         image, file = self.open(), io.BytesIO()
         image.info.clear()  # orientation and color profile, which the trainer does not read either
@@ -65,7 +65,7 @@ class ImageFile:
 def read_images(value: Any, column: str, folder: Path) -> tuple[ImageFile, ...]:
     """Return the images of a row. `value` is the row's value in the column `column`: None, an image, or a list of images.
 
-    Relative paths are relative to `folder`. Raises RowError if `value` has another form.
+    Paths are relative to `folder`, unless they are absolute. Raises RowError if `value` has another form.
     """
     if value is None:
         return ()
@@ -102,8 +102,8 @@ def refuse_images(row: Row) -> None:
 def check_image(image: ImageFile, name: str) -> tuple[int, int]:
     """Decode an image, and return (height, width) in pixels.
 
-    JPEG images are decoded at a reduced size, which finds truncated files in less time. Raises RowError with the column `name` if
-    the file is missing or is not a complete image.
+    To save time, JPEG images are decoded at a reduced size, which also finds truncated files. Raises RowError with the column
+    `name` if the file is missing or is not a complete image.
     """
     from PIL import Image, UnidentifiedImageError  # imported only where images are decoded
 
@@ -123,10 +123,10 @@ def check_image(image: ImageFile, name: str) -> tuple[int, int]:
 
 
 def with_image_parts(messages: Messages, num_images: int, column: str) -> list[dict[str, Any]]:
-    """Return the messages with lists of parts as contents: texts, and one image part for each placeholder.
+    """Return the messages in the form that chat templates of image models expect.
 
-    Chat templates of image models expect this form. Raises RowError with the column `column` if the number of placeholders is not
-    `num_images`.
+    The content of a message is a list of parts: texts, and one image part for each placeholder. Raises RowError with the column
+    `column` if the number of placeholders is not `num_images`.
     """
     count = sum(message["content"].count(PLACEHOLDER) for message in messages)
     if count != num_images:
@@ -154,7 +154,7 @@ class RequestImages:
     image_token: int  # id of the image token
 
     def request_tokens(self, prompt: Sequence[int]) -> list[int]:
-        """Return the prompt with one image token for each image, as SGLang expects it. SGLang repeats the tokens itself."""
+        """Return the prompt with one image token for each image, as SGLang expects it. `prompt`: with all image tokens."""
         pairs = zip([None, *prompt], prompt, strict=False)
         return [token for before, token in pairs if token != self.image_token or before != token]
 
@@ -181,7 +181,7 @@ def processor_settings(folder: str | Path) -> dict[str, Any]:
 class ImagePrompts:
     """How prompts of one model contain images."""
 
-    model_path: str  # Hugging Face folder, which has the configuration of the image processor
+    model_path: str  # Hugging Face folder, which has the settings of the image processor
     image_token: int  # id of the token that stands for an output of the vision tower
     merge_size: int  # merge_size**2 patches of an image become one token
 
@@ -229,7 +229,7 @@ class ImagePrompts:
         return expanded
 
     def inputs(self, images: Sequence[ImageFile]) -> ImageInputs:
-        """Return the pixels of the images, as the vision tower expects them. The model's own processor computes them."""
+        """Return the pixel values of the images, as the vision tower expects them. The model's image processor computes them."""
         found = _image_processor(self.model_path)([image.open() for image in images], return_tensors="np")
         return ImageInputs(
             np.ascontiguousarray(found["pixel_values"], np.float32), np.asarray(found["image_grid_thw"], np.int64)

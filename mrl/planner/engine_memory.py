@@ -1,4 +1,4 @@
-"""Memory of one engine rank: model weights and KV cache."""
+"""Memory of one engine rank: model weights, slots for LoRA adapters, and KV cache with the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineParallelSizes
 
 # Fraction of GPU memory for the weights and the KV cache of an engine if sglang.mem_fraction_static is not set.
 DEFAULT_MEM_FRACTION = 0.8
-# Bytes of states of recurrent layers per byte of keys and values if sglang.mamba_full_memory_ratio is not set.
+# Bytes for states of recurrent layers per byte for keys and values if sglang.mamba_full_memory_ratio is not set.
 _STATE_RATIO = 0.9
-_CONVOLUTION_BYTES, _STATE_BYTES = 2, 4  # bytes of one element of a state in SGLang (0.5.23), by default
+# Bytes of one element of the convolution's inputs, and of the recurrence's state, in SGLang (0.5.23) by default.
+_CONVOLUTION_BYTES, _STATE_BYTES = 2, 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def engine_memory(
     kv_itemsize: int | None = None,
     fp8: bool = False,
 ) -> EngineRankMemory:
-    """Return the memory of an engine rank.
+    """Return the memory of an engine rank without LoRA adapters.
 
     `free`: bytes that are free on the GPU before the engine starts. `fraction`: the part of the free bytes that the engine uses
     for weights and KV cache (sglang.mem_fraction_static). The rest is for activations and CUDA graphs. `fp8`: whether the engine
@@ -95,9 +96,9 @@ def state_bytes(shape: ModelShape, topology: EngineParallelSizes) -> int:
 def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) -> int:
     """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
 
-    Recurrent layers have no keys and values. `state_bytes` counts their states.
-    If there are fewer key/value heads than ranks, several ranks store the same head. Latent attention caches one compressed
-    vector for each token, and every rank stores a full copy of the vector.
+    Recurrent layers have no keys and values; `state_bytes` counts their states. If there are fewer key/value heads than ranks,
+    several ranks store the same head. Latent attention caches one compressed vector for each token, and every rank stores a full
+    copy of the vector.
     """
     if shape.has_latent_attention:
         return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize

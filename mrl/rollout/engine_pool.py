@@ -76,7 +76,7 @@ class PooledEngine:
     faults: int = 0  # number of failed requests in a row
     failure: str | None = None  # reason why the engine has failed; None: it has not failed
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
-    needs_adapter: bool = False  # whether the engine gets requests only after a push has loaded LoRA adapters into it
+    needs_adapter: bool = False  # whether the engine gets no requests before a push has loaded LoRA adapters into it
 
     @property
     def in_service(self) -> bool:

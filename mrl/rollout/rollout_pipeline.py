@@ -112,7 +112,7 @@ class GroupSampler:
         ]
 
     def _images(self, rows: Sequence[int]) -> list[RequestImages | None]:
-        """Return the images of these rows of the training data; an empty list if no row of the data has images."""
+        """Return the images of each of these rows of the training data; an empty list if no row of the data has images."""
         return [self.spec.train.request_images(row) for row in rows] if self.spec.train.has_images else []
 
     async def _respond(

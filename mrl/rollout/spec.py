@@ -77,7 +77,7 @@ class PoolSettings(Protocol):
 
     @property
     def uses_adapters(self) -> bool:
-        """Whether an engine gets requests only after a push has loaded LoRA adapters into it."""
+        """Whether an engine gets no requests before a push has loaded LoRA adapters into it."""
         ...
 
 
@@ -162,7 +162,7 @@ class RolloutSpec:
 
     @property
     def uses_adapters(self) -> bool:
-        """Whether an engine gets requests only after a push has loaded LoRA adapters into it."""
+        """Whether an engine gets no requests before a push has loaded LoRA adapters into it."""
         return bool(self.server_args.get("enable_lora"))
 
     @property

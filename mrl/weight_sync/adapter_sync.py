@@ -1,12 +1,12 @@
 """Adapter sync: trainer rank 0 writes the LoRA adapters to a folder, and the engines apply them to their base model.
 
 The engines load the base model once, from its Hugging Face folder. A push gathers the matrices A and B of all layers on rank 0,
-writes them as a folder of PEFT, and sends the path of this folder to each engine. So requests are small, and every engine rank
-reads the folder itself.
+writes them as a folder of PEFT, and sends the path of this folder to each engine. So the requests of a push are small, and every
+engine rank reads the folder itself.
 
-Each push loads new adapters beside the older ones, under a name of its own. So the engines are not paused: a running request
-keeps the adapters with which it began, and waits only while its engine reads the folder. SGLang's prefix cache uses the identity
-of the adapters as a part of its keys, so no request continues a prefix that other adapters have computed.
+Each push loads new adapters in addition to the older ones, under a name of its own. So the engines are not paused: a running
+request keeps the adapters with which it began, and waits only while its engine reads the folder. The identity of the adapters is
+a part of the keys of SGLang's prefix cache, so no request continues from a prefix that was computed with other adapters.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class AdapterSync:
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Load the current adapters into every engine, as weight version `version`. All ranks call this.
 
-        Requests do not use the new adapters before their sender knows the name, `adapter` in the report. Offloaded engines stay
-        paused, and so this method has nothing else to do for them.
+        A request uses the new adapters only if it names them. Their name is `adapter` in the report. This method never pauses
+        engines, so it treats offloaded engines, which are paused already, like all others.
         """
         return self._gather(lambda tensors: self._push(tensors, version)) or SyncReport()
 
@@ -97,8 +97,8 @@ class AdapterSync:
     def _unload_old_adapters(self, engine: EngineControl) -> list[str]:
         """Unload the adapters that no request of this run can use any more. Returns the names of the other adapters.
 
-        A request uses the newest adapters of the time at which the request began (see `adapter_slots`). Raises EngineError if
-        requests use older ones for longer than a part of the deadline of a push.
+        A request uses the adapters that were the newest when it began (see `adapter_slots`). Raises EngineError if requests use
+        adapters that should be unloaded for longer than UNLOAD_FRACTION of the timeout.
         """
         deadline = time.monotonic() + UNLOAD_FRACTION * engine.timeout_s
         newest_first = sorted(engine.adapters(), key=push_number, reverse=True)

@@ -145,10 +145,10 @@ class EngineControl:
         self._call("/load_lora_adapter", lora_name=name, lora_path=folder)
 
     def unload_adapter(self, name: str, timeout_s: float) -> None:
-        """Wait until no request uses this LoRA adapter, and unload it.
+        """Wait until no request uses the LoRA adapters `name`, and unload them.
 
-        Meanwhile, SGLang (0.5.23) neither loads nor unloads other adapters. It waits without a limit, also after the deadline
-        `timeout_s`. Raises EngineError if requests still use the adapter at the deadline.
+        Raises EngineError if requests still use them after `timeout_s`. SGLang (0.5.23) then still waits, without a limit.
+        Meanwhile, it neither loads nor unloads other adapters.
         """
         path = "/unload_lora_adapter"
         try:
@@ -244,7 +244,7 @@ def _message(content: Any) -> str:
     if not isinstance(content, dict):
         return str(content)
     error = content.get("error")
-    text = content.get("message") or content.get("error_message")  # the second key is that of requests about adapters
+    text = content.get("message") or content.get("error_message")  # answers about adapters have the second key
     return str(text or (error.get("message") if isinstance(error, dict) else error) or content)
 
 

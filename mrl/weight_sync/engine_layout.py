@@ -19,7 +19,7 @@ VOCAB_PADDING = 64
 """SGLang appends rows of zeros to the embedding and to the output layer, up to a multiple of this number of rows."""
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-"""SGLang's names of the embedding and of the output layer. In the Hugging Face folder of a language model, they are the same."""
+"""SGLang's names of the embedding and of the output layer. A Hugging Face folder of a language model has the same names."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 """Dtype of an SGLang parameter, without "torch." -> bytes per element."""
 KV_CACHE_SCALES = (".k_scale", ".v_scale")
@@ -172,7 +172,7 @@ class EngineLayout:
         return param, parts
 
     def _fused_name(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Return the two parts of `engine_names`, but before the renames of the family."""
+        """Return what `engine_names` has for tensor `name`, but before the prefixes and renames of the family are applied."""
         expert = self.row_of[name].expert
         path = name.split(".")
         if expert is not None:
@@ -202,7 +202,7 @@ class EngineLayout:
 
     @cached_property
     def _fixed_dtypes(self) -> dict[str, str]:
-        """SGLang parameter whose dtype does not depend on the dtype of the engine -> its dtype."""
+        """Parameter of SGLang -> its dtype, for the parameters whose dtype does not depend on the dtype of the engine."""
         fixed: dict[str, str] = {}
         for name, row in self.row_of.items():
             param = self.engine_names[name][0]

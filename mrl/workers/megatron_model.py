@@ -458,7 +458,7 @@ class MegatronModel:
     def load_weights(self, folder: str | Path) -> None:
         """Load only the weights of a checkpoint, which may have been written under any layout.
 
-        The optimizer's master weights are set to the loaded weights.
+        The optimizer's main weights are set to the loaded weights.
         """
         checkpoint.load_weights(folder, self.chunks)
         self.optimizer.reload_model_params()

@@ -181,7 +181,7 @@ class ActivationHooks:
     def _sketch_output(self, depth: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
             hidden = output[0] if isinstance(output, tuple) else output  # [local L, 1, H]
-            # The embedding of an image model is split over the ranks only afterwards.
+            # An image model splits its embeddings over the ranks only after the tower's outputs have been inserted.
             if len(hidden) > len(self._tokens):
                 hidden = hidden.chunk(self._num_parts)[self._part]
             is_token = self._tokens >= 0

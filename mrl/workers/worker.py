@@ -396,8 +396,8 @@ class TrainWorker:
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> dict[str, str]:
         """Close the last weight sync session, and open a new session with these engines.
 
-        `folder` is the folder into which the disk transport writes weights, and the adapter sync adapters. Returns URL -> reason
-        for each engine that failed. If an engine has failed, no session is open.
+        `folder` is the folder into which the disk transport writes weights, and into which the adapter sync writes adapters.
+        Returns URL -> reason for each engine that failed. If an engine has failed, no session is open.
         """
         from mrl.weight_sync.engine_control import WeightSyncError  # imported here because the driver does not need it
 

@@ -36,7 +36,7 @@ RESERVED_ARGS: dict[str, str] = {
 
 
 BLOCK_FP8 = "fp8"
-"""Value of the argument `quantization` with which trainers send weights in FP8 with block scales."""
+"""Value of the argument `quantization` of an engine to which trainers send weights in FP8 with block scales."""
 
 UNSYNCED_ARGS: dict[str, str] = {
     "quantization": "trainers can quantize weights only to fp8, so engines cannot take other quantized weights from the trainers",
@@ -122,7 +122,7 @@ ADAPTER_ARGS = (
     "max_loras_per_batch",
     "max_loaded_loras",
 )
-"""Arguments about LoRA adapters that an engine of a training run cannot have in the config section `sglang`."""
+"""Arguments about LoRA adapters that the config section `sglang` of a training run cannot have, because mrl sets them."""
 
 NCCL_VARIABLES = {
     "NCCL_CUMEM_ENABLE": ("enable_symm_mem",),
@@ -184,10 +184,10 @@ def memory_saver_args(device: str | None = None) -> dict[str, Any]:
 
 
 def adapter_slots(staleness: int) -> int:
-    """Return how many weight versions of LoRA adapters an engine can apply at the same time.
+    """Return how many weight versions of LoRA adapters an engine must be able to apply at the same time.
 
-    A request uses the newest adapters of the time at which it begins. A step takes only responses that are at most `staleness`
-    weight versions old. So a push may first unload all but the newest staleness + 1 adapters.
+    A request uses the adapters that are the newest when it begins. A step takes only responses that are at most `staleness`
+    weight versions old. So before a push loads new adapters, it can unload all but the newest staleness + 1 adapters.
     """
     return staleness + 2
 
