@@ -35,11 +35,11 @@ class VisionTower:
 
     model_type: str  # of the tower's config in transformers
     config: dict[str, Any]  # fields of the tower's config
-    image_token: int  # id of the token that an output of the tower replaces
+    image_token: int  # id of the image token, whose embedding an output of the tower replaces
     merge_size: int  # merge_size**2 patches give one output
     rope_axes: tuple[int, ...]  # see parallel.rope.rope_axes
-    # Number of repetitions of the tower's parts: "block", and "feature" for further outputs of the tower. Further output i is
-    # added to the output of decoder layer i (DeepStack, arXiv:2406.04334).
+    # Number of blocks of the tower ("block"), and number of its features ("feature"). Feature i is a further output of the tower,
+    # which is added to the output of decoder layer i (DeepStack, arXiv:2406.04334).
     repeats: dict[str, int]
 
     @property
@@ -104,7 +104,7 @@ class Architecture:
 
     @property
     def recurrent_heads(self) -> dict[str, int]:
-        """Numbers of key and value heads of a gated delta net, by name of the config field. Empty without recurrent layers."""
+        """Config field -> number of key heads or of value heads of a gated delta net. Empty without recurrent layers."""
         names = ("linear_num_key_heads", "linear_num_value_heads") if self.has_recurrent_layers else ()
         return {name: self.transformer[name] for name in names}
 
@@ -186,8 +186,8 @@ def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
 def recurrent_multiply_adds(t: dict[str, Any]) -> float:
     """Return the multiply-adds of a gated delta net per token: matrices, convolution and recurrence.
 
-    The recurrence reads and writes the state, which is one matrix of keys x values for each head. For each token, it computes the
-    value that the state predicts, adds the correction to the state, and reads the output.
+    The state of each value head is a matrix [components of a key, components of a value]. For each token, the recurrence uses all
+    elements of this matrix three times: it computes the value that the state predicts, corrects the state, and reads the output.
     """
     keys, values = t["linear_num_key_heads"] * t["linear_key_head_dim"], recurrent_value_width(t)
     matrices = t["hidden_size"] * (2 * keys + 3 * values + 2 * t["linear_num_value_heads"])
@@ -247,7 +247,7 @@ class Family:
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
-    # part of the name of a Hugging Face tensor -> this part of the name of its SGLang parameter, after the fusions
+    # part of the name of a Hugging Face tensor -> part of the name of its SGLang parameter in its place, after the fusions
     engine_renames: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, config: HFConfig) -> Architecture:

@@ -44,7 +44,7 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
 """What the config fields describe -> names of the fields. None of these fields changes the logits."""
 
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # suffixes of architecture names
-# Classifier -> language model, where XForSequenceClassification is the classifier of a model with images
+# Classifier of texts -> language model. In these families, XForSequenceClassification is the classifier of the image model.
 _TEXT_CLASSIFIERS = {f"{name}Text{_CLASSIFIER}": f"{name}{_LANGUAGE_MODEL}" for name in ("Gemma3", "Qwen3_5")}
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
@@ -190,8 +190,8 @@ class HFConfig:
     def rope_by_layer(self, head_dim: int, theta: float, local_theta: float) -> tuple[Rope, Rope]:
         """Return the rotary embeddings of layers with full attention and of layers with a sliding window.
 
-        `theta` and `local_theta` are their bases, unless `rope_parameters` has a base for each kind of layer. The field
-        `rope_scaling` of transformers 4 applies to full attention only.
+        `theta` and `local_theta` are their bases. A base in `rope_parameters`, which has parameters for each kind of layer, has
+        priority. The field `rope_scaling` of transformers 4 applies to full attention only.
         """
         self.read_fields.update(("rope_parameters", "rope_scaling"))
         by_kind = dict(self.fields.get("rope_parameters") or {})
@@ -214,7 +214,7 @@ class HFConfig:
         return ropes[0], ropes[1]
 
     def _build_rope(self, parameters: dict[str, Any], dim: int) -> Rope:
-        """Return the rotary embedding of `dim` components. The default of absent context lengths is that of transformers."""
+        """Return the rotary embedding of `dim` components. For absent context lengths, it uses the defaults of transformers."""
         kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
         if kind in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", self["max_position_embeddings"])

@@ -84,7 +84,7 @@ LAYOUT_FIELDS = UNEVEN_STAGE_FIELDS | {"moe_token_dispatcher_type", "microbatch_
 
 
 FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
-"""Values of fp8_recipe with which each rank computes its scales alone, or with the other ranks of its tensor-parallel group."""
+"""Supported values of fp8_recipe. With them, a rank computes scales alone, or with the ranks of its tensor-parallel group."""
 
 FP8_MULTIPLE = 32
 """With FP8, a number of tokens must be a multiple of this: 32 for mxfp8, 16 for other recipes (Megatron's get_fp8_align_size)."""

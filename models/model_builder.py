@@ -136,7 +136,7 @@ def can_fuse_rope(arch: Architecture) -> bool:
 
 
 def uses_packed_attention(arch: Architecture, share_prompts: bool) -> bool:
-    """Whether the model uses PackedAttention and positions for each token, and not Transformer Engine's attention."""
+    """Whether PackedAttention, which needs the position of each token, computes attention, and not Transformer Engine."""
     needs_it = arch.vision is not None or arch.has_sinks
     return share_prompts or needs_it or not capabilities().transformer_engine
 
@@ -221,7 +221,7 @@ def _gated_delta_net(config: TransformerConfig, provider: BackendSpecProvider) -
 
 
 def _first_linear(provider: BackendSpecProvider, parts: frozenset[str]) -> type:
-    """Return the class of the first matrix of a block, which contains the norm before the block, if there is one."""
+    """Return the class of the first matrix of a block. If there is a norm before the block, the class contains the norm."""
     has_norm = "no_pre_norms" not in parts
     return provider.column_parallel_layer_norm_linear() if has_norm else provider.column_parallel_linear()
 

@@ -88,7 +88,7 @@ class MicroBatchShape:
         1.0  # keys that attention reads, divided by tokens; above 1 if a prompt is copied for responses
     )
     imbalance: float = 1.0  # tokens that reach the rank's experts, divided by the mean of all ranks
-    images: int = 0  # image tokens of the whole pack, because every context-parallel rank computes all images
+    images: int = 0  # number of image tokens in the whole pack, because every context-parallel rank computes all images
     kernels: Kernels = GPU_KERNELS
 
     @classmethod
@@ -151,7 +151,7 @@ def adapter_bytes(
 ) -> BytesByTensor:
     """Return the bytes that the LoRA adapters of a layer save (parallel.lora), without the inputs of their linear layers.
 
-    The other functions count these inputs. A linear layer whose weight is frozen does not save its input, but its adapter does.
+    The other functions count these inputs: a linear layer whose weight is frozen does not save its input, but its adapter does.
     The adapter also saves A and B, each combined from all adapted matrices of the linear layer, and the product A x.
     """
     e, of_model = batch.itemsize, {p.name: p for p in shape.parameters}
@@ -258,7 +258,7 @@ def recurrent_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     """Return the bytes that a gated delta net saves. They include the norm before it.
 
     parallel.segment_recurrence computes all tokens of the pack, those of other context-parallel ranks included, in float32. The
-    last chunk of a sequence is counted as if it were full, and the tokens before a sequence (zeros) are not counted.
+    estimate assumes that every chunk is full. It does not count the tokens that the convolution reads before each segment.
     """
     sizes = shape.recurrence
     assert sizes is not None, "the model has no recurrent layers"
@@ -270,7 +270,7 @@ def recurrent_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     saved = _norms_bytes("attention", shape, batch)
     saved["attention's input"] = batch.rows * shape.hidden * e
     saved["convolution"] = 2 * tokens * channels * e  # its input and its output
-    saved["queries and keys"] = 3 * keys  # and the normalized keys
+    saved["queries and keys"] = 3 * keys  # queries, keys and normalized keys
     saved["values"] = values
     # norms of queries and keys, betas, decays before and after the softplus, cumulative decays
     saved["numbers of heads"] = 7 * tokens * heads * wide
@@ -369,7 +369,7 @@ def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
 
 
 def _norms_bytes(name: str, shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
-    """Return the bytes of the norms before and after a block. The bytes of the output of the first norm do not count."""
+    """Return the bytes of the norms before and after a block, without the output of the norm before it."""
     kinds = [f"pre-{name}"] * shape.pre_norms + [f"post-{name}"] * shape.post_norms
     return {
         tensor: size for kind in kinds for tensor, size in norm_bytes(kind, shape.hidden, batch.rows, batch).items()
@@ -395,9 +395,9 @@ def bytes_outside_layers(shape: ModelShape, batch: MicroBatchShape, is_first: bo
 
 
 def tower_bytes(tower: TowerShape | None, width: int, batch: MicroBatchShape) -> BytesByTensor:
-    """Return the bytes of a pack that the vision tower keeps until the backward pass. `width`: of the decoder's hidden states.
+    """Return the bytes that the vision tower saves for one pack. `width`: width of the decoder's hidden states.
 
-    A tower that is not trained keeps only its features, which the first decoder layers read.
+    A frozen tower saves only its features, which the first decoder layers read.
     """
     if tower is None or not batch.images:
         return {}
@@ -411,7 +411,7 @@ def tower_bytes(tower: TowerShape | None, width: int, batch: MicroBatchShape) ->
 
 
 def tower_patch_bytes(tower: TowerShape, itemsize: int) -> int:
-    """Return the bytes of one patch that one block of the vision tower saves (transformers). Statistics are not counted."""
+    """Return the bytes that one block of the vision tower (a module of transformers) saves for one patch, without statistics."""
     # an RMSNorm saves its input in float32 and its normalized input, and a linear layer saves its output
     norm = FLOAT32_BYTES + 2 * itemsize if tower.gated else 2 * itemsize
     # fused queries, keys and values; rotated queries and keys; outputs of each image, and of all images together
@@ -423,7 +423,7 @@ def tower_patch_bytes(tower: TowerShape, itemsize: int) -> int:
 def tower_working_bytes(tower: TowerShape | None, width: int, batch: MicroBatchShape) -> int:
     """Return the temporary bytes while the vision tower computes the images of a pack, in the forward or the backward pass.
 
-    They are the pixels, one block with float32 copies of queries and keys, and the packs of embeddings and features.
+    They are the pixel values, one block with float32 copies of queries and keys, and the embeddings and features of the pack.
     """
     if tower is None or not batch.images:
         return 0
@@ -439,7 +439,7 @@ def virtual_stage_bytes(
     recompute: Recompute,
     adapters: Adapters | None = None,
 ) -> int:
-    """Return the bytes that one virtual stage saves for one micro-batch. `kinds`: [layers]."""
+    """Return the bytes that one virtual stage saves for one micro-batch. `kinds`: kind of each layer of the stage."""
     if recompute.granularity != "full":
         modules = recompute.modules if recompute.granularity == "selective" else frozenset()
         return sum(count * layer_bytes(shape, kind, batch, modules, adapters) for kind, count in Counter(kinds).items())

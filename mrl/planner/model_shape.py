@@ -79,7 +79,7 @@ class LayerKind(NamedTuple):
 
     @property
     def present(self) -> tuple[str, ...]:
-        """The values of ParameterShape.present_in of the layer's parameters."""
+        """The possible values of `present_in` for parameters of such a layer, see ParameterShape."""
         return "always", "moe" if self.experts else "dense", "recurrent" if self.recurrent else "attention"
 
 
@@ -182,7 +182,7 @@ class ModelShape:
     shared_ffn: int  # width of all shared experts together
     vocab: int  # number of tokens in the vocabulary
     qk_norm: bool  # whether attention normalizes the queries and keys of each head
-    projection_norms: bool = False  # whether attention normalizes the queries of all heads together, and so the keys
+    projection_norms: bool = False  # whether attention normalizes the queries of all heads together, and also the keys
     pre_norms: bool = True  # whether there is a norm before the attention and one before the MLP
     fused_activation: bool = True  # whether a kernel of Megatron computes the gated activation of MLPs
     clamped_gates: bool = False  # whether gates and up projections are clamped
@@ -192,7 +192,7 @@ class ModelShape:
     rotary_dim: int = 0  # channels of a head that have a rotary embedding
     sigmoid_router: bool = False  # whether the router scores experts with a sigmoid instead of a softmax
     router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
-    window: int = 0  # tokens to which a token attends in layers with a sliding window
+    window: int = 0  # number of tokens to which a token attends in layers with a sliding window; 0: no layer has one
     windowed_fraction: float = 0.0  # fraction of the layers with attention that have a sliding window
     recurrent: tuple[bool, ...] = ()  # [layers] whether the layer has a gated delta net; empty: no layer has one
     recurrence: RecurrentShape | None = None  # sizes of the gated delta nets
@@ -353,10 +353,10 @@ class ModelShape:
         return self.num_heads * (self.head_dim + self.value_dim) / 2
 
     def attended_squares(self, squares_per_token: float) -> float:
-        """Return the mean of `squares_per_token` over the layers, limited to the pairs of a window in layers with a window.
+        """Return the mean of `squares_per_token` over the layers. In layers with a window, it is at most 2 * `window`.
 
-        `squares_per_token`: sum of L**2 over the sequences, divided by the sum of L. A causal token attends to L / 2 tokens on
-        average, and with a window to at most `window` tokens.
+        `squares_per_token`: sum of L**2 over the sequences, divided by the sum of L, where L is the length of a sequence. A token
+        attends to half of this number of tokens on average, and in a layer with a window to at most `window` tokens.
         """
         limited = min(squares_per_token, 2.0 * self.window)
         return squares_per_token + self.windowed_fraction * (limited - squares_per_token)

@@ -92,7 +92,7 @@ class HostMemory:
     rollouts: int  # responses in Ray's object store on which no step has trained yet
     teachers: int  # output layers of teachers, and their hidden states for a step in Ray's object store
     engines: int = 0  # copies of the weights of offloaded engines, if no push sends these weights again
-    pixels: int = 0  # images of prompts in Ray's object store, and in the packs of the actor's ranks
+    pixels: int = 0  # pixel values of prompts in Ray's object store, and in the packs of the actor's ranks
 
     @property
     def total(self) -> int:
@@ -405,9 +405,10 @@ def _host_memory(
 
 
 def _pixel_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
-    """Return the host memory of pixels on a node with `ranks` actor ranks, as if all tokens of prompts were image tokens.
+    """Return the host memory of pixel values on a node with `ranks` actor ranks, as if all tokens of prompts were image tokens.
 
-    Pixels are float32. Ray's object store has those of a prompt once, and each rank has those of its replica's share of a step.
+    Pixel values are float32. Ray's object store has those of each prompt once. Each rank has those of its replica's share of a
+    step.
     """
     if (tower := actor.shape.tower) is None:
         return 0

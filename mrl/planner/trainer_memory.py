@@ -84,7 +84,7 @@ class TrainerRankMemory:
     working: int  # temporary tensors of a training pass: logits, gradients of activations, one recomputed layer
     scoring: int  # activations and logits of a forward pass without gradients
     buckets: int  # buckets of the weight sync
-    merged: int = 0  # tensors of one layer while its LoRA adapters are merged into its weights for the weight sync
+    merged: int = 0  # tensors of one linear layer while the weight sync merges its LoRA adapters into its weight
     fp8: int = 0  # copies of weights in FP8, which Transformer Engine keeps as long as the weights are on the GPU
 
     @property
@@ -197,9 +197,10 @@ def _rank_memory(
 def _fp8_bytes(
     shape: ModelShape, dims: ParallelDims, kinds_by_stage: tuple[tuple[LayerKind, ...], ...], recipe: str, trained: bool
 ) -> int:
-    """Return the bytes of copies of weights in FP8. Each matrix of a layer has one for the forward and one for the backward pass.
+    """Return the bytes of copies of weights in FP8. A trained matrix has one for the forward and one for the backward pass.
 
-    Scales are counted only for mxfp8. Those of other recipes are less than a thousandth of the copies.
+    A matrix that is not trained has one copy. Scales are counted only for mxfp8. The scales of other recipes have less than a
+    thousandth of the bytes of the copies.
     """
     in_layers = [p for p in shape.parameters if p.location in ("layer", "expert")]
     matrices = [p for p in in_layers if ".linear_" in p.name and p.name.endswith(".weight")]
@@ -216,10 +217,10 @@ def _fp8_bytes(
 
 @lru_cache(maxsize=4096)
 def _merged_bytes(shape: ModelShape, adapters: ModelShape, dims: ParallelDims, itemsize: int) -> int:
-    """Return the largest number of bytes that a sender needs for the merged weights of one layer.
+    """Return the largest number of bytes that a sender needs for the merged weight of one linear layer.
 
-    Three tensors exist at a time: the merged weight, its matrices of Hugging Face, and those of the layer before. While terms are
-    computed in float32, there are four more tensors, with a limited number of elements.
+    Three tensors exist at a time: the merged weight, its Hugging Face matrices, and those of the linear layer before. While the
+    sum is computed in float32, there are four more tensors, with a limited number of elements.
     """
     adapted = {p.name.partition(".lora.")[0] + ".weight" for p in adapters.parameters}
     shards = [
