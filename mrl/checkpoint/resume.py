@@ -77,7 +77,15 @@ class ResumePoint:
         return xxhash.xxh3_64_hexdigest(json.dumps([settings, data_fingerprint, initial]).encode())
 
 
-_LORA_RANK, _LORA_ALPHA, _LORA_BASE, _TRAIN_VISION = "lora_rank", "lora_alpha", "lora_base", "train_vision"
+_LORA_RANK, _LORA_BASE, _TRAIN_VISION = "lora_rank", "lora_base", "train_vision"
+_KEYS = {
+    _LORA_RANK: "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_targets": "lora.targets",
+    "lora_experts": "lora.experts",
+    _TRAIN_VISION: "model.train_vision",
+}
+"""Names of `model_identity` that a config key decides, with the key."""
 
 
 def model_identity(
@@ -85,15 +93,18 @@ def model_identity(
 ) -> dict[str, int | float | str]:
     """Return name -> value. A checkpoint fits a model only if all these values are equal.
 
-    They are the sizes of the model, and whether the vision tower is trained. With LoRA, they also identify what the checkpoint
-    lacks: the scale of the adapters, and the weights of the base model, which are in the folder `model_path`.
+    They are the sizes of the model, and whether the vision tower is trained. With LoRA, they also say which matrices have adapters,
+    and identify what the checkpoint lacks: the scale of the adapters, and the weights of the base model, which are in the folder
+    `model_path`.
     """
     identity: dict[str, int | float | str] = {}
     identity.update(arch.sizes)
     identity.update({"vocabulary": arch.vocab_size, "layers": arch.num_layers})
     identity.update({_LORA_RANK: lora.rank, _TRAIN_VISION: int(train_vision)})
     if lora.rank:
-        identity.update({_LORA_ALPHA: lora.alpha, _LORA_BASE: weights_fingerprint(model_path)})
+        targets = f"[{','.join(sorted(lora.targets))}]"
+        identity.update(dict(lora_alpha=lora.alpha, lora_targets=targets, lora_experts=int(lora.experts)))
+        identity[_LORA_BASE] = weights_fingerprint(model_path)
     return identity
 
 
@@ -160,9 +171,9 @@ def check_checkpoint_fits(resume: ResumePoint, expected: Mapping[str, int | floa
     # earlier versions of mrl had no adapters and no vision towers
     saved = {_LORA_RANK: 0, _TRAIN_VISION: 0} | resume.checkpoint.state.get("model", {})
     new_run = "or start a new run: resume=never with another run.dir."
-    for name, key in ((_LORA_RANK, "lora.rank"), (_LORA_ALPHA, "lora.alpha"), (_TRAIN_VISION, "model.train_vision")):
+    for name, key in _KEYS.items():
         if saved.get(name) != expected.get(name):
-            value = str(bool(saved[name])).lower() if name == _TRAIN_VISION else saved.get(name)
+            value = str(bool(saved[name])).lower() if name in (_TRAIN_VISION, "lora_experts") else saved.get(name)
             raise ValueError(f"{path}: the checkpoint is from a run with {key}={value}; set the key to it, {new_run}")
     if saved.get(_LORA_BASE) != expected.get(_LORA_BASE):
         raise ValueError(

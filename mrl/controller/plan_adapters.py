@@ -43,8 +43,12 @@ def check_adapter_sync(config: Config, actor: ModelPlan) -> None:
         raise ValueError(f"{KEY}: lora.rank=0, so there are no adapters; set lora.rank, or leave weight_sync.lora out.")
     for key, reason in _conflicts(config):
         raise ValueError(f"{KEY} with {key}: {reason}; leave one of the two keys out.")
-    if actor.arch.vision is not None or actor.arch.has_recurrent_layers:
-        kind = "image models" if actor.arch.vision is not None else "models with gated delta nets"
+    kinds = {
+        "image models": actor.arch.vision is not None,
+        "models with gated delta nets": actor.arch.has_recurrent_layers,
+        "models with latent attention": actor.arch.has_latent_attention,
+    }
+    for kind in [kind for kind, is_kind in kinds.items() if is_kind]:
         raise ValueError(
             f"{KEY} with model.path={config.model.path}: mrl sends no adapters to engines of {kind}; use weight_sync.lora=merged."
         )

@@ -240,9 +240,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_differing_sizes_are_na
         check_checkpoint_fits(old, identity, {"actor", "critic"})
 
 
-def test_a_checkpoint_of_adapters_fits_only_its_base_model_and_its_scale(tmp_path):
+def test_a_checkpoint_of_adapters_fits_only_its_base_model_its_scale_and_its_matrices(tmp_path):
     arch = Architecture(32, 64, Rope(rope_theta=10_000.0, dim=32), False, {"num_layers": 4}, {"hidden": 128})
-    config, lora = config_of(tmp_path), LoraConfig(rank=2, alpha=4.0)
+    config, lora = config_of(tmp_path), LoraConfig(rank=2, alpha=4.0, targets=["v_proj", "q_proj"])
     folders = {name: tmp_path / name for name in ("base", "moved", "tuned")}
     weights = os.urandom(200_000)
     for name, folder in folders.items():
@@ -257,6 +257,12 @@ def test_a_checkpoint_of_adapters_fits_only_its_base_model_and_its_scale(tmp_pat
         (replace(lora, alpha=8.0), "base", "from a run with lora.alpha=4.0; set the key to it"),
         (replace(lora, rank=4), "base", "from a run with lora.rank=2; set the key to it"),
         (LoraConfig(), "base", "from a run with lora.rank=2; set the key to it"),
+        (
+            replace(lora, targets=["v_proj"]),
+            "base",
+            r"from a run with lora.targets=\[q_proj,v_proj\]; set the key to it",
+        ),
+        (replace(lora, experts=True), "base", "from a run with lora.experts=false; set the key to it"),
     ):
         with pytest.raises(ValueError, match=message):
             check_checkpoint_fits(resume, model_identity(arch, changed, str(folders[folder])), {"actor"})
