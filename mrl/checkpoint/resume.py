@@ -93,9 +93,9 @@ def model_identity(
 ) -> dict[str, int | float | str]:
     """Return name -> value. A checkpoint fits a model only if all these values are equal.
 
-    They are the sizes of the model, and whether the vision tower is trained. With LoRA, they also say which matrices have adapters,
-    and identify what the checkpoint lacks: the scale of the adapters, and the weights of the base model, which are in the folder
-    `model_path`.
+    They are the sizes of the model, and whether the vision tower is trained. With LoRA, they also say which matrices have
+    adapters, and identify what the checkpoint lacks: the scale of the adapters, and the weights of the base model, which are in
+    the folder `model_path`.
     """
     identity: dict[str, int | float | str] = {}
     identity.update(arch.sizes)
