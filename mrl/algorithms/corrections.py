@@ -2,7 +2,7 @@
 
 The policy that sampled a token differs from the policy that is trained: the engine uses other kernels, another precision
 or older weights. A correction gives the loss of each token a weight that compensates for this difference.
-docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters of array dimensions, such as R.
+docs/concepts/corrections.md lists the papers. mrl.core.types explains the letters of array dimensions, such as R.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def warn_of_sampling(config: Config, objective: Objective) -> None:
     if rollout.repetition_penalty != 1 and not is_corrected:
         show_warning(
             f"rollout.repetition_penalty={rollout.repetition_penalty}: the engines sample from a distribution with the penalty, "
-            "but training uses the distribution without it. Set algorithm.correction (docs/concepts/algorithms.md), which "
+            "but training uses the distribution without it. Set algorithm.correction (docs/concepts/corrections.md), which "
             "corrects for it, or rollout.repetition_penalty=1."
         )
 

@@ -3,16 +3,8 @@
 import json
 from pathlib import Path
 
-from test_published_configs import (
-    ANY,
-    DEEPSEEK_V3,
-    GLM45_AIR,
-    QWEN,
-    QWEN3_8B,
-    QWEN3_30B_A3B,
-    QWEN3_NEXT_80B,
-    QWEN35_27B,
-)
+from published_dense_configs import ANY, QWEN, QWEN3_8B, QWEN35_27B
+from published_moe_configs import DEEPSEEK_V3, GLM45_AIR, QWEN3_30B_A3B, QWEN3_NEXT_80B
 
 from mrl.config import hydra_entry
 from mrl.config.schema import Config

@@ -5,7 +5,8 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from test_published_configs import ANY, DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
+from published_dense_configs import ANY, QWEN3_8B
+from published_moe_configs import DEEPSEEK_V3, QWEN3_30B_A3B
 from tiny_families import FAMILIES, SIZES
 
 from models.families import family_of
