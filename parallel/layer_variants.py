@@ -163,6 +163,9 @@ def biased_down_projection(linear: Callable[..., torch.nn.Module]) -> Callable[.
 
     def build(*args: Any, bias: bool, **kwargs: Any) -> torch.nn.Module:
         module = linear(*args, bias=True, **kwargs)
+        # Otherwise, if one rank has the whole matrix, Megatron's own matrix would return a view from an autograd function, and
+        # torch would forbid Megatron to add the bias in place.
+        module.explicit_expert_comm = True  # type: ignore[bad-assignment]
         for name, parameter in module.named_parameters():
             if name.startswith("bias"):
                 # With sequence parallelism, Megatron 0.19 would add the gradients of different experts, because it sums the

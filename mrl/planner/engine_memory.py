@@ -124,7 +124,7 @@ def engine_weight_parts(
     for p in shape.parameters:
         if p.location == "expert":
             local_experts = shape.num_experts // topology.ep
-            numel = p.numel // (topology.tp // topology.ep)
+            numel = p.shard_numel(topology.tp // topology.ep)
             experts += layers[p.present_in] * local_experts * _weight_bytes(p, numel, itemsize, fp8)
         else:
             copies = layers[p.present_in] if p.location == "layer" else 1

@@ -77,7 +77,7 @@ def test_mxfp4_is_dequantized_as_in_transformers():
 
     blocks, scales = packed((3, 6, 64))
     found = dequantize_mxfp4(blocks, scales)
-    assert found.dtype == torch.bfloat16 and len(found.unique()) > 100
+    assert found.dtype == torch.bfloat16 and len(found.unique()) > 80  # at most 91 values are possible
     assert torch.equal(found.transpose(1, 2), convert_moe_packed_tensors(blocks, scales))
     pair = dequantize_mxfp4(
         torch.tensor([[0x2F] + [0] * 15], dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8)
