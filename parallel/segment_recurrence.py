@@ -178,8 +178,12 @@ def _scan(
     plan: RecurrencePlan,
 ) -> Tensor:  # [N, n, C, v]
     """Compute the outputs inside each chunk, and pass the states from level to level."""
-    later = torch.ones(plan.chunk, plan.chunk, dtype=torch.bool, device=query.device).triu(1)
-    pairs = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, float("-inf")).exp()  # [N, n, C, C]
+    ones = torch.ones(plan.chunk, plan.chunk, dtype=torch.bool, device=query.device)
+    later, same = ones.triu(1), ones.triu() & ones.tril()
+    distance = decay[..., :, None] - decay[..., None, :]
+    # A token has the distance zero from itself. As a constant, this zero adds nothing to the gradients of `decay`. Otherwise, two
+    # large terms of each token would cancel, and under strong decay their round-off would be larger than the gradients.
+    pairs = distance.masked_fill(later, float("-inf")).masked_fill(same, 0.0).exp()  # [N, n, C, C]
     system = (weighted_key @ key.transpose(-1, -2)) * pairs
     scores = (query @ key.transpose(-1, -2)) * pairs
     from_start = decay.exp()[..., None]

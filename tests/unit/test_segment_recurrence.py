@@ -57,6 +57,22 @@ def test_strong_decay_gives_finite_gradients():
     assert all(x.isfinite().all() for x in torch.autograd.grad(found.sum(), inputs))
 
 
+def test_gradients_of_decays_are_exact_under_strong_decay():
+    """The gradient of the parameter A_log is a sum of all tokens, in which large terms of single tokens would leave round-off."""
+    inputs = random_inputs(28, torch.float32)
+    inputs[3] = (16 * inputs[3]).detach().requires_grad_()
+    segments = [Segment(length) for length in (5, 4, 9, 7, 3)]
+    sums = []
+    for dtype in (torch.float32, torch.float64):
+        given = [x.to(dtype) for x in inputs]
+        found = gated_delta_rule(*given, plan_of(segments))
+        (gradient,) = torch.autograd.grad(
+            (found * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum(), given[3]
+        )
+        sums.append((gradient.double() * inputs[3]).sum(0))
+    torch.testing.assert_close(sums[0], sums[1], rtol=0, atol=1e-6 * sums[1].abs().max().item())
+
+
 @pytest.mark.parametrize("kernel", [1, 2, 4])
 @pytest.mark.parametrize("segments", [[Segment(1)], [Segment(9)], SHARED, *TREES], ids=len)
 def test_the_convolution_reads_the_tokens_of_the_sequence(segments, kernel):
