@@ -74,13 +74,14 @@ def derive(arguments: FamilyArguments) -> int:
     from models.derive.proposal import propose  # imports transformers, which takes seconds
     from models.derive.tiny_config import read_fields
 
+    if arguments.output:
+        _check_is_new(arguments.output)
     found = read_fields(arguments.model)
     proposal = propose(found)
     _print_summary(proposal)
     plan = proposal.plan
     output = arguments.output or Path(f"{plan.constant.lower()}.py")
-    if output.exists():
-        raise ValueError(f"--output {output}: the file exists; choose another name or remove it.")
+    _check_is_new(output)
     with TemporaryDirectory() as folder:
         draft = Path(folder) / f"{plan.constant.lower()}.py"
         draft.write_text(plan.code())
@@ -95,6 +96,11 @@ def derive(arguments: FamilyArguments) -> int:
     else:
         sys.stdout.write("not proven, so no file is written; --draft writes it nevertheless\n")
     return 0 if is_proven else 1
+
+
+def _check_is_new(output: Path) -> None:
+    if output.exists():
+        raise ValueError(f"--output {output}: the file exists; choose another name or remove it.")
 
 
 def _prove(proposal: "Proposal", arguments: FamilyArguments, family: str, folder: Path) -> "list[ConversionCheck]":

@@ -207,6 +207,14 @@ def test_wrong_arguments_are_named(capsys):
     assert "needs MODEL" in capsys.readouterr().err
 
 
+def test_an_existing_output_file_is_refused_before_the_model_is_read(tmp_path, capsys):
+    output = tmp_path / "own.py"
+    output.write_text("mine")
+    assert command.main(["derive", str(tmp_path / "no_model"), "--output", str(output)]) == 2
+    assert f"--output {output}: the file exists; choose another name or remove it" in capsys.readouterr().err
+    assert output.read_text() == "mine"
+
+
 def test_a_config_without_the_sizes_of_a_decoder_is_an_error():
     with pytest.raises(ValueError, match="GPT2LMHeadModel: its config has no number in hidden_size"):
         shrink(config_of("GPT2") | dict(architectures=["GPT2LMHeadModel"]))
