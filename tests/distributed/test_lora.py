@@ -53,15 +53,29 @@ def linear_layers(folder, experts: bool = False) -> list[str]:
     return [name for row in rows if can_have_adapter(row, experts) for name in row.hf]
 
 
+def rounded(tensor: torch.Tensor, digits: int) -> torch.Tensor:
+    """Round a tensor to multiples of 2**-digits."""
+    return (tensor * 2**digits).round() / 2**digits
+
+
 def write_adapters(folder, model, experts: bool = False) -> None:
-    """Write a PEFT folder with random matrices A and B for all linear layers of `model`."""
+    """Write a PEFT folder with random matrices A and B for all linear layers of `model`.
+
+    This also rounds the weights in `model`, and A and B have few digits, so that float32 represents the merged weights exactly.
+    Otherwise, the merged model and the model with adapters would already differ before any computation.
+    """
     generator, tensors = torch.Generator().manual_seed(3), {}
+    save_file(
+        {name: rounded(weight, 20) for name, weight in load_file(model / "model.safetensors").items()},
+        model / "model.safetensors",
+        {"format": "pt"},
+    )
     weights = HFWeights(model)
     for name in linear_layers(model, experts):
         rows, columns = weights[name].shape
         prefix = "base_model.model." + name.removesuffix("weight")
-        tensors[f"{prefix}lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * columns**-0.5
-        tensors[f"{prefix}lora_B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.1
+        tensors[f"{prefix}lora_A.weight"] = rounded(torch.randn(RANK, columns, generator=generator) * columns**-0.5, 9)
+        tensors[f"{prefix}lora_B.weight"] = rounded(torch.randn(rows, RANK, generator=generator) * 0.1, 9)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     targets = sorted({name.split(".")[-2] for name in linear_layers(model)})
@@ -71,14 +85,16 @@ def write_adapters(folder, model, experts: bool = False) -> None:
 
 
 def write_merged(folder, model, adapters) -> None:
-    """Write the model W + (alpha / rank) B A. The sum is computed in float64."""
+    """Write the model W + (alpha / rank) B A. float32 represents these sums exactly."""
     folder.mkdir()
     weights, pairs = load_file(model / "model.safetensors"), load_file(adapters / "adapter_model.safetensors")
     for name in weights:
         if f"base_model.model.{name.removesuffix('weight')}lora_A.weight" not in pairs:
             continue
         a, b = (pairs[f"base_model.model.{name.removesuffix('weight')}lora_{m}.weight"].double() for m in "AB")
-        weights[name] = (weights[name].double() + ALPHA / RANK * (b @ a)).float()
+        merged = weights[name].double() + ALPHA / RANK * (b @ a)
+        weights[name] = merged.float()
+        assert torch.equal(weights[name].double(), merged)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text((model / "config.json").read_text())
 

@@ -136,8 +136,8 @@ def of_sinks(name: str) -> int:
 def one_chunk(name: str) -> int:
     """Return the bytes that a gated delta net saves more than planned, because each sequence of the test is one chunk.
 
-    There are two masks of the pairs of tokens, and zeros before each sequence. But no keys write to the state of a next chunk,
-    and no queries read a state that has a gradient.
+    There are two masks of the pairs of tokens and zeros before each sequence. But no keys write to the state of a next chunk, and
+    no queries read a state that has a gradient.
     """
     fields = FAMILIES[name][1]
     if "linear_num_key_heads" not in fields:
