@@ -1,6 +1,6 @@
 """Every command of the documentation runs as it is written. Only training commands get overrides that make them short.
 
-On a few pages, training commands get --dry-run instead, because other tests train with the same settings.
+On a few pages, training commands are only planned (`mrl plan placement`), because other tests train with the same settings.
 """
 
 import os
@@ -39,17 +39,17 @@ TRAINED_BY_OTHER_TESTS = {
     ),
     "docs/tutorials/agent.md": ("test_agent_run.py",),
 }
-"""Pages whose training commands get --dry-run if no run folder is given, with the tests that train with the same settings."""
+"""Pages whose training commands are only planned if no run folder is given, with the tests that train with the same settings."""
 PAGES = sorted({block.page for block in blocks()})
 
 
 def shortened(arguments: list[str], page: str) -> list[str]:
-    """Add the overrides that make a training command take one small step, or --dry-run if other tests train so."""
+    """Return arguments that make a training command take one small step, or only plan the run if other tests train so."""
     if arguments[0] not in TRAINS or ENDS_AT_ONCE & set(arguments):
         return arguments
     keys = {argument.split("=")[0] for argument in arguments}
     if page in TRAINED_BY_OTHER_TESTS and "run.dir" not in keys:
-        return [*arguments, "--dry-run"]
+        return ["plan", "placement", *arguments[1:]]
     short = [override for override in SHORT if override.split("=")[0] not in keys]
     return [*arguments, *short, "tracking.backends=[]"]
 
@@ -85,7 +85,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_pages_with_dry_runs_name_tests_that_exist():
+def test_pages_whose_runs_are_only_planned_name_tests_that_exist():
     assert TRAINED_BY_OTHER_TESTS.keys() <= set(PAGES)
     assert all((ROOT / "tests" / "e2e" / name).exists() for names in TRAINED_BY_OTHER_TESTS.values() for name in names)
 
