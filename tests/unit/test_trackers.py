@@ -197,7 +197,7 @@ def test_mlflow_gets_a_new_run_if_the_server_does_not_have_the_stored_one(tmp_pa
         log_steps(tracker, 3)
     client, (run,) = mlflow_runs(tmp_path)
     assert [point.step for point in client.get_metric_history(run.info.run_id, "reward/mean")] == [3]
-    assert "does not have the run" in caplog.text
+    assert "no longer has the run" in caplog.text
 
 
 def test_mlflow_reads_metrics_parameters_tags_and_samples_of_a_resumed_run(tmp_path, local_mlflow):
